@@ -1,0 +1,86 @@
+"""Tokens per second of training, without what is not training."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+def count_tokens(batch: Any) -> int:
+    """Non-padding tokens of a Hugging Face style batch (``input_ids``, optional ``attention_mask``)."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise ValueError(
+            f"ThroughputMonitor cannot count the tokens of a {type(batch).__name__} without 'input_ids'; "
+            "pass count=<function from batch to int>"
+        )
+    mask = batch.get("attention_mask")
+    return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+
+
+class ThroughputMonitor(Callback):
+    """Log ``throughput/tokens_per_second``: non-padding tokens that all devices trained on, per second.
+
+    Measured over the last ``window`` optimiser steps by the wall clock, data loading and optimiser
+    included; validation is taken out, and so is the first step (allocation, compilation). Logged at
+    the trainer's ``log_every_n_steps``. The device is not synchronised: over a window, the queue's
+    length does not matter.
+    """
+
+    def __init__(self, window: int = 20, count: Callable[[Any], int] = count_tokens) -> None:
+        """Set what is counted, over how long.
+
+        Args:
+            window: optimiser steps that the rate is taken over.
+            count: non-padding tokens of a batch.
+        """
+        self.window = window
+        self.count = count
+        self.total_tokens = 0
+        """Tokens that this rank has trained on in this process, the first step left out."""
+        self.total_seconds = 0.0
+        """Seconds that they took."""
+        self._steps: deque[tuple[int, float]] = deque(maxlen=window)
+        self._tokens = 0
+        self._started: float | None = None
+        self._paused_at: float | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget an earlier fit."""
+        self._steps.clear()
+        self._started, self._tokens = None, 0
+        self.total_tokens, self.total_seconds = 0, 0.0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        self._paused_at = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start it again."""
+        if self._paused_at is not None and self._started is not None:
+            self._started += time.perf_counter() - self._paused_at
+        self._paused_at = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch; at the end of an optimiser step, take the time."""
+        self._tokens += self.count(batch)
+        if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+            return
+        now = time.perf_counter()
+        if self._started is not None:
+            self._steps.append((self._tokens, now - self._started))
+            self.total_tokens += self._tokens
+            self.total_seconds += now - self._started
+        self._started, self._tokens = now, 0
+        if self._steps and trainer.global_step % trainer.log_every_n_steps == 0:
+            pl_module.log("throughput/tokens_per_second", self._rate(trainer), prog_bar=True)
+
+    def _rate(self, trainer: Trainer) -> torch.Tensor:
+        tokens = sum(tokens for tokens, _ in self._steps)
+        seconds = sum(seconds for _, seconds in self._steps)
+        local = torch.tensor(tokens / seconds, device=trainer.strategy.root_device)
+        return torch.as_tensor(trainer.strategy.reduce(local, reduce_op="sum"))

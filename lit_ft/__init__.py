@@ -1,0 +1,30 @@
+"""Fine-tune Hugging Face causal language models with Lightning.
+
+Names are handed on lazily (PEP 562): ``import lit_ft`` costs nothing, so ``python -m lit_ft --help``
+answers without importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_ft.causal_lm import CausalLM
+    from lit_ft.data.text_data import TextDataModule
+    from lit_ft.errors import RecipeError
+    from lit_ft.evaluation import ExactMatch
+
+__version__ = "0.1.0"
+__all__ = ["CausalLM", "ExactMatch", "RecipeError", "TextDataModule"]
+
+_HOME = {
+    "CausalLM": "lit_ft.causal_lm",
+    "ExactMatch": "lit_ft.evaluation",
+    "RecipeError": "lit_ft.errors",
+    "TextDataModule": "lit_ft.data.text_data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lit_ft' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,375 @@
+"""The LightningModule: a Hugging Face causal LM with any PEFT method, or trained in full.
+
+It knows no strategy. One rule holds everywhere: the loss of an optimiser step is the mean over the
+supervised tokens of all its micro-batches and ranks (``losses.loss_weight``).
+"""
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from peft import PeftConfig, PeftModel
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lit_ft import loading
+from lit_ft.errors import RecipeError
+from lit_ft.generation import generate_answers
+from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
+from lit_ft.metrics import TokenMean
+from lit_ft.rows import Row, as_row
+from lit_ft.schedules import configure_optimizers
+
+_ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class CausalLM(LightningModule):
+    """Fine-tune a causal language model.
+
+    Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, each a mean over supervised tokens
+    (train: of one optimiser step over all ranks; val and test: of the whole set), and
+    ``train/grad_norm``, ``train/learning_rate``.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        init: loading.Init = "pretrained",
+        dtype: loading.Dtype = "auto",
+        attn_implementation: str = "auto",
+        peft: PeftConfig | None = None,
+        adapter_dtype: Literal["float32", "auto"] = "float32",
+        quantization: QuantizationConfigMixin | None = None,
+        gradient_checkpointing: bool = False,
+        neftune_alpha: float | None = None,
+        max_new_tokens: int = 256,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        """Say what is trained and how.
+
+        Args:
+            pretrained: base model, a Hugging Face hub id or a folder with config.json, weights and tokenizer.
+            init: pretrained reads the weights; random draws them (config.json and a tokenizer are enough).
+            dtype: of the base's weights; auto is what its config says. float32 for full fine-tuning.
+            attn_implementation: auto is lit_ft's packed attention; or sdpa, eager, flash_attention_2, ...
+            peft: tuning method, any PEFT config by class_path; null trains all weights.
+            adapter_dtype: of the weights that peft adds; auto is the base's dtype.
+            quantization: quantise the frozen base while reading it, a transformers config by class_path.
+            gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+            neftune_alpha: noise on embeddings while training (Jain et al. 2023, arXiv:2310.05914), e.g. 5; null for none.
+            max_new_tokens: longest answer of `predict`, in tokens.
+            optimizer: makes the optimizer from the trainable parameters; null is AdamW with learning rate 1e-4. A recipe
+                gives it at the top level.
+            lr_scheduler: makes the schedule from the optimizer; a recipe gives it at the top level.
+        """
+        super().__init__()
+        if quantization is not None and peft is None:
+            raise RecipeError("model.quantization is set without model.peft; quantised weights cannot be trained, add a method")
+        self.pretrained, self.init, self.base_dtype = pretrained, init, dtype
+        self.attn_implementation, self.peft, self.adapter_dtype = attn_implementation, peft, adapter_dtype
+        self.quantization, self.gradient_checkpointing = quantization, gradient_checkpointing
+        self.neftune_alpha, self.max_new_tokens = neftune_alpha, max_new_tokens
+        self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-4)
+        self.lr_scheduler = lr_scheduler
+        self.model: PreTrainedModel | PeftModel | None = None
+        self.metrics = nn.ModuleDict(
+            {stage: nn.ModuleDict({name: TokenMean() for name in ("loss", "token_accuracy")}) for stage in ("fit", "val", "test")}
+        )
+        self._window_tokens = 1
+
+    # --- what is trained -------------------------------------------------------------------------
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The base model's tokenizer; saved beside adapter and merged model."""
+        return loading.load_tokenizer(self.pretrained)
+
+    def check(self) -> nn.Module:
+        """Find what is wrong before weights are loaded.
+
+        Returns:
+            The model as it will be trained, without weights, on the meta device.
+
+        Raises:
+            RecipeError: config, tokenizer or tuning method do not fit.
+        """
+        skeleton = loading.skeleton(self.pretrained)
+        _ = self.tokenizer
+        if len(self.tokenizer) > (rows := skeleton.get_input_embeddings().num_embeddings):
+            raise RecipeError(
+                f"the tokenizer of {self.pretrained!r} has {len(self.tokenizer)} tokens, the model {rows} embeddings; "
+                "name a tokenizer that belongs to the model with data.tokenizer"
+            )
+        return self._with_peft(skeleton)
+
+    def configure_model(self) -> None:
+        """Build the model; Lightning calls it once the strategy is ready."""
+        if self.model is not None:
+            return
+        # New weights are a function of the seed alone, not of what drew random numbers before.
+        torch.manual_seed(_seed())
+        base = loading.load_base(self.pretrained, self.init, self.base_dtype, self.attn_implementation, self.quantization)
+        if self.gradient_checkpointing:
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = self._with_peft(base)
+        self._fp32_buffers = {n: b.clone() for n, b in self.model.named_buffers() if b.dtype == torch.float32}
+        self._head = _head_only(self.base_model)
+        if self.neftune_alpha is not None:
+            self.base_model.get_input_embeddings().register_forward_hook(self._add_noise)
+
+    def _with_peft(self, base: PreTrainedModel) -> PreTrainedModel | PeftModel:
+        if self.peft is None:
+            return base
+        try:
+            return loading.add_peft(base, self.peft, self.adapter_dtype)
+        except RecipeError:
+            raise
+        except ValueError as error:
+            raise RecipeError(
+                f"model.peft: {error}; the linear layers of {type(base).__name__} are {loading.linear_layers(base)}"
+            ) from error
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """The Hugging Face model within: what PEFT wraps."""
+        model = self.model
+        assert model is not None, "the model is built by configure_model"
+        return model.get_base_model() if isinstance(model, PeftModel) else model
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters that get gradients, by name."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CausalLM":
+        # Precision bf16-true casts every buffer; rotary frequencies in bf16 put tokens at wrong places.
+        super()._apply(fn, recurse)
+        if self.model is not None:
+            for name, buffer in self.model.named_buffers():
+                if name in self._fp32_buffers and buffer.dtype != torch.float32:
+                    buffer.data = self._fp32_buffers[name].to(buffer.device)
+        return self
+
+    # --- forward and loss ------------------------------------------------------------------------
+
+    def forward(self, row: Row) -> TokenLoss:
+        """Summed loss and number of right predictions over a row's supervised tokens."""
+        base = self.base_model
+        lengths = row["segment_lengths"]
+        if len(lengths) > 1:
+            self._check_isolation()
+        decoder = getattr(base, base.base_model_prefix)
+        self._segment_lengths = lengths
+        hidden = decoder(
+            input_ids=row["input_ids"],
+            position_ids=row["position_ids"],
+            use_cache=False,
+            **({"segment_lengths": lengths} if base.config._attn_implementation == loading.PACKED else {}),
+        ).last_hidden_state[0]
+        return token_cross_entropy(
+            hidden[row["predict_at"]],
+            self._head,
+            row["targets"],
+            chunk_tokens=tokens_per_chunk(base.get_output_embeddings().weight.shape[0]),
+            head_parameters=[p for p in base.get_output_embeddings().parameters() if p.requires_grad],
+        )
+
+    def _check_isolation(self) -> None:
+        kinds = set(getattr(self.base_model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+        if not kinds <= _ISOLATING_LAYERS or getattr(self.base_model, "_is_stateful", False):
+            raise RecipeError(
+                f"{type(self.base_model).__name__} has layers that would let the samples of one row see each other "
+                f"({', '.join(sorted(kinds - _ISOLATING_LAYERS)) or 'recurrent state'}); set data.micro_batch_size to 1, "
+                "data.join_micro_batches to false and data.packing to null"
+            )
+
+    def _add_noise(self, _: nn.Module, __: Any, embeddings: Tensor) -> Tensor:
+        if not self.training:
+            return embeddings
+        lengths = torch.tensor(self._segment_lengths, device=embeddings.device)
+        bound = self.neftune_alpha / (lengths * embeddings.shape[-1]).sqrt()  # per sample, as the paper has it
+        bound = bound.repeat_interleave(lengths)[None, :, None].to(embeddings.dtype)
+        return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * bound
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def training_step(self, batch: Row | Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """The micro-batch's share of the optimiser step's token-mean loss.
+
+        Args:
+            batch: a row, or a padded batch in Hugging Face's convention from someone's own data.
+            batch_idx: place in the epoch.
+        """
+        row = as_row(batch)
+        accumulate = self.trainer.accumulate_grad_batches
+        if batch_idx % accumulate == 0 or "window_tokens" not in row:
+            self._window_tokens = self._count_window(row, accumulate)
+        if row["input_ids"].numel() == 0:
+            loss = torch.zeros((), device=self.device, requires_grad=True)
+        else:
+            # A function of seed, step and rank: the same draws after a resume, other ones on other ranks.
+            if "PL_GLOBAL_SEED" in os.environ:
+                torch.manual_seed(hash((_seed(), self.trainer.global_step, batch_idx, self.trainer.global_rank)) % 2**63)
+            result = self(row)
+            self._update("fit", result, row)
+            weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=self._replicas)
+            loss = result.loss_sum * weight
+        if (batch_idx + 1) % accumulate == 0 or self.trainer.is_last_batch:
+            self._log_train()
+        return loss
+
+    def _count_window(self, row: Row, accumulate: int) -> int:
+        """Supervised tokens, over all ranks, of the optimiser step that the row belongs to."""
+        tokens = row.get("window_tokens")
+        if tokens is None:
+            if accumulate > 1:
+                rank_zero_warn(
+                    f"accumulate_grad_batches={accumulate}, but the batches carry no 'window_tokens': the loss is the "
+                    "mean of micro-batch means, not over the tokens of the step. lit_ft.TextDataModule counts them"
+                )
+            tokens = len(row["targets"]) * accumulate
+        if self._replicas == 1:
+            return tokens
+        return int(self.trainer.strategy.reduce(torch.tensor(tokens, device=self.device), reduce_op="sum"))
+
+    @property
+    def _replicas(self) -> int:
+        sampler = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
+        return sampler["num_replicas"] if sampler else 1
+
+    def validation_step(self, batch: Row | Mapping[str, Tensor], batch_idx: int) -> None:
+        """Count the batch into val/loss, val/perplexity and val/token_accuracy."""
+        row = as_row(batch)
+        self._update("val", self(row), row)
+
+    def test_step(self, batch: Row | Mapping[str, Tensor], batch_idx: int) -> None:
+        """Count the batch into test/loss, test/perplexity and test/token_accuracy."""
+        row = as_row(batch)
+        self._update("test", self(row), row)
+
+    def answer(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+        """Greedy answers to rendered prompts."""
+        return generate_answers(self.model, self.base_model, self.tokenizer, prompts, max_new_tokens)
+
+    def predict_step(self, batch: Sequence[Mapping[str, str]], batch_idx: int) -> list[dict[str, str]]:
+        """Answer each ``{"prompt", "expected"}`` of the batch; returns them with ``"answer"``."""
+        answers = self.answer([row["prompt"] for row in batch], self.max_new_tokens)
+        return [{**row, "answer": text} for row, text in zip(batch, answers, strict=True)]
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over the validation set."""
+        self._log_metrics("val", "val", prog_bar=True)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the means over the test set."""
+        self._log_metrics("test", "test")
+
+    def _update(self, stage: str, result: TokenLoss, row: Row) -> None:
+        metrics: Any = self.metrics[stage]
+        tokens = len(row["targets"])
+        metrics["loss"].update(result.loss_sum, tokens)
+        metrics["token_accuracy"].update(result.correct, tokens)
+
+    def _log_metrics(self, stage: str, prefix: str, prog_bar: bool = False) -> None:
+        values = {name: metric.compute() for name, metric in self.metrics[stage].items()}
+        for metric in self.metrics[stage].values():
+            metric.reset()
+        self.log(f"{prefix}/loss", values["loss"], prog_bar=prog_bar)
+        self.log(f"{prefix}/perplexity", values["loss"].exp())
+        self.log(f"{prefix}/token_accuracy", values["token_accuracy"])
+
+    def _log_train(self) -> None:
+        self._log_metrics("fit", "train", prog_bar=True)
+        self.log("train/learning_rate", self.optimizers().param_groups[0]["lr"], prog_bar=True)
+
+    # --- optimisation ----------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Optimizer over the trainable parameters, and the schedule."""
+        return configure_optimizers(self, self.optimizer, self.lr_scheduler)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Log the gradient norm before clipping, and clip with that same norm."""
+        parameters = [p for p in self.trainable_parameters().values() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self.log("train/grad_norm", norm)
+        if gradient_clip_val and (gradient_clip_algorithm or "norm") == "norm":
+            clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def strict_loading(self) -> bool:
+        """False: a checkpoint holds what trains; ``check_state`` is strict in its place."""
+        return False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the trainable weights only: the frozen base is where it came from."""
+        names = trainable_names(self)
+        checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in names}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model."""
+        check_state({n: tuple(t.shape) for n, t in checkpoint["state_dict"].items()}, self)
+
+
+def trainable_names(module: nn.Module) -> set[str]:
+    """Names of trainable parameters, tied aliases included."""
+    return {n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+
+
+def check_state(saved: dict[str, tuple[int, ...]], module: nn.Module) -> None:
+    """Compare a checkpoint's weights, by name and shape, with what trains in a module.
+
+    Raises:
+        RecipeError: they differ.
+    """
+    wanted = {n: tuple(p.shape) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    if saved == wanted:
+        return
+    differing = sorted(set(saved.items()) ^ set(wanted.items()))
+    name, shape = differing[0]
+    where = "the checkpoint" if saved.get(name) == shape else "the model"
+    raise RecipeError(
+        f"the checkpoint does not fit the model: {len({n for n, _ in differing})} of {len(wanted)} trainable weights "
+        f"differ, e.g. {name} {shape} of {where}; resume with the recipe (base model and peft) that wrote it"
+    )
+
+
+def _seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+class _HiddenStates(nn.Module):
+    """Stands in for the decoder: hands the hidden states on that it is given."""
+
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _head_only(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """The model's own way from hidden states ``(n, H)`` to logits ``(n, V)``.
+
+    It runs the model's ``forward`` with the decoder left out, so that soft-capping (gemma2) and
+    scaling (granite, cohere) stay right.
+    """
+    head = copy.copy(model)
+    head._modules = {**model._modules, model.base_model_prefix: _HiddenStates()}
+    return lambda hidden: head(inputs_embeds=hidden[None], use_cache=False).logits[0]

@@ -1,0 +1,106 @@
+"""The front door: lists the commands without importing any, and turns errors into one line and an exit code.
+
+Exit codes: 0 done; 1 failed during the run; 2 something in the recipe, the data or the folders is wrong
+(said before the long work starts); 130 stopped by Ctrl-C; 143 by SIGTERM.
+"""
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from importlib import import_module
+from typing import NoReturn
+
+COMMANDS = {
+    "fit": ("lit_ft.commands.train", "train a model"),
+    "validate": ("lit_ft.commands.train", "measure loss and accuracy on the validation data"),
+    "test": ("lit_ft.commands.train", "measure loss and accuracy on the test data"),
+    "predict": ("lit_ft.commands.train", "answer the prompts of the test data"),
+    "export": ("lit_ft.commands.export", "write a run's adapter or merged model as a Hugging Face folder"),
+}
+
+HELP = """usage: python -m lit_ft COMMAND [options]
+
+Fine-tune a Hugging Face causal language model.
+
+commands:
+{commands}
+
+  python -m lit_ft COMMAND --help                            what a command takes
+  python -m lit_ft fit --config recipes/quickstart.yaml      an example that runs anywhere
+  --debug                                                    full tracebacks, with any command"""
+
+
+def help_text() -> str:
+    """What ``--help`` prints."""
+    return HELP.format(commands="\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items()))
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run a command and exit with its code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(help_text())
+        sys.exit(0 if arguments else 2)
+    if name not in COMMANDS:
+        _fail(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}{_did_you_mean(name)}", 2)
+    if not debug:
+        _quieten()
+    try:
+        import_module(COMMANDS[name][0]).run(arguments)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        _report(error)
+    except KeyboardInterrupt:
+        _fail("stopped by Ctrl-C", 130)
+    sys.exit(0)
+
+
+def _quieten() -> None:
+    """Leave out what libraries say about themselves; nothing about the run is among it."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for message in _CHATTER:
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(_BANNERS))
+
+
+_BANNERS = ("💡", "GPU available", "TPU available", "LOCAL_RANK:", "`Trainer.fit` stopped")
+_CHATTER = (
+    ".*is_gradient_checkpointing.*",  # a deprecated property that torch's own attribute look-ups touch
+    ".*loftq_config.*",  # PEFT warns of its own default when a config is built from all its fields
+    ".*LeafSpec.*",
+    ".*does not have many workers.*",  # rows are in memory: workers would only add start-up time
+    ".*smaller than the logging interval.*",
+    ".*Checkpoint directory .* exists and is not empty.*",  # the resolved recipe lies beside the checkpoints
+)
+
+
+def _did_you_mean(name: str) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, COMMANDS, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _report(error: Exception) -> NoReturn:
+    from lit_callbacks.graceful_stop import StopRequested
+    from lit_ft.errors import RecipeError
+
+    if isinstance(error, StopRequested):
+        _fail(f"{error}; resume with the same command and --ckpt_path {error.checkpoint}", error.exit_code)
+    if isinstance(error, RecipeError):
+        _fail(f"error: {error}", 2)
+    message = str(error).strip() or "no message"
+    _fail(f"failed: {type(error).__name__}: {message} (--debug shows where)", 1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"lit_ft: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -1,0 +1,251 @@
+"""``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with lit_ft's defaults."""
+
+import inspect
+import json
+import os
+import re
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, Optional
+
+import torch
+from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    LRSchedulerCallable,
+    OptimizerCallable,
+    SaveConfigCallback,
+)
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from torch import nn
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
+from lit_ft.causal_lm import CausalLM, check_state
+from lit_ft.data.text_data import TextDataModule
+from lit_ft.errors import RecipeError
+from lit_ft.reporting import MetricsCSV, RunReport
+from lit_ft.run_folder import RunFolder, new_run, newest_run
+from lit_ft.schedules import configure_optimizers
+
+RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
+"""Tells the processes that Lightning starts which folder the first one chose."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse a recipe and run the command that ``arguments`` starts with."""
+    TrainingCLI(arguments)
+
+
+class RecipeParser(LightningArgumentParser):
+    """Errors in one line, with the nearest option that exists."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise instead of printing the usage.
+
+        Raises:
+            RecipeError: always.
+        """
+        raise RecipeError(explain(message, self)) from None
+
+
+def explain(message: str, parser: LightningArgumentParser) -> str:
+    """Cut a jsonargparse message to its point, and suggest the nearest option."""
+    class_path = re.search(r"Problem with given class_path '([\w.]+)'", message)
+    unknown = re.search(r"Option '([\w.]+)' is not accepted|[Kk]ey '?\"?([\w.]+)'?\"? is not expected", message)
+    unknown = unknown or re.search(r"unrecognized arguments: --([\w.]+)", message)
+    if unknown is None:
+        lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
+        noise = ("Does not validate", "Subtypes", "Errors:", "Expected a <class 'NoneType'>", "Given value")
+        return "; ".join(line for line in lines if not line.startswith(noise)) or message
+    name = next(group for group in unknown.groups() if group)
+    options = [action.dest for action in parser._actions]
+    if class_path is not None:
+        module, _, attribute = class_path[1].rpartition(".")
+        import importlib
+
+        options = list(inspect.signature(getattr(importlib.import_module(module), attribute)).parameters)
+    options += [f"{part}.{option}" for part, cls in _DEFAULTS.items() for option in inspect.signature(cls).parameters]
+    near = get_close_matches(name, options, n=1, cutoff=0.5)
+    where = f" of {class_path[1]}" if class_path is not None else ""
+    return f"unknown option {name!r}{where}" + (f"; did you mean {near[0]!r}?" if near else "; --help lists what there is")
+
+
+_DEFAULTS: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
+
+_HELP = {
+    "run_dir": "Folder of the run: config.yaml, metrics.csv, tensorboard/, checkpoints/, adapter/, merged/. "
+    "Default: checkpoints/runs/<recipe>/<time>.",
+    "merge": "After training, also write the merged model (in full fine-tuning: the model) to RUN_DIR/merged.",
+    "optimizer": "Optimizer class and its arguments. Default: torch.optim.AdamW with a learning rate of 1e-4.",
+    "lr_scheduler": "Schedule class and its arguments, e.g. lit_ft.schedules.CosineWithWarmup. Default: constant.",
+}
+
+
+class SaveRecipe(SaveConfigCallback):
+    """Write the resolved recipe to ``config.yaml`` in the run folder."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, save_to_log_dir=False)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write it; what it resumed from is left out, so that the file starts or resumes as asked."""
+        if stage != "fit":
+            return
+        config = self.config.clone()
+        config["ckpt_path"] = None
+        path = RunFolder(Path(config["run_dir"])).config
+        self.parser.save(config, path, skip_none=False, overwrite=True, multifile=False)
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI in which ``model`` and ``data`` may be anyone's classes and default to lit_ft's."""
+
+    def __init__(self, arguments: ArgsType) -> None:
+        """Parse and run.
+
+        Args:
+            arguments: the command line, subcommand first.
+        """
+        set_parsing_settings(subclasses_enabled=[QuantizationConfigMixin])
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_callback=SaveRecipe,
+            trainer_defaults={"enable_model_summary": False},
+            seed_everything_default=42,
+            parser_class=RecipeParser,
+            args=arguments,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the options of a run, and lit_ft's classes as defaults."""
+        parser.add_argument("--run_dir", type=Optional[str], default=None, help=_HELP["run_dir"])
+        parser.add_argument("--merge", type=bool, default=False, help=_HELP["merge"])
+        parser.add_argument("--optimizer", type=Optional[OptimizerCallable], default=None, help=_HELP["optimizer"])
+        parser.add_argument("--lr_scheduler", type=Optional[LRSchedulerCallable], default=None, help=_HELP["lr_scheduler"])
+        for part, default in _DEFAULTS.items():
+            parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})
+        for name in ("optimizer", "lr_scheduler"):
+            parser.link_arguments(name, f"model.init_args.{name}")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse; the base class warns when arguments come from Python."""
+        self.config = parser.parse_args(args)
+
+    @property
+    def options(self) -> Namespace:
+        """The options of the chosen subcommand."""
+        return self.config[self.subcommand]
+
+    def before_instantiate_classes(self) -> None:
+        """Settle on the run folder and the checkpoint."""
+        options = self.options
+        resume = options.ckpt_path == "last"
+        if options.run_dir is None:
+            options.run_dir = os.environ.get(RUN_DIR_VARIABLE) or str(self._choose_run(resume).root)
+        self.run_folder = RunFolder(Path(options.run_dir))
+        os.environ[RUN_DIR_VARIABLE] = options.run_dir
+        if resume:
+            options.ckpt_path = str(self.run_folder.last_checkpoint())
+        elif options.ckpt_path is not None and not Path(options.ckpt_path).exists():
+            raise RecipeError(f"ckpt_path={options.ckpt_path!r} does not exist; name a .ckpt file, or `last`")
+        if self.subcommand in ("fit", "predict") and rank_zero_only.rank == 0:
+            self.run_folder.make(resuming=options.ckpt_path is not None or self.subcommand != "fit")
+
+    def _choose_run(self, resume: bool) -> RunFolder:
+        files = self.options.config or []
+        recipe = Path(str(files[0])).stem if files else "run"
+        return newest_run(recipe) if resume else new_run(recipe)
+
+    def instantiate_classes(self) -> None:
+        """Build module, data and trainer; someone else's module gets the recipe's optimizer as well."""
+        super().instantiate_classes()
+        optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
+        if optimizer is not None and not isinstance(self.model, CausalLM):
+            self.model.configure_optimizers = partial(configure_optimizers, self.model, optimizer, lr_scheduler)
+
+    def options_init(self, name: str) -> Any:
+        """An instantiated option of the chosen subcommand."""
+        return self.config_init[self.subcommand][name]
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the trainer, with everything it writes under the run folder."""
+        folder, given = self.run_folder, self.options_init("trainer")
+        callbacks = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks or []]
+        self.trainer_defaults["callbacks"] = self._callbacks(callbacks) if self.subcommand == "fit" else []
+        for callback in callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(folder.checkpoints)
+        if given.logger is None or given.logger is True:
+            loggers = [MetricsCSV(folder), TensorBoardLogger(folder.root, name="tensorboard", version="")]
+            kwargs["logger"] = loggers if self.subcommand == "fit" else False
+        kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
+        return super().instantiate_trainer(**kwargs)
+
+    def _callbacks(self, given: list[Callback]) -> list[Callback]:
+        folder = self.run_folder
+        defaults: list[Callback] = [
+            ThroughputMonitor(),
+            GracefulStop(folder.checkpoints / "last.ckpt"),
+            AdapterMerger(folder.adapter, folder.merged if self.options.merge else None),
+            RunReport(folder),
+        ]
+        if not any(isinstance(callback, ModelCheckpoint) for callback in given):
+            defaults.append(ModelCheckpoint(folder.checkpoints, save_last=True))
+        return [default for default in defaults if not any(isinstance(callback, type(default)) for callback in given)]
+
+    # --- before the long work ----------------------------------------------------------------------
+
+    def before_fit(self) -> None:
+        """Find what is wrong with model and data before weights are loaded."""
+        self._check("fit")
+
+    def before_validate(self) -> None:
+        """Find what is wrong before weights are loaded."""
+        self._check("validate")
+
+    def before_test(self) -> None:
+        """Find what is wrong before weights are loaded."""
+        self._check("test")
+
+    def before_predict(self) -> None:
+        """Find what is wrong before weights are loaded."""
+        self._check("predict")
+
+    def _check(self, stage: str) -> None:
+        if isinstance(self.model, CausalLM):
+            skeleton = self.model.check()
+            if self.options.ckpt_path is not None:
+                check_state(_saved_shapes(self.options.ckpt_path), nn.ModuleDict({"model": skeleton}))
+        if isinstance(self.datamodule, TextDataModule):
+            self.datamodule.load(getattr(self.model, "tokenizer", None), stage)
+
+    def predict(self, **kwargs: Any) -> None:
+        """Answer the prompts and write ``predictions.jsonl`` into the run folder."""
+        batches: Any = self.trainer.predict(**kwargs)
+        rank = "" if self.trainer.world_size == 1 else f".{self.trainer.global_rank}"
+        path = self.run_folder.root / f"predictions{rank}.jsonl"
+        rows = [row for batch in batches for row in batch]
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        rank_zero_info(f"{len(rows):,} answers: {path}")
+
+
+def _saved_shapes(ckpt_path: str) -> dict[str, tuple[int, ...]]:
+    try:
+        checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
+        return {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        raise RecipeError(
+            f"ckpt_path={ckpt_path!r} is no Lightning checkpoint ({type(error).__name__}); name a .ckpt file of a run"
+        ) from error

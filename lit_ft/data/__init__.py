@@ -1,0 +1,1 @@
+"""From files to rows: sources -> formats -> rendering -> samples -> batching -> text_data."""

@@ -1,0 +1,223 @@
+"""Which samples go into which micro-batch of which rank: index arithmetic, known before an epoch starts.
+
+Words: a *unit* is what ``micro_batch_size`` counts (a sample, or a packed bin of samples); a *window*
+is the micro-batches of one optimiser step; a *replica* is a data-parallel rank.
+
+One global order of units is dealt out, so that the samples of an optimiser step do not depend on how
+the step is split into micro-batches and ranks.
+"""
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+from lit_ft.data.samples import Samples
+from lit_ft.rows import Row, empty_row, lay_end_to_end
+
+MicroBatch = list[int]
+"""Indices of the samples laid end to end; empty when there is nothing to compute."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How samples are dealt out."""
+
+    micro_batch_size: int
+    """Units per micro-batch and replica."""
+    packing: int | None = None
+    """Token budget of a packed bin; None leaves samples as they are."""
+    token_budget: int | None = None
+    """Micro-batches of one window are joined while they fit in so many tokens; None never joins."""
+    shuffle: bool = False
+    seed: int = 0
+    replicas: int = 1
+
+    def units(self, lengths: np.ndarray, epoch: int) -> list[MicroBatch]:
+        """The epoch's units, in order."""
+        generator = np.random.default_rng([self.seed, epoch])
+        order = generator.permutation(len(lengths)) if self.shuffle else np.arange(len(lengths))
+        if self.packing is None:
+            return [[int(i)] for i in order]
+        bins = best_fit(lengths, self.packing, order)
+        return [bins[i] for i in generator.permutation(len(bins))] if self.shuffle else bins
+
+    def length(self, units: int) -> int:
+        """Micro-batches per replica and epoch."""
+        return -(-units // (self.micro_batch_size * self.replicas))
+
+    def windows(self, units: Sequence[MicroBatch], lengths: np.ndarray, accumulate: int) -> Iterator[list[list[MicroBatch]]]:
+        """For each optimiser step, each replica's micro-batches.
+
+        All replicas have the same number of micro-batches, and of empty ones, which come first. A replica
+        that is out of units in the last window gets ``[]`` where others compute.
+        """
+        step = self.micro_batch_size * self.replicas * accumulate
+        for start in range(0, len(units), step):
+            window = units[start : start + step]
+            pieces = [window[i : i + self.micro_batch_size] for i in range(0, len(window), self.micro_batch_size)]
+            shares = [pieces[replica :: self.replicas] for replica in range(self.replicas)]
+            count = max(len(share) for share in shares)
+            joined = [self._join([sum(piece, []) for piece in share], lengths) for share in shares]
+            needed = max(len(share) for share in joined)
+            yield [[[]] * (count - len(share)) + share for share in (_spread(share, needed) for share in joined)]
+
+    def _join(self, micro_batches: list[MicroBatch], lengths: np.ndarray) -> list[MicroBatch]:
+        if self.token_budget is None:
+            return micro_batches
+        joined: list[MicroBatch] = []
+        room = 0
+        for micro_batch in micro_batches:
+            tokens = int(lengths[micro_batch].sum())
+            if joined and tokens <= room:
+                joined[-1] = joined[-1] + micro_batch
+            else:
+                joined.append(micro_batch)
+                room = self.token_budget
+            room -= tokens
+        return joined
+
+
+def _spread(share: list[MicroBatch], count: int) -> list[MicroBatch]:
+    """Split the largest micro-batches until there are ``count``, where they can be split."""
+    share = list(share)
+    while share and len(share) < count and max(map(len, share)) > 1:
+        largest = max(range(len(share)), key=lambda i: len(share[i]))
+        half = len(share[largest]) // 2
+        share[largest : largest + 1] = [share[largest][:half], share[largest][half:]]
+    return share
+
+
+def best_fit(lengths: np.ndarray, budget: int, order: np.ndarray) -> list[MicroBatch]:
+    """Best-fit decreasing bin packing (Johnson 1973): the longest sample first, into the fullest bin that has room.
+
+    Args:
+        lengths: tokens per sample; none may be over ``budget``.
+        budget: tokens per bin.
+        order: permutation of the samples that breaks ties between equal lengths.
+    """
+    by_length = order[np.argsort(-lengths[order], kind="stable")]
+    bins: list[MicroBatch] = []
+    rooms: list[tuple[int, int]] = []  # (room left, bin), sorted
+    for sample in by_length:
+        length = int(lengths[sample])
+        place = bisect.bisect_left(rooms, (length, -1))
+        if place == len(rooms):
+            bins.append([int(sample)])
+            bisect.insort(rooms, (budget - length, len(bins) - 1))
+        else:
+            room, which = rooms.pop(place)
+            bins[which].append(int(sample))
+            bisect.insort(rooms, (room - length, which))
+    return bins
+
+
+class _Rows(Dataset[Row]):
+    def __init__(self, samples: Samples, micro_batches: list[tuple[MicroBatch, int, bool]]) -> None:
+        self.samples = samples
+        self.micro_batches = micro_batches
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __getitem__(self, index: int) -> Row:
+        members, window_tokens, compute = self.micro_batches[index]
+        if members:
+            row = lay_end_to_end([self.samples[i] for i in members])
+        elif compute:
+            # Other replicas run the model now and wait for this one: one token, nothing supervised.
+            ids, labels = self.samples[0]
+            row = lay_end_to_end([(ids[:1], labels[:1])])
+        else:
+            row = empty_row()
+        row["window_tokens"] = window_tokens
+        return row
+
+
+class RowLoader:
+    """Iterates one replica's micro-batches, an epoch at a time, and remembers its place.
+
+    It is what a Trainer is given as a dataloader. ``sampler`` is the loader itself: Lightning calls
+    ``loader.sampler.set_epoch``; ``state_dict`` makes a resumed run go on with the next micro-batch.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        plan: BatchPlan,
+        *,
+        replica: int = 0,
+        accumulate: Callable[[], int] = lambda: 1,
+        limit: int | float = 1.0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        """Prepare the loader.
+
+        Args:
+            samples: the tokenised data.
+            plan: how it is dealt out.
+            replica: which share is this rank's.
+            accumulate: micro-batches per optimiser step, asked for at the start of each epoch.
+            limit: micro-batches per epoch (int) or a share of them (float), as ``limit_train_batches``.
+            num_workers: processes that lay rows end to end; 0 does it in this one.
+            pin_memory: page-locked rows, for CUDA.
+        """
+        self.samples, self.plan, self.replica = samples, plan, replica
+        self._accumulate, self._limit = accumulate, limit
+        self._workers, self._pin_memory = num_workers, pin_memory
+        self.sampler = self
+        self.batch_sampler = None  # Lightning reads it to warn of shuffled validation data
+        self._epoch = 0
+        self._position = 0
+        self._resume: dict[str, int] | None = None
+        self._length = self._limited(len(plan.units(samples.lengths, 0)))
+
+    def _limited(self, units: int) -> int:
+        total = self.plan.length(units)
+        return min(total, self._limit) if isinstance(self._limit, int) else int(total * self._limit)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration takes."""
+        self._epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its micro-batches were handed out."""
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place at the next iteration."""
+        self._resume = {"epoch": int(state["epoch"]), "position": int(state["position"])}
+
+    def micro_batches(self) -> list[tuple[MicroBatch, int, bool]]:
+        """This replica's epoch: members, supervised tokens of their window, whether any replica computes."""
+        units = self.plan.units(self.samples.lengths, self._epoch)
+        # A cut epoch ends in a shorter window, whose token count must not include what is never run.
+        units = units[: len(self) * self.plan.micro_batch_size * self.plan.replicas]
+        result: list[tuple[MicroBatch, int, bool]] = []
+        for window in self.plan.windows(units, self.samples.lengths, self._accumulate()):
+            mine = window[self.replica]
+            tokens = int(sum(self.samples.supervised[members].sum() for members in mine if members))
+            computes = [any(share[i] for share in window) for i in range(len(mine))]
+            result += [(members, tokens, compute) for members, compute in zip(mine, computes, strict=True)]
+        return result
+
+    def __iter__(self) -> Iterator[Row]:
+        # A generator: Lightning asks for the iterator before it sets the epoch, and draws from it after.
+        resume, self._resume = self._resume, None
+        self._position = resume["position"] if resume and resume["epoch"] == self._epoch else 0
+        rows = DataLoader(
+            _Rows(self.samples, self.micro_batches()[self._position :]),
+            batch_size=None,
+            num_workers=self._workers,
+            pin_memory=self._pin_memory,
+        )
+        for row in rows:
+            self._position += 1
+            yield row

@@ -1,0 +1,176 @@
+"""From a name or folder to a tokenizer, a config, a model: the Hugging Face side of a run."""
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lit_ft.attention import PACKED
+from lit_ft.errors import RecipeError
+
+Init = Literal["pretrained", "random"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id.
+
+    Raises:
+        RecipeError: there is none, or it cannot be reached.
+    """
+    _check_folder(pretrained)
+    try:
+        return AutoTokenizer.from_pretrained(pretrained)
+    except (OSError, ValueError) as error:
+        if Path(pretrained).is_dir():
+            raise RecipeError(
+                f"model.pretrained={pretrained!r} holds no tokenizer that loads ({_first_line(error)}); put "
+                "tokenizer.json and tokenizer_config.json there, or set data.tokenizer"
+            ) from error
+        raise _unreachable(pretrained, error) from error
+
+
+def load_config(pretrained: str) -> PretrainedConfig:
+    """The model config of a folder or hub id.
+
+    Raises:
+        RecipeError: there is none, it does not parse, or it cannot be reached.
+    """
+    _check_folder(pretrained)
+    try:
+        return AutoConfig.from_pretrained(pretrained)
+    except (OSError, ValueError) as error:
+        if Path(pretrained).is_dir():
+            raise RecipeError(f"model.pretrained={pretrained!r}: config.json: {_first_line(error)}") from error
+        raise _unreachable(pretrained, error) from error
+
+
+def _check_folder(pretrained: str) -> None:
+    folder = Path(pretrained).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise RecipeError(
+            f"model.pretrained={pretrained!r} is a folder without config.json; name one that "
+            "save_pretrained wrote (config.json, weights, tokenizer)"
+        )
+    looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
+    if looks_like_path and not folder.exists():
+        raise RecipeError(f"model.pretrained={pretrained!r} does not exist; name a model folder or a hub id")
+
+
+def _unreachable(pretrained: str, error: Exception) -> RecipeError:
+    return RecipeError(
+        f"model.pretrained={pretrained!r} is no folder here and cannot be had from the hub "
+        f"({_first_line(error)}); where there is a network, download it with `hf download {pretrained} "
+        f"--local-dir models/{pretrained.split('/')[-1]}` and name that folder, or try the embedded model: "
+        "python -m lit_ft fit --config recipes/quickstart.yaml"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".:")[:160]
+
+
+def pick_attention(config: PretrainedConfig, requested: str) -> str:
+    """The attention function: ``auto`` is packed attention where it computes what the model asks for."""
+    if requested != "auto":
+        return requested
+    text = config.get_text_config()
+    needs_eager = getattr(text, "attn_logit_softcapping", None) or text.model_type == "gpt_oss"
+    return "eager" if needs_eager else PACKED
+
+
+def load_base(
+    pretrained: str,
+    init: Init = "pretrained",
+    dtype: Dtype = "auto",
+    attn_implementation: str = "auto",
+    quantization: QuantizationConfigMixin | None = None,
+) -> PreTrainedModel:
+    """Build the base model, in training mode.
+
+    Args:
+        pretrained: folder or hub id.
+        init: ``pretrained`` reads the weights; ``random`` draws them (config.json is enough).
+        dtype: of the weights; ``auto`` is what the config says.
+        attn_implementation: as transformers has it, or ``auto``.
+        quantization: quantise the weights while reading them.
+
+    Raises:
+        RecipeError: there are no weights to read.
+    """
+    config = load_config(pretrained)
+    options: dict[str, Any] = {
+        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
+        "attn_implementation": pick_attention(config, attn_implementation),
+    }
+    if init == "random":
+        if quantization is not None:
+            raise RecipeError("model.quantization needs weights to quantise; set model.init to pretrained")
+        options["dtype"] = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
+        model = AutoModelForCausalLM.from_config(config, **options)
+        if (Path(pretrained) / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(pretrained)
+        return model.train()
+    if quantization is not None:
+        options |= {"quantization_config": quantization, "device_map": {"": "cpu"}}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(pretrained, config=config, **options)
+    except OSError as error:
+        raise RecipeError(
+            f"model.pretrained={pretrained!r} has no weights that load ({_first_line(error)}); add "
+            "model.safetensors, or train from scratch with --model.init random"
+        ) from error
+    return model.train()
+
+
+def skeleton(pretrained: str) -> PreTrainedModel:
+    """The base model without weights, on the meta device: for checks before the long work."""
+    config = load_config(pretrained)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def add_peft(model: PreTrainedModel, peft: PeftConfig, adapter_dtype: Literal["float32", "auto"] = "float32") -> PeftModel:
+    """Wrap a base model with a tuning method; the base is frozen.
+
+    Args:
+        model: the base.
+        peft: any PEFT config; it is copied, so that one recipe object can serve twice.
+        adapter_dtype: of the new weights; ``auto`` is the base's.
+
+    Raises:
+        RecipeError: the method's target modules match nothing.
+    """
+    check_target_modules(model, peft)
+    wrapped = get_peft_model(model, copy.deepcopy(peft), autocast_adapter_dtype=adapter_dtype == "float32")
+    return wrapped.train()
+
+
+def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
+    """Refuse target modules that the model does not have; one of several is enough to refuse.
+
+    Raises:
+        RecipeError: it lists the linear layers that there are.
+    """
+    targets = getattr(peft, "target_modules", None)
+    if not targets or isinstance(targets, str):
+        return  # a pattern, "all-linear" or PEFT's default for the architecture: PEFT raises where it matches nothing
+    names = [name for name, _ in model.named_modules()]
+    unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))
+    if unmatched:
+        raise RecipeError(
+            f"model.peft target_modules {unmatched} match nothing in {type(model).__name__}; "
+            f"its linear layers are {linear_layers(model)}"
+        )
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Last parts of the names of the linear layers, each once."""
+    linear = (nn.Linear,)
+    return sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, linear)})

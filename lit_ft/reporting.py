@@ -1,0 +1,112 @@
+"""What a run says at its start and its end, and where its metrics go."""
+
+import csv
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_ft.causal_lm import CausalLM
+from lit_ft.data.batching import RowLoader
+from lit_ft.run_folder import RunFolder
+
+
+class RunReport(Callback):
+    """One line about what is trained when training starts, one about what came of it when it ends."""
+
+    def __init__(self, run: RunFolder) -> None:
+        """Report on a run.
+
+        Args:
+            run: its folder.
+        """
+        self.run = run
+        self._started = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what is trained, on what, for how long."""
+        self._started = time.perf_counter()
+        if isinstance(pl_module, CausalLM):
+            rank_zero_info(f"training {describe_model(pl_module)}")
+        rank_zero_info(f"on {describe_devices(trainer)}, {describe_steps(trainer)}")
+        rank_zero_info(f"run folder: {self.run.root}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what came of it."""
+        loss = trainer.callback_metrics.get("train/loss")
+        ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
+        seconds = time.perf_counter() - self._started
+        rank_zero_info(f"done: {trainer.global_step:,} optimiser steps in {seconds:.0f} s{ending}; see {self.run.root}")
+        if not self.run.merged.exists():
+            rank_zero_info(f"merged model: python -m lit_ft export --run {self.run.root} --merge")
+
+
+def describe_model(module: CausalLM) -> str:
+    """Method, base model, parameters and dtypes in a line."""
+    model = module.model
+    assert model is not None
+    parameters = list(model.parameters())
+    trainable = [p for p in parameters if p.requires_grad]
+    count, total = sum(p.numel() for p in trainable), sum(p.numel() for p in parameters)
+    method = "all weights" if module.peft is None else module.peft.peft_type.value
+    dtypes = " + ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+    start = "" if module.init == "pretrained" else " (random weights)"
+    return (
+        f"{method} of {module.pretrained}{start}: {count:,} of {total:,} parameters ({count / total:.2%}), {dtypes}, "
+        f"attention {module.base_model.config._attn_implementation}"
+    )
+
+
+def describe_devices(trainer: Trainer) -> str:
+    """Devices, strategy and precision in a few words."""
+    device = trainer.strategy.root_device.type
+    return f"{trainer.world_size} x {device} ({type(trainer.strategy).__name__}, precision {trainer.precision})"
+
+
+def describe_steps(trainer: Trainer) -> str:
+    """Optimiser steps, and the rows and tokens of one."""
+    steps = trainer.estimated_stepping_batches
+    loader: Any = trainer.train_dataloader
+    if not isinstance(loader, RowLoader):
+        return f"{steps} optimiser steps"
+    rows, tokens = len(loader.samples), int(loader.samples.lengths.sum())
+    per_epoch = -(-len(loader) // trainer.accumulate_grad_batches)
+    supervised = int(loader.samples.supervised.sum())
+    return (
+        f"{steps:,} optimiser steps; an epoch is {rows:,} rows, {tokens:,} tokens ({supervised / tokens:.0%} supervised) "
+        f"in {per_epoch:,} steps of about {tokens // max(per_epoch, 1):,} tokens"
+    )
+
+
+class MetricsCSV(CSVLogger):
+    """``metrics.csv`` in the run folder; a resumed run adds to it."""
+
+    def __init__(self, run: RunFolder) -> None:
+        """Log into a run's folder.
+
+        Args:
+            run: its folder.
+        """
+        # Every row is written at once: nothing is lost when the process is killed.
+        super().__init__(run.root, name="", version="", flush_logs_every_n_steps=1)
+
+    @property
+    def experiment(self) -> ExperimentWriter:
+        """The writer; the first access reads back what an earlier part of the run logged."""
+        if self._experiment is not None:
+            return self._experiment
+        file = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
+        earlier = list(csv.DictReader(file.open(newline=""))) if file.is_file() else []
+        with warnings.catch_warnings():
+            # Lightning's writer deletes the file and warns of it; it is written again below.
+            warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
+            writer = super().experiment
+        if earlier and isinstance(writer, ExperimentWriter):
+            writer.metrics = [{k: v for k, v in row.items() if v != ""} for row in earlier]  # type: ignore[misc]
+            writer.save()
+        return writer

@@ -1,0 +1,89 @@
+"""One row: the padding-free layout of a micro-batch that data and model agree on.
+
+The samples of a micro-batch are laid end to end in a single row of T tokens; positions restart at 0
+with each sample, and attention is block-diagonal (see ``attention.py``). Labels are shifted here and
+nowhere else: ``predict_at[i]`` is the place in the row whose hidden state predicts ``targets[i]``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Label of a token that is not supervised, as ``torch.nn.CrossEntropyLoss`` has it."""
+
+
+class Row(TypedDict, total=False):
+    """A micro-batch of S samples, T tokens and n supervised tokens."""
+
+    input_ids: Tensor
+    """``(1, T)``, int64."""
+    position_ids: Tensor
+    """``(1, T)``, int64, restarting at 0 with each sample."""
+    segment_lengths: list[int]
+    """S lengths that add up to T."""
+    predict_at: Tensor
+    """``(n,)``, int64: indices into the T tokens."""
+    targets: Tensor
+    """``(n,)``, int64: the supervised token ids."""
+    window_tokens: int
+    """Supervised tokens of this rank's whole optimiser step (all its micro-batches)."""
+
+
+def lay_end_to_end(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Row:
+    """Build the row of some samples, each a pair ``(ids, labels)`` of equal length, labels unshifted.
+
+    The first token of a sample is never a target: nothing within the sample comes before it.
+    """
+    lengths = [len(ids) for ids, _ in samples]
+    ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
+    labels = np.concatenate([labels for _, labels in samples]).astype(np.int64)
+    labels[np.cumsum([0, *lengths[:-1]])] = IGNORE_INDEX
+    supervised = np.flatnonzero(labels != IGNORE_INDEX)
+    return Row(
+        input_ids=torch.from_numpy(ids)[None],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        segment_lengths=lengths,
+        predict_at=torch.from_numpy(supervised - 1),
+        targets=torch.from_numpy(labels[supervised]),
+    )
+
+
+def empty_row() -> Row:
+    """A micro-batch without work: its samples fitted into another row of the same optimiser step."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return Row(
+        input_ids=nothing[None],
+        position_ids=nothing[None],
+        segment_lengths=[],
+        predict_at=nothing,
+        targets=nothing,
+    )
+
+
+def as_row(batch: Row | Mapping[str, Tensor]) -> Row:
+    """A row as it is; a padded batch (``input_ids``, ``labels``, optional ``attention_mask``) as a row."""
+    if "segment_lengths" in batch:
+        return cast(Row, batch)
+    padded = cast(Mapping[str, Tensor], batch)
+    return from_padded(padded["input_ids"], padded["labels"], padded.get("attention_mask"))
+
+
+def from_padded(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Row:
+    """Turn a padded batch in Hugging Face's convention into a row; padding is never computed.
+
+    Args:
+        input_ids: ``(samples, length)``.
+        labels: ``(samples, length)``, unshifted, ``-100`` where not supervised.
+        attention_mask: ``(samples, length)``, 1 on real tokens; None when nothing is padded.
+    """
+    keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    real = keep.bool().cpu().numpy()
+    ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
+    row = lay_end_to_end([(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()])
+    for name in ("input_ids", "position_ids", "predict_at", "targets"):
+        row[name] = row[name].to(input_ids.device)  # type: ignore[literal-required]
+    return row

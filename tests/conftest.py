@@ -1,0 +1,114 @@
+"""A model, a tokenizer and some rows, small enough to build for each test session."""
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WORDS = "red green blue book cup lamp under over beside the a is was 红 绿 书 杯子 在 的".split()
+
+
+def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Alpaca rows of unequal length."""
+    rng = random.Random(seed)
+
+    def text(low: int, high: int) -> str:
+        return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
+
+    return [
+        {"instruction": text(2, 12), "input": text(1, 5) if i % 3 == 0 else "", "output": text(1, 9)} for i in range(count)
+    ]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.train_from_iterator(
+        [" ".join(WORDS)] * 4,
+        trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHATML,
+    )
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen2 of 56 thousand parameters with random fp32 weights, tied embeddings and grouped-query attention."""
+    folder = tmp_path_factory.mktemp("models") / "nano-qwen2"
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=384,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        dtype="float32",
+        initializer_range=0.2,  # logits far from uniform, so that a wrong mask or position shows
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., str]:
+    """Write rows to a JSON file; returns its path."""
+
+    def write(rows: list[Any] | None = None, name: str = "rows.json", count: int = 22) -> str:
+        path = tmp_path / name
+        path.write_text(json.dumps(make_rows(count) if rows is None else rows, ensure_ascii=False), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """A quiet CPU trainer."""
+    seed_everything(7, verbose=False)
+    yield lambda **options: Trainer(
+        **{
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": tmp_path,
+            **options,
+        }
+    )
+    os.environ.pop("PL_GLOBAL_SEED", None)
