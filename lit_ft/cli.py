@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def _quieten() -> None:
     """Leave out what libraries say about themselves; nothing about the run is among it."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for name in ("bitsandbytes", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     for message in _CHATTER:
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):

@@ -6,6 +6,7 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 
@@ -46,6 +47,7 @@ class GracefulStop(Callback):
         """
         self.checkpoint = checkpoint
         self._received: int | None = None
+        self._stop: StopRequested | None = None
         self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,15 +67,33 @@ class GracefulStop(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop here if asked to and no gradient is half accumulated."""
+        """Save here if asked to stop and no gradient is half accumulated."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
         # One rank may have got the signal alone: all of them decide together.
-        if not trainer.strategy.reduce_boolean_decision(self._received is not None, all=False):
-            return
-        path = str(self.checkpoint or self._default_path(trainer))
-        trainer.save_checkpoint(path)
-        raise StopRequested(self._received or signal.SIGTERM, path)
+        if trainer.strategy.reduce_boolean_decision(self._received is not None, all=False):
+            path = str(self.checkpoint or self._default_path(trainer))
+            if isinstance(trainer.checkpoint_callback, ModelCheckpoint):
+                trainer.checkpoint_callback.last_model_path = path  # else the resumed run writes last-v1.ckpt beside it
+            trainer.save_checkpoint(path)
+            self._stop = StopRequested(self._received or signal.SIGTERM, path)
+
+    def _leave(self) -> None:
+        # Not in on_train_batch_end: the step's metrics are logged after that hook.
+        if self._stop is not None:
+            raise self._stop
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Stop before the next batch."""
+        self._leave()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop before validation."""
+        self._leave()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop at the end of the epoch."""
+        self._leave()
 
     @staticmethod
     def _default_path(trainer: Trainer) -> Path:

@@ -6,7 +6,9 @@ import os
 import re
 from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NoReturn, Optional
 
 import torch
@@ -56,25 +58,30 @@ class RecipeParser(LightningArgumentParser):
 
 
 def explain(message: str, parser: LightningArgumentParser) -> str:
-    """Cut a jsonargparse message to its point, and suggest the nearest option."""
-    class_path = re.search(r"Problem with given class_path '([\w.]+)'", message)
-    unknown = re.search(r"Option '([\w.]+)' is not accepted|[Kk]ey '?\"?([\w.]+)'?\"? is not expected", message)
-    unknown = unknown or re.search(r"unrecognized arguments: --([\w.]+)", message)
-    if unknown is None:
-        lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
-        noise = ("Does not validate", "Subtypes", "Errors:", "Expected a <class 'NoneType'>", "Given value")
-        return "; ".join(line for line in lines if not line.startswith(noise)) or message
-    name = next(group for group in unknown.groups() if group)
-    options = [action.dest for action in parser._actions]
-    if class_path is not None:
-        module, _, attribute = class_path[1].rpartition(".")
-        import importlib
+    """Cut a jsonargparse message to one line, and suggest the nearest option where one is unknown."""
+    key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))
+    unknown = re.search(r"unrecognized arguments: --([\w.]+)|Option '([\w.]+)' is not accepted", message)
+    unknown = unknown or re.search(r"[Kk]ey '([\w.]+)' is not expected|does not accept option '([\w.]+)'", message)
+    if unknown is not None:
+        name = next(group for group in unknown.groups() if group)
+        near = get_close_matches(name, _options(message, parser), n=1, cutoff=0.5)
+        place = f" in {key}" if key else ""
+        return f"unknown option {name!r}{place}; " + (f"did you mean {near[0]!r}?" if near else "see --help for what there is")
+    noise = ("Parser key", "Does not validate", "Subtypes", "Errors:", "Expected a <class 'NoneType'>", "Given value type")
+    noise += ("Problem with given class_path", "Given value: Namespace", "Given value: {", "Given value: NestedArg")
+    lines = [line.strip(" -") for line in re.sub(r'Parser key "[\w.]+":', "\n", message).splitlines()]
+    reasons = "; ".join(line for line in lines if line and not line.startswith(noise))
+    return f"{key}: {reasons}" if key else reasons or message
 
-        options = list(inspect.signature(getattr(importlib.import_module(module), attribute)).parameters)
-    options += [f"{part}.{option}" for part, cls in _DEFAULTS.items() for option in inspect.signature(cls).parameters]
-    near = get_close_matches(name, options, n=1, cutoff=0.5)
-    where = f" of {class_path[1]}" if class_path is not None else ""
-    return f"unknown option {name!r}{where}" + (f"; did you mean {near[0]!r}?" if near else "; --help lists what there is")
+
+def _options(message: str, parser: LightningArgumentParser) -> list[str]:
+    """Option names that could have been meant."""
+    options = [action.dest for action in parser._actions]
+    classes = list(_DEFAULTS.values())
+    for class_path in re.findall(r"class_path '([\w.]+)'", message):
+        module, _, name = class_path.rpartition(".")
+        classes.append(getattr(import_module(module), name))
+    return options + [name for cls in classes for name in inspect.signature(cls).parameters]
 
 
 _DEFAULTS: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
@@ -147,6 +154,9 @@ class TrainingCLI(LightningCLI):
     def options(self) -> Namespace:
         """The options of the chosen subcommand."""
         return self.config[self.subcommand]
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave checkpoints alone: the recipe says what the model is, not what a checkpoint may carry."""
 
     def before_instantiate_classes(self) -> None:
         """Settle on the run folder and the checkpoint."""
@@ -245,7 +255,7 @@ def _saved_shapes(ckpt_path: str) -> dict[str, tuple[int, ...]]:
     try:
         checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
         return {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, KeyError, ValueError, UnpicklingError) as error:
         raise RecipeError(
             f"ckpt_path={ckpt_path!r} is no Lightning checkpoint ({type(error).__name__}); name a .ckpt file of a run"
         ) from error

@@ -85,6 +85,8 @@ class TextDataModule(LightningDataModule):
         self.micro_batch_size, self.join_micro_batches = micro_batch_size, join_micro_batches
         self.shuffle, self.num_workers = shuffle, num_workers
         self.splits: dict[str, Split] = {}
+        self._train_loader: RowLoader | None = None
+        self._place: dict[str, Any] = {}
 
     def load(self, tokenizer: PreTrainedTokenizerBase | None = None, stage: str = "fit") -> None:
         """Read, check and tokenise what a stage needs; a second call does nothing.
@@ -184,7 +186,24 @@ class TextDataModule(LightningDataModule):
             replicas=self._replicas[0],
         )
         limit = trainer.overfit_batches or trainer.limit_train_batches
-        return self._loader("train", plan, limit, lambda: trainer.accumulate_grad_batches)
+        self._train_loader = self._loader("train", plan, limit, lambda: trainer.accumulate_grad_batches)
+        if self._place:
+            self._train_loader.load_state_dict(self._place)
+        return self._train_loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the training data."""
+        return self._train_loader.state_dict() if self._train_loader is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved place.
+
+        Lightning hands loaders their state too, but not where a schedule asked for
+        ``trainer.estimated_stepping_batches`` before: then the loader was set up too early.
+        """
+        self._place = state_dict
+        if self._train_loader is not None and state_dict:
+            self._train_loader.load_state_dict(state_dict)
 
     def val_dataloader(self) -> RowLoader | tuple[()]:
         """Validation rows, each sample once, in rows of up to the token budget."""

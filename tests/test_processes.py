@@ -1,0 +1,116 @@
+"""Real processes: two ranks equal one; a stopped run, resumed, equals one that was not stopped."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+pytestmark = pytest.mark.processes
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def recipe(tmp_path: Path, model_folder: str, data: str, **trainer: Any) -> list[str]:
+    """Options of ``fit``: LoRA with dropout, SGD, a ragged last window in each epoch."""
+    content = {
+        "seed_everything": 3,
+        "model": {
+            "pretrained": model_folder,
+            "peft": {
+                "class_path": "peft.LoraConfig",
+                "init_args": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False},
+            },
+        },
+        "data": {"path": data, "micro_batch_size": 2, "max_length": 96},
+        "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+        "lr_scheduler": {"class_path": "lit_ft.schedules.LinearWithWarmup", "init_args": {"warmup": 0.2}},
+        "trainer": {"accelerator": "cpu", "log_every_n_steps": 1, "enable_progress_bar": False, **trainer},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return ["fit", "--config", str(path)]
+
+
+def lit_ft(*arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lit_ft", *arguments], env=ENVIRONMENT, timeout=timeout, capture_output=True, text=True
+    )
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    with (run_dir / "metrics.csv").open() as file:
+        return {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]}
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def assert_same_run(got: Path, wanted: Path, tolerance: float) -> None:
+    assert losses(got).keys() == losses(wanted).keys()
+    assert losses(got) == pytest.approx(losses(wanted), rel=tolerance, abs=tolerance)
+    for name, tensor in weights(wanted).items():
+        torch.testing.assert_close(weights(got)[name], tensor, atol=tolerance, rtol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("join", ["true", "false"])
+def test_two_ranks_equal_one_process(tmp_path: Path, model_folder: str, write_rows: Any, join: str) -> None:
+    # 21 rows in steps of 8: the last step of an epoch holds 5, which two ranks of micro-batch 2 cannot share evenly.
+    data = write_rows(count=21)
+    one, two = tmp_path / "one", tmp_path / "two"
+    arguments = recipe(tmp_path, model_folder, data, max_epochs=2)
+    done = lit_ft(*arguments, "--run_dir", str(one), "--trainer.accumulate_grad_batches", "4")
+    assert done.returncode == 0, done.stderr
+    options = ["--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.accumulate_grad_batches", "2"]
+    done = lit_ft(*arguments, "--run_dir", str(two), *options, "--data.join_micro_batches", join)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(one)) == 6
+    assert_same_run(two, one, 1e-6)
+
+
+def stop_after(run_dir: Path, arguments: list[str], steps: int, number: signal.Signals, ranks: int = 1) -> str:
+    """Start a run, send it a signal once it has logged some steps; returns what it wrote."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lit_ft", *arguments, "--run_dir", str(run_dir)],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (run_dir / "metrics.csv").is_file() or len(losses(run_dir)) < steps:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, errors
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)], ids=["ctrl-c", "term", "term-ddp"]
+)
+def test_a_stopped_run_resumed_equals_one_that_was_not(
+    tmp_path: Path, model_folder: str, write_rows: Any, number: signal.Signals, ranks: int
+) -> None:
+    arguments = recipe(tmp_path, model_folder, write_rows(count=21), max_epochs=40, accumulate_grad_batches=2)
+    arguments += ["--model.peft.lora_dropout", "0.2"]
+    arguments += ["--trainer.devices", str(ranks), "--trainer.strategy", "ddp" if ranks > 1 else "auto"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    done = lit_ft(*arguments, "--run_dir", str(whole))
+    assert done.returncode == 0, done.stderr
+    errors = stop_after(stopped, arguments, 5, number, ranks)
+    assert "resume with the same command and --ckpt_path" in errors
+    assert len(losses(stopped)) < len(losses(whole))
+    done = lit_ft(*arguments, "--run_dir", str(stopped), "--ckpt_path", "last")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(stopped, whole, 0)
