@@ -86,9 +86,7 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
     return out.to(dtype)
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scaling: float | None, window: int | None
-) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scaling: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     groups = q.shape[1] // k.shape[1]
@@ -98,9 +96,10 @@ def _varlen(
     q_thd = q[0].transpose(0, 1)
     k_thd, v_thd = (tensor[0].repeat_interleave(groups, dim=0).transpose(0, 1) for tensor in (k, v))
     back = -1 if window is None else window - 1
-    return varlen_attn(
-        q_thd, k_thd, v_thd, ends, ends, max(lengths), max(lengths), scale=scaling, window_size=(back, 0)
-    )[None]
+    longest = max(lengths)
+    out = varlen_attn(q_thd, k_thd, v_thd, ends, ends, longest, longest, scale=scaling, window_size=(back, 0))
+    assert isinstance(out, Tensor)
+    return out[None]
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -67,15 +67,17 @@ class CausalLM(LightningModule):
             adapter_dtype: of the weights that peft adds; auto is the base's dtype.
             quantization: quantise the frozen base while reading it, a transformers config by class_path.
             gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
-            neftune_alpha: noise on embeddings while training (Jain et al. 2023, arXiv:2310.05914), e.g. 5; null for none.
+            neftune_alpha: noise on embeddings while training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
             max_new_tokens: longest answer of `predict`, in tokens.
-            optimizer: makes the optimizer from the trainable parameters; null is AdamW with learning rate 1e-4. A recipe
-                gives it at the top level.
+            optimizer: makes the optimizer from the trainable parameters; a recipe gives it at the top level.
+                null is AdamW with a learning rate of 1e-4.
             lr_scheduler: makes the schedule from the optimizer; a recipe gives it at the top level.
         """
         super().__init__()
         if quantization is not None and peft is None:
-            raise RecipeError("model.quantization is set without model.peft; quantised weights cannot be trained, add a method")
+            raise RecipeError(
+                "model.quantization is set without model.peft; quantised weights cannot be trained, add a method"
+            )
         self.pretrained, self.init, self.base_dtype = pretrained, init, dtype
         self.attn_implementation, self.peft, self.adapter_dtype = attn_implementation, peft, adapter_dtype
         self.quantization, self.gradient_checkpointing = quantization, gradient_checkpointing
@@ -84,9 +86,13 @@ class CausalLM(LightningModule):
         self.lr_scheduler = lr_scheduler
         self.model: PreTrainedModel | PeftModel | None = None
         self.metrics = nn.ModuleDict(
-            {stage: nn.ModuleDict({name: TokenMean() for name in ("loss", "token_accuracy")}) for stage in ("fit", "val", "test")}
+            {
+                stage: nn.ModuleDict({name: TokenMean() for name in ("loss", "token_accuracy")})
+                for stage in ("fit", "val", "test")
+            }
         )
         self._window_tokens = 1
+        self.strict_loading = False  # a checkpoint holds what trains; check_state is strict in its place
 
     # --- what is trained -------------------------------------------------------------------------
 
@@ -119,7 +125,9 @@ class CausalLM(LightningModule):
             return
         # New weights are a function of the seed alone, not of what drew random numbers before.
         torch.manual_seed(_seed())
-        base = loading.load_base(self.pretrained, self.init, self.base_dtype, self.attn_implementation, self.quantization)
+        base = loading.load_base(
+            self.pretrained, self.init, self.base_dtype, self.attn_implementation, self.quantization
+        )
         if self.gradient_checkpointing:
             base.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = self._with_peft(base)
@@ -189,12 +197,12 @@ class CausalLM(LightningModule):
         if not kinds <= _ISOLATING_LAYERS or getattr(self.base_model, "_is_stateful", False):
             raise RecipeError(
                 f"{type(self.base_model).__name__} has layers that would let the samples of one row see each other "
-                f"({', '.join(sorted(kinds - _ISOLATING_LAYERS)) or 'recurrent state'}); set data.micro_batch_size to 1, "
-                "data.join_micro_batches to false and data.packing to null"
+                f"({', '.join(sorted(kinds - _ISOLATING_LAYERS)) or 'recurrent state'}); set data.micro_batch_size to "
+                "1, data.join_micro_batches to false and data.packing to null"
             )
 
     def _add_noise(self, _: nn.Module, __: Any, embeddings: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training or self.neftune_alpha is None:
             return embeddings
         lengths = torch.tensor(self._segment_lengths, device=embeddings.device)
         bound = self.neftune_alpha / (lengths * embeddings.shape[-1]).sqrt()  # per sample, as the paper has it
@@ -219,7 +227,9 @@ class CausalLM(LightningModule):
         else:
             # A function of seed, step and rank: the same draws after a resume, other ones on other ranks.
             if "PL_GLOBAL_SEED" in os.environ:
-                torch.manual_seed(hash((_seed(), self.trainer.global_step, batch_idx, self.trainer.global_rank)) % 2**63)
+                torch.manual_seed(
+                    hash((_seed(), self.trainer.global_step, batch_idx, self.trainer.global_rank)) % 2**63
+                )
             result = self(row)
             self._update("fit", result, row)
             weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=self._replicas)
@@ -281,8 +291,9 @@ class CausalLM(LightningModule):
         metrics["token_accuracy"].update(result.correct, tokens)
 
     def _log_metrics(self, stage: str, prefix: str, prog_bar: bool = False) -> None:
-        values = {name: metric.compute() for name, metric in self.metrics[stage].items()}
-        for metric in self.metrics[stage].values():
+        metrics: Any = self.metrics[stage]
+        values = {name: metric.compute() for name, metric in metrics.items()}
+        for metric in metrics.values():
             metric.reset()
         self.log(f"{prefix}/loss", values["loss"], prog_bar=prog_bar)
         self.log(f"{prefix}/perplexity", values["loss"].exp())
@@ -290,7 +301,7 @@ class CausalLM(LightningModule):
 
     def _log_train(self) -> None:
         self._log_metrics("fit", "train", prog_bar=True)
-        self.log("train/learning_rate", self.optimizers().param_groups[0]["lr"], prog_bar=True)
+        self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
 
     # --- optimisation ----------------------------------------------------------------------------
 
@@ -314,11 +325,6 @@ class CausalLM(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     # --- checkpoints -----------------------------------------------------------------------------
-
-    @property
-    def strict_loading(self) -> bool:
-        """False: a checkpoint holds what trains; ``check_state`` is strict in its place."""
-        return False
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the trainable weights only: the frozen base is where it came from."""

@@ -92,6 +92,7 @@ def _did_you_mean(name: str) -> str:
 
 def _report(error: Exception) -> NoReturn:
     from lit_callbacks.graceful_stop import StopRequested
+
     from lit_ft.errors import RecipeError
 
     if isinstance(error, StopRequested):

@@ -45,7 +45,9 @@ class ExactMatch(Callback):
     def _measure(self, trainer: Trainer, module: LightningModule, split: str, when: str) -> list[tuple[str, str, str]]:
         data: Any = getattr(trainer, "datamodule", None)
         if not isinstance(data, TextDataModule) or not isinstance(module, CausalLM) or split not in data.splits:
-            raise RecipeError("ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction")
+            raise RecipeError(
+                "ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction"
+            )
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
         conversations = [c for c in data.splits[split].conversations if not isinstance(c, str)]
         share = conversations[sampler["rank"] :: sampler["num_replicas"]]

@@ -23,7 +23,11 @@ def dense_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def generate_answers(
-    model: Any, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
+    model: Any,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    max_new_tokens: int,
 ) -> list[str]:
     """Answer prompts greedily, as one left-padded batch.
 

@@ -7,8 +7,15 @@ from typing import Any, Literal
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.attention import PACKED
@@ -136,7 +143,9 @@ def skeleton(pretrained: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config)
 
 
-def add_peft(model: PreTrainedModel, peft: PeftConfig, adapter_dtype: Literal["float32", "auto"] = "float32") -> PeftModel:
+def add_peft(
+    model: PreTrainedModel, peft: PeftConfig, adapter_dtype: Literal["float32", "auto"] = "float32"
+) -> PeftModel:
     """Wrap a base model with a tuning method; the base is frozen.
 
     Args:

@@ -78,8 +78,8 @@ def describe_steps(trainer: Trainer) -> str:
     per_epoch = -(-len(loader) // trainer.accumulate_grad_batches)
     supervised = int(loader.samples.supervised.sum())
     return (
-        f"{steps:,} optimiser steps; an epoch is {rows:,} rows, {tokens:,} tokens ({supervised / tokens:.0%} supervised) "
-        f"in {per_epoch:,} steps of about {tokens // max(per_epoch, 1):,} tokens"
+        f"{steps:,} optimiser steps; an epoch is {rows:,} rows, {tokens:,} tokens ({supervised / tokens:.0%} "
+        f"supervised) in {per_epoch:,} steps of about {tokens // max(per_epoch, 1):,} tokens"
     )
 
 
@@ -96,7 +96,7 @@ class MetricsCSV(CSVLogger):
         super().__init__(run.root, name="", version="", flush_logs_every_n_steps=1)
 
     @property
-    def experiment(self) -> ExperimentWriter:
+    def experiment(self) -> Any:
         """The writer; the first access reads back what an earlier part of the run logged."""
         if self._experiment is not None:
             return self._experiment
@@ -107,6 +107,7 @@ class MetricsCSV(CSVLogger):
             warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
             writer = super().experiment
         if earlier and isinstance(writer, ExperimentWriter):
-            writer.metrics = [{k: v for k, v in row.items() if v != ""} for row in earlier]  # type: ignore[misc]
+            rows: list[Any] = [{k: v for k, v in row.items() if v != ""} for row in earlier]
+            writer.metrics = rows
             writer.save()
         return writer

@@ -85,5 +85,5 @@ def from_padded(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None
     ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
     row = lay_end_to_end([(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()])
     for name in ("input_ids", "position_ids", "predict_at", "targets"):
-        row[name] = row[name].to(input_ids.device)  # type: ignore[literal-required]
+        row[name] = row[name].to(input_ids.device)
     return row

@@ -55,7 +55,8 @@ class RunFolder:
         """
         if not resuming and self.config.exists():
             raise RecipeError(
-                f"run_dir={str(self.root)!r} holds a run already; resume it with --ckpt_path last, or give another --run_dir"
+                f"run_dir={str(self.root)!r} holds a run already; resume it with --ckpt_path last, "
+                "or give another --run_dir"
             )
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -81,5 +82,7 @@ def newest_run(recipe: str) -> RunFolder:
     """
     runs = sorted((RUNS / recipe).glob("*/checkpoints/last*.ckpt"), key=lambda path: path.stat().st_mtime)
     if not runs:
-        raise RecipeError(f"no run of {recipe!r} under {RUNS / recipe} has a last.ckpt; give its folder with --run_dir DIR")
+        raise RecipeError(
+            f"no run of {recipe!r} under {RUNS / recipe} has a last.ckpt; give its folder with --run_dir DIR"
+        )
     return RunFolder(runs[-1].parents[1])

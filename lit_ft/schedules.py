@@ -88,7 +88,10 @@ def configure_optimizers(
         return built
     scheduler = lr_scheduler(built)
     if not isinstance(scheduler, WarmupSchedule):
-        return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "monitor": getattr(scheduler, "monitor", None)}}
+        return {
+            "optimizer": built,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": getattr(scheduler, "monitor", None)},
+        }
     if scheduler.total_steps is None:
         steps = module.trainer.estimated_stepping_batches
         if math.isinf(steps):

@@ -31,7 +31,8 @@ def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
 
     return [
-        {"instruction": text(2, 12), "input": text(1, 5) if i % 3 == 0 else "", "output": text(1, 9)} for i in range(count)
+        {"instruction": text(2, 12), "input": text(1, 5) if i % 3 == 0 else "", "output": text(1, 9)}
+        for i in range(count)
     ]
 
 

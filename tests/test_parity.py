@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from lit_ft import CausalLM, TextDataModule
 
@@ -84,7 +84,14 @@ def test_attention_implementations(make_trainer: Any, model_folder: str, write_r
 def test_gradient_checkpointing(make_trainer: Any, model_folder: str, write_rows: Any, peft: Any) -> None:
     path = write_rows(count=ROWS)
     wanted = train(make_trainer, model_folder, path, peft=peft, micro_batch_size=STEP)
-    got = train(make_trainer, model_folder, path, peft=peft, micro_batch_size=STEP, model={"gradient_checkpointing": True})
+    got = train(
+        make_trainer,
+        model_folder,
+        path,
+        peft=peft,
+        micro_batch_size=STEP,
+        model={"gradient_checkpointing": True},
+    )
     assert_same(got, wanted)
 
 
@@ -153,5 +160,11 @@ def test_a_cut_epoch_counts_only_what_it_runs(make_trainer: Any, model_folder: s
     path = write_rows(count=ROWS)
     cut = {"trainer": {"limit_train_batches": 3}, "micro_batch_size": 4, "shuffle": False}
     got = train(make_trainer, model_folder, path, accumulate=2, **cut)
-    whole = train(make_trainer, model_folder, write_rows(count=12, name="twelve.json"), micro_batch_size=8, shuffle=False)
+    whole = train(
+        make_trainer,
+        model_folder,
+        write_rows(count=12, name="twelve.json"),
+        micro_batch_size=8,
+        shuffle=False,
+    )
     assert_same(got, whole)

@@ -26,7 +26,12 @@ def recipe(tmp_path: Path, model_folder: str, data: str, **trainer: Any) -> list
             "pretrained": model_folder,
             "peft": {
                 "class_path": "peft.LoraConfig",
-                "init_args": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False},
+                "init_args": {
+                    "r": 4,
+                    "lora_alpha": 8,
+                    "target_modules": ["q_proj", "v_proj"],
+                    "init_lora_weights": False,
+                },
             },
         },
         "data": {"path": data, "micro_batch_size": 2, "max_length": 96},
@@ -41,7 +46,11 @@ def recipe(tmp_path: Path, model_folder: str, data: str, **trainer: Any) -> list
 
 def lit_ft(*arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lit_ft", *arguments], env=ENVIRONMENT, timeout=timeout, capture_output=True, text=True
+        [sys.executable, "-m", "lit_ft", *arguments],
+        env=ENVIRONMENT,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -69,7 +78,14 @@ def test_two_ranks_equal_one_process(tmp_path: Path, model_folder: str, write_ro
     arguments = recipe(tmp_path, model_folder, data, max_epochs=2)
     done = lit_ft(*arguments, "--run_dir", str(one), "--trainer.accumulate_grad_batches", "4")
     assert done.returncode == 0, done.stderr
-    options = ["--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.accumulate_grad_batches", "2"]
+    options = [
+        "--trainer.devices",
+        "2",
+        "--trainer.strategy",
+        "ddp",
+        "--trainer.accumulate_grad_batches",
+        "2",
+    ]
     done = lit_ft(*arguments, "--run_dir", str(two), *options, "--data.join_micro_batches", join)
     assert done.returncode == 0, done.stderr
     assert len(losses(one)) == 6
@@ -97,7 +113,9 @@ def stop_after(run_dir: Path, arguments: list[str], steps: int, number: signal.S
 
 
 @pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)], ids=["ctrl-c", "term", "term-ddp"]
+    ("number", "ranks"),
+    [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)],
+    ids=["ctrl-c", "term", "term-ddp"],
 )
 def test_a_stopped_run_resumed_equals_one_that_was_not(
     tmp_path: Path, model_folder: str, write_rows: Any, number: signal.Signals, ranks: int

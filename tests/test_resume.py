@@ -9,9 +9,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lit_callbacks import GracefulStop, StopRequested
 from peft import LoraConfig
 
-from lit_callbacks import GracefulStop, StopRequested
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.schedules import CosineWithWarmup
 
@@ -64,10 +64,26 @@ def test_stopped_anywhere(
     data = write_rows(count=21 if val_fraction else 17)
     wanted = fit(make_trainer, model_folder, data, [], tmp_path / "whole", None, val_fraction)
     with pytest.raises(StopRequested) as stop:
-        fit(make_trainer, model_folder, data, [GracefulStop(), Signal(step)], tmp_path / "stopped", None, val_fraction)
+        fit(
+            make_trainer,
+            model_folder,
+            data,
+            [GracefulStop(), Signal(step)],
+            tmp_path / "stopped",
+            None,
+            val_fraction,
+        )
     assert stop.value.exit_code == 130
     assert torch.load(stop.value.checkpoint, weights_only=True)["global_step"] == step + 1
-    got = fit(make_trainer, model_folder, data, [GracefulStop()], tmp_path / "stopped", stop.value.checkpoint, val_fraction)
+    got = fit(
+        make_trainer,
+        model_folder,
+        data,
+        [GracefulStop()],
+        tmp_path / "stopped",
+        stop.value.checkpoint,
+        val_fraction,
+    )
     assert sorted(path.name for path in (tmp_path / "stopped").glob("last*")) == ["last.ckpt"]
     for name, tensor in wanted.items():
         assert torch.equal(got[name], tensor), name

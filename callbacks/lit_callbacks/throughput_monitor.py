@@ -76,7 +76,7 @@ class ThroughputMonitor(Callback):
             self.total_tokens += self._tokens
             self.total_seconds += now - self._started
         self._started, self._tokens = now, 0
-        if self._steps and trainer.global_step % trainer.log_every_n_steps == 0:
+        if self._steps and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             pl_module.log("throughput/tokens_per_second", self._rate(trainer), prog_bar=True)
 
     def _rate(self, trainer: Trainer) -> torch.Tensor:

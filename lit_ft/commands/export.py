@@ -9,9 +9,9 @@ import yaml
 from jsonargparse import ArgumentParser, auto_cli, set_parsing_settings
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.adapter_merger import is_peft, save_adapter, save_merged
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_callbacks.adapter_merger import is_peft, save_adapter, save_merged
 from lit_ft.causal_lm import CausalLM
 from lit_ft.commands.train import RecipeParser
 from lit_ft.data.rendering import set_chat_template
@@ -46,13 +46,15 @@ def export(
     """
     folder = RunFolder(Path(run))
     if not folder.config.is_file():
-        raise RecipeError(f"run={run!r} holds no config.yaml; name the folder of a run, e.g. checkpoints/runs/quickstart/...")
+        raise RecipeError(
+            f"run={run!r} holds no config.yaml; name the folder of a run, e.g. checkpoints/runs/quickstart/..."
+        )
     config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
     file = folder.last_checkpoint() if checkpoint == "last" else Path(checkpoint)
     if not file.is_file():
         raise RecipeError(f"checkpoint={checkpoint!r} does not exist; those of the run are in {folder.checkpoints}")
     module = rebuild(config, file)
-    model = module.model
+    model: Any = module.model
     if dtype is not None and not merge:
         raise RecipeError(f"dtype={dtype} is for merged weights; add --merge, or leave it out for the adapter")
     try:

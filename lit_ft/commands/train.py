@@ -24,11 +24,11 @@ from lightning.pytorch.cli import (
     SaveConfigCallback,
 )
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
 from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
 from lit_ft.causal_lm import CausalLM, check_state
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
@@ -66,12 +66,27 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
         name = next(group for group in unknown.groups() if group)
         near = get_close_matches(name, _options(message, parser), n=1, cutoff=0.5)
         place = f" in {key}" if key else ""
-        return f"unknown option {name!r}{place}; " + (f"did you mean {near[0]!r}?" if near else "see --help for what there is")
-    noise = ("Parser key", "Does not validate", "Subtypes", "Errors:", "Expected a <class 'NoneType'>", "Given value type")
-    noise += ("Problem with given class_path", "Given value: Namespace", "Given value: {", "Given value: NestedArg")
+        return f"unknown option {name!r}{place}; " + (
+            f"did you mean {near[0]!r}?" if near else "see --help for what there is"
+        )
     lines = [line.strip(" -") for line in re.sub(r'Parser key "[\w.]+":', "\n", message).splitlines()]
-    reasons = "; ".join(line for line in lines if line and not line.startswith(noise))
+    reasons = "; ".join(line for line in lines if line and not line.startswith(_NOISE))
     return f"{key}: {reasons}" if key else reasons or message
+
+
+_NOISE = (
+    "Parser key",
+    "Does not validate",
+    "Subtypes",
+    "Errors:",
+    "Expected a <class 'NoneType'>",
+    "Problem with given class_path",
+    "Given value type",
+    "Given value: Namespace",
+    "Given value: {",
+    "Given value: NestedArg",
+)
+"""Beginnings of the lines in which jsonargparse spells out its types."""
 
 
 def _options(message: str, parser: LightningArgumentParser) -> list[str]:
@@ -97,9 +112,6 @@ _HELP = {
 
 class SaveRecipe(SaveConfigCallback):
     """Write the resolved recipe to ``config.yaml`` in the run folder."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, save_to_log_dir=False)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write it; what it resumed from is left out, so that the file starts or resumes as asked."""
@@ -127,6 +139,7 @@ class TrainingCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_callback=SaveRecipe,
+            save_config_kwargs={"save_to_log_dir": False},
             trainer_defaults={"enable_model_summary": False},
             seed_everything_default=42,
             parser_class=RecipeParser,
@@ -140,7 +153,9 @@ class TrainingCLI(LightningCLI):
         parser.add_argument("--run_dir", type=Optional[str], default=None, help=_HELP["run_dir"])
         parser.add_argument("--merge", type=bool, default=False, help=_HELP["merge"])
         parser.add_argument("--optimizer", type=Optional[OptimizerCallable], default=None, help=_HELP["optimizer"])
-        parser.add_argument("--lr_scheduler", type=Optional[LRSchedulerCallable], default=None, help=_HELP["lr_scheduler"])
+        parser.add_argument(
+            "--lr_scheduler", type=Optional[LRSchedulerCallable], default=None, help=_HELP["lr_scheduler"]
+        )
         for part, default in _DEFAULTS.items():
             parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})
         for name in ("optimizer", "lr_scheduler"):
@@ -170,7 +185,7 @@ class TrainingCLI(LightningCLI):
             options.ckpt_path = str(self.run_folder.last_checkpoint())
         elif options.ckpt_path is not None and not Path(options.ckpt_path).exists():
             raise RecipeError(f"ckpt_path={options.ckpt_path!r} does not exist; name a .ckpt file, or `last`")
-        if self.subcommand in ("fit", "predict") and rank_zero_only.rank == 0:
+        if self.subcommand in ("fit", "predict") and int(os.environ.get("LOCAL_RANK", "0")) == 0:
             self.run_folder.make(resuming=options.ckpt_path is not None or self.subcommand != "fit")
 
     def _choose_run(self, resume: bool) -> RunFolder:
@@ -192,7 +207,7 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer, with everything it writes under the run folder."""
         folder, given = self.run_folder, self.options_init("trainer")
-        callbacks = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks or []]
+        callbacks: list[Any] = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
         self.trainer_defaults["callbacks"] = self._callbacks(callbacks) if self.subcommand == "fit" else []
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:

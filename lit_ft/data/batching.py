@@ -49,7 +49,9 @@ class BatchPlan:
         """Micro-batches per replica and epoch."""
         return -(-units // (self.micro_batch_size * self.replicas))
 
-    def windows(self, units: Sequence[MicroBatch], lengths: np.ndarray, accumulate: int) -> Iterator[list[list[MicroBatch]]]:
+    def windows(
+        self, units: Sequence[MicroBatch], lengths: np.ndarray, accumulate: int
+    ) -> Iterator[list[list[MicroBatch]]]:
         """For each optimiser step, each replica's micro-batches.
 
         All replicas have the same number of micro-batches, and of empty ones, which come first. A replica
@@ -61,7 +63,7 @@ class BatchPlan:
             pieces = [window[i : i + self.micro_batch_size] for i in range(0, len(window), self.micro_batch_size)]
             shares = [pieces[replica :: self.replicas] for replica in range(self.replicas)]
             count = max(len(share) for share in shares)
-            joined = [self._join([sum(piece, []) for piece in share], lengths) for share in shares]
+            joined = [self._join([[i for unit in piece for i in unit] for piece in share], lengths) for share in shares]
             needed = max(len(share) for share in joined)
             yield [[[]] * (count - len(share)) + share for share in (_spread(share, needed) for share in joined)]
 

@@ -65,7 +65,9 @@ def find_format(row: RawRow, path: str) -> str:
     )
 
 
-def to_conversations(rows: list[RawRow], path: str, name: str = "auto", system: str | None = None) -> list[Conversation]:
+def to_conversations(
+    rows: list[RawRow], path: str, name: str = "auto", system: str | None = None
+) -> list[Conversation]:
     """Turn a file's rows into conversations.
 
     Args:

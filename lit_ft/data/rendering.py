@@ -91,8 +91,8 @@ def ends_turn(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -
 def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and unshifted labels of one conversation, two int32 arrays of equal length."""
     if isinstance(conversation, str):
-        ids = [*tokenizer(conversation, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        return np.array(ids, dtype=np.int32), np.array(ids, dtype=np.int32)
+        text = [*tokenizer(conversation, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        return np.array(text, dtype=np.int32), np.array(text, dtype=np.int32)
     pieces = pieces_of(conversation, tokenizer)
     encoded = tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
     ids = np.array([token for piece in encoded for token in piece], dtype=np.int32)

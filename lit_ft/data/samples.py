@@ -89,7 +89,7 @@ def fit_to_length(
         )
     if not kept:
         raise RecipeError(
-            f"{path}: not one of {len(tokenized):,} rows has a supervised token within "
-            f"data.max_length={max_length}; the longest row has {max(len(ids) for ids, _ in tokenized):,} tokens: raise it"
+            f"{path}: not one of {len(tokenized):,} rows has a supervised token within data.max_length={max_length}; "
+            f"the longest row has {max(len(ids) for ids, _ in tokenized):,} tokens: raise it"
         )
     return kept, collect([cut[i] for i in kept]), lines

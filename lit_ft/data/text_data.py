@@ -121,7 +121,8 @@ class TextDataModule(LightningDataModule):
             count = max(1, round(len(conversations) * self.val_fraction))
             if count >= len(conversations):
                 raise RecipeError(
-                    f"data.val_fraction={self.val_fraction} of {len(conversations)} rows leaves none to train on; lower it"
+                    f"data.val_fraction={self.val_fraction} of {len(conversations)} rows leaves none to train on; "
+                    "lower it"
                 )
             held_out = set(np.random.default_rng(_seed()).permutation(len(conversations))[:count].tolist())
             self.splits["val"] = self._tokenize([conversations[i] for i in sorted(held_out)], self.path, tokenizer)
@@ -175,8 +176,7 @@ class TextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> RowLoader:
         """Micro-batches of this rank, which know their optimiser window."""
-        trainer = self.trainer
-        assert trainer is not None
+        trainer: Any = self.trainer
         plan = BatchPlan(
             micro_batch_size=self.micro_batch_size,
             packing=self.packing,

@@ -127,8 +127,7 @@ CHINESE = Language(
     ),
     colours=tuple("红色 蓝色 绿色 黄色 黑色 白色 紫色 橙色 粉色 灰色".split()),
     things=tuple(
-        "书 杯子 钥匙 帽子 皮球 台灯 背包 钢笔 盘子 大衣 椅子 箱子 时钟 鞋 鼓 小船 "
-        "风筝 刷子 篮子 雨伞".split()
+        "书 杯子 钥匙 帽子 皮球 台灯 背包 钢笔 盘子 大衣 椅子 箱子 时钟 鞋 鼓 小船 风筝 刷子 篮子 雨伞".split()
     ),
     places=tuple("花园 厨房 学校 市场 公园 车站 图书馆 办公室 院子 大厅".split()),
     qualities=tuple("宽敞 狭小 安静 温暖 寒冷 古老 崭新 明亮 昏暗 干净 热闹 空荡".split()),
@@ -184,9 +183,7 @@ Fields = dict[str, str]
 
 def draw_facts(language: Language, count: int, rng: random.Random) -> list[Fields]:
     """``count`` facts; no name, colour or thing occurs twice, so each question has one answer."""
-    columns = [
-        rng.sample(words, count) for words in (language.names, language.colours, language.things)
-    ]
+    columns = [rng.sample(words, count) for words in (language.names, language.colours, language.things)]
     return [dict(zip(("name", "colour", "thing"), row, strict=True)) for row in zip(*columns, strict=True)]
 
 

@@ -1,0 +1,33 @@
+# Thin: each target shows the plain commands behind it.
+VENV   ?= .venv
+PYTHON ?= python3
+RUN    := $(VENV)/bin/python
+
+.PHONY: quickstart test tiny-qwen2 clean
+
+$(VENV)/.installed: pyproject.toml callbacks/pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q -e ./callbacks -e ".[dev]"
+	touch $@
+
+# Install, then fine-tune the embedded model on the bundled data.
+quickstart: $(VENV)/.installed
+	$(RUN) -m lit_ft fit --config recipes/quickstart.yaml
+
+# Everything that .ci/run checks: lint, types, layers, unit and multi-process tests, recipes, quickstart.
+test: $(VENV)/.installed
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
+	$(RUN) -m pytest -q
+
+# Pretrain checkpoints/tiny-qwen2 anew: generate the text, train, replace the weights in git.
+tiny-qwen2: $(VENV)/.installed
+	$(RUN) recipes/data/generate.py pretrain --out checkpoints/pretrain-tiny
+	rm -rf checkpoints/runs/pretrain_tiny
+	$(RUN) -m lit_ft fit --config recipes/pretrain_tiny.yaml --run_dir checkpoints/runs/pretrain_tiny
+	$(RUN) -m lit_ft export --run checkpoints/runs/pretrain_tiny --merge --dtype bfloat16 --out checkpoints/tiny-qwen2
+
+clean:
+	rm -rf $(VENV)
