@@ -67,7 +67,7 @@ class CausalLM(LightningModule):
             adapter_dtype: of the weights that peft adds; auto is the base's dtype.
             quantization: quantise the frozen base while reading it, a transformers config by class_path.
             gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
-            neftune_alpha: noise on embeddings while training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
+            neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
             max_new_tokens: longest answer of `predict`, in tokens.
             optimizer: makes the optimizer from the trainable parameters; a recipe gives it at the top level.
                 null is AdamW with a learning rate of 1e-4.

@@ -48,6 +48,8 @@ def token_cross_entropy(
     """
     if len(hidden) != len(targets):
         raise ValueError(f"{len(hidden)} hidden states for {len(targets)} targets; one each is needed")
+    if not torch.is_grad_enabled():
+        head_parameters = ()
     loss_sum, correct = _ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, *head_parameters)
     return TokenLoss(loss_sum, correct)
 

@@ -55,6 +55,7 @@ class Language:
     scene: tuple[str, ...]
     scene_again: tuple[str, ...]
     lists: tuple[str, ...]
+    note: str
     counting: tuple[str, ...]
     sums: tuple[str, ...]
     space: str
@@ -113,7 +114,8 @@ ENGLISH = Language(
     where_again=("In the {place} is the {thing}.", "So the {thing} can be found in the {place}."),
     scene=("The {place} is {quality}.", "Today the {place} looks {quality}."),
     scene_again=("It is {quality} in the {place}.", "A {quality} place is the {place}."),
-    lists=("A list: {items}. The same list again: {items}.", "{items}. Once more: {items}."),
+    lists=("A list: {items}. The same list again: {again}.", "{items}. Once more: {again}."),
+    note="{name} {colour} {thing}",
     counting=("Counting: {items}.", "The numbers go on: {items}."),
     sums=("{a} and {b} make {c}.", "{a} plus {b} is {c}."),
     space=" ",
@@ -171,7 +173,8 @@ CHINESE = Language(
     where_again=("{place}里的是{thing}。", "所以{thing}可以在{place}找到。"),
     scene=("{place}很{quality}。", "今天的{place}看起来{quality}。"),
     scene_again=("{quality}的地方是{place}。", "说到{place}，那里很{quality}。"),
-    lists=("清单：{items}。同样的清单：{items}。", "{items}。再说一遍：{items}。"),
+    lists=("清单：{items}。同样的清单：{again}。", "{items}。再说一遍：{again}。"),
+    note="{name}{colour}{thing}",
     counting=("数一数：{items}。", "数字往下走：{items}。"),
     sums=("{a}加{b}等于{c}。", "{a}和{b}一共是{c}。"),
     space="",
@@ -245,10 +248,19 @@ def scene_story(language: Language, rng: random.Random) -> str:
 
 
 def repeated_list(language: Language, rng: random.Random) -> str:
-    """A list of words said twice, which teaches copying."""
-    words = rng.choice((language.names, language.colours, language.things, language.places))
-    items = language.comma.join(rng.sample(words, rng.randint(3, 8)))
-    return rng.choice(language.lists).format(items=items)
+    """A list of any words said twice, which teaches copying."""
+    words = language.names + language.colours + language.things + language.places
+    items = language.comma.join(rng.sample(words, rng.randint(6, 12)))
+    return rng.choice(language.lists).format(items=items, again=items)
+
+
+def repeated_notes(language: Language, rng: random.Random) -> str:
+    """Who has what in shorthand, said again in another order, which teaches look-up by a neighbour."""
+    notes = [language.note.format(**fact) for fact in draw_facts(language, rng.randint(3, 6), rng)]
+    again = rng.sample(notes, len(notes))
+    return rng.choice(language.lists).format(
+        items=language.comma.join(notes), again=language.comma.join(again)
+    )
 
 
 def counting_text(language: Language, rng: random.Random) -> str:
@@ -272,11 +284,12 @@ def sum_text(language: Language, rng: random.Random) -> str:
 
 # Look-up of facts is what the fine-tuning recipes build on, so most documents are about it.
 DOCUMENT_KINDS: tuple[tuple[Callable[[Language, random.Random], str], float], ...] = (
-    (ownership_story, 0.70),
-    (scene_story, 0.12),
-    (repeated_list, 0.10),
-    (counting_text, 0.04),
-    (sum_text, 0.04),
+    (ownership_story, 0.55),
+    (repeated_notes, 0.15),
+    (repeated_list, 0.14),
+    (scene_story, 0.10),
+    (counting_text, 0.03),
+    (sum_text, 0.03),
 )
 
 
@@ -331,6 +344,7 @@ def write_config(out: Path) -> None:
         # A multiple of 64 divides among tensor-parallel ranks.
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=192,
+        initializer_range=0.06,
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=6,
