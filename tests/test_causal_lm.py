@@ -64,9 +64,7 @@ def test_random_weights_are_a_function_of_the_seed(model_folder: str, monkeypatc
 
     first, again, other = weights("5"), weights("5"), weights("6")
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(
-        first["base_model.model.lm_head.weight"], other["base_model.model.lm_head.weight"]
-    )
+    assert not torch.equal(first["base_model.model.lm_head.weight"], other["base_model.model.lm_head.weight"])
 
 
 def test_validation_metrics_are_means_over_all_tokens(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
@@ -161,9 +159,13 @@ def test_checkpoints_hold_what_trains_and_nothing_else(
     )
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert set(saved) == set(module.trainable_parameters())
+    other, data, trainer = (
+        CausalLM(model_folder, peft=lora(r=8)),
+        TextDataModule(write_rows()),
+        make_trainer(max_steps=2),
+    )
     with pytest.raises(RecipeError, match="the checkpoint does not fit the model: .* \\(4, 48\\) of the checkpoint"):
-        other = CausalLM(model_folder, peft=lora(r=8))
-        make_trainer(max_steps=2).fit(other, TextDataModule(write_rows()), ckpt_path=str(tmp_path / "last.ckpt"))
+        trainer.fit(other, data, ckpt_path=str(tmp_path / "last.ckpt"))
 
 
 def test_a_checkpoint_of_tied_embeddings_fits(model_folder: str) -> None:

@@ -41,7 +41,8 @@ def test_exact_labels_of_one_alpaca_row() -> None:
 
 def test_a_system_prompt_is_seen_and_not_learned() -> None:
     text, supervised = spelled(make_tokenizer(), {"instruction": "a", "output": "b"}, system="you are red")
-    assert text == "<|im_start|>system\nyou are red<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
+    turns = ("system\nyou are red<|im_end|>\n", "user\na<|im_end|>\n", "assistant\nb<|im_end|>")
+    assert text == "".join(f"<|im_start|>{turn}" for turn in turns)
     assert supervised == "b<|im_end|>"
 
 
@@ -198,7 +199,9 @@ def test_the_samples_of_a_step_do_not_depend_on_the_split() -> None:
 
     def steps(size: int, accumulate: int, replicas: int, budget: int | None) -> list[set[int]]:
         plan = BatchPlan(size, None, budget, shuffle=True, seed=5, replicas=replicas)
-        dealt = [RowLoader(samples, plan, replica=r, accumulate=lambda: accumulate).micro_batches() for r in range(replicas)]
+        dealt = [
+            RowLoader(samples, plan, replica=r, accumulate=lambda: accumulate).micro_batches() for r in range(replicas)
+        ]
         return [
             {i for share in dealt for batch, _, _ in share[start : start + accumulate] for i in batch}
             for start in range(0, len(dealt[0]), accumulate)

@@ -33,7 +33,9 @@ def test_eight_steps_of_adamw(
     data = TextDataModule(path)
     data.load(tokenizer)
     samples = data.splits["train"].samples
-    rows = [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in map(samples.__getitem__, range(64))]
+    rows = [
+        {"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in map(samples.__getitem__, range(64))
+    ]
     torch.manual_seed(7)  # as lit_ft seeds new weights: LoRA's A must be the same
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora())
     trainer = Trainer(

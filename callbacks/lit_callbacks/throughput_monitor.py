@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 
-def count_tokens(batch: Any) -> int:
-    """Non-padding tokens of a Hugging Face style batch (``input_ids``, optional ``attention_mask``)."""
+def count_tokens(batch: Any) -> int | None:
+    """Non-padding tokens of a batch with ``input_ids`` and, where it is padded, ``attention_mask``; None for others."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise ValueError(
-            f"ThroughputMonitor cannot count the tokens of a {type(batch).__name__} without 'input_ids'; "
-            "pass count=<function from batch to int>"
-        )
+        return None
     mask = batch.get("attention_mask")
     return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
 
@@ -29,12 +27,12 @@ class ThroughputMonitor(Callback):
     length does not matter.
     """
 
-    def __init__(self, window: int = 20, count: Callable[[Any], int] = count_tokens) -> None:
+    def __init__(self, window: int = 20, count: Callable[[Any], int | None] = count_tokens) -> None:
         """Set what is counted, over how long.
 
         Args:
             window: optimiser steps that the rate is taken over.
-            count: non-padding tokens of a batch.
+            count: non-padding tokens of a batch, or None where it cannot tell.
         """
         self.window = window
         self.count = count
@@ -67,7 +65,14 @@ class ThroughputMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; at the end of an optimiser step, take the time."""
-        self._tokens += self.count(batch)
+        tokens = self.count(batch)
+        if tokens is None:
+            rank_zero_warn(
+                f"ThroughputMonitor cannot count the tokens of a {type(batch).__name__} without 'input_ids', so no "
+                "throughput is logged; pass count=<function from batch to int>"
+            )
+            return
+        self._tokens += tokens
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
         now = time.perf_counter()

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, auto_cli, set_parsing_settings
+from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.adapter_merger import is_peft, save_adapter, save_merged
@@ -21,11 +21,13 @@ from lit_ft.run_folder import RunFolder
 
 def run(arguments: list[str]) -> None:
     """Parse and export."""
-    auto_cli(export, args=arguments[1:], prog="python -m lit_ft export", as_positional=False, parser_class=_Parser)
+    parser = RecipeParser(prog="python -m lit_ft export", description=(export.__doc__ or "").split("\n")[0])
+    parser.add_function_arguments(export, as_group=False, skip={"merge"})
+    parser.add_argument("--merge", action="store_true", help=_MERGE)
+    export(**parser.parse_args(arguments[1:]).as_dict())
 
 
-class _Parser(ArgumentParser):
-    error = RecipeParser.error
+_MERGE = "Merge the adapter into the base model; full fine-tuning needs it too."
 
 
 def export(

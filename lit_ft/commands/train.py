@@ -1,5 +1,6 @@
 """``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with lit_ft's defaults."""
 
+import argparse
 import inspect
 import json
 import os
@@ -12,7 +13,7 @@ from pickle import UnpicklingError
 from typing import Any, NoReturn, Optional
 
 import torch
-from jsonargparse import Namespace, set_parsing_settings
+from jsonargparse import ActionYesNo, ArgumentParser, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import (
@@ -46,7 +47,18 @@ def run(arguments: list[str]) -> None:
 
 
 class RecipeParser(LightningArgumentParser):
-    """Errors in one line, with the nearest option that exists."""
+    """Errors in one line, with the nearest option that exists; help that shows the default classes' options."""
+
+    def format_help(self) -> str:
+        """The options, and those of lit_ft's own model and data, which are classes that a recipe may replace."""
+        text = super().format_help()
+        if not any(action.dest == "model" for action in self._actions):
+            return text
+        for part, cls in _DEFAULTS.items():
+            options = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+            options.add_class_arguments(cls, part, skip={"optimizer", "lr_scheduler"})
+            text += f"\nThe default {part}, lit_ft.{cls.__name__}:\n{options.format_help()}"
+        return text
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise instead of printing the usage.
@@ -65,13 +77,15 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
     if unknown is not None:
         name = next(group for group in unknown.groups() if group)
         near = get_close_matches(name, _options(message, parser), n=1, cutoff=0.5)
-        place = f" in {key}" if key else ""
-        return f"unknown option {name!r}{place}; " + (
+        place = f"{key}: " if key else ""
+        return f"{place}unknown option {name!r}; " + (
             f"did you mean {near[0]!r}?" if near else "see --help for what there is"
         )
     lines = [line.strip(" -") for line in re.sub(r'Parser key "[\w.]+":', "\n", message).splitlines()]
     reasons = "; ".join(line for line in lines if line and not line.startswith(_NOISE))
-    return f"{key}: {reasons}" if key else reasons or message
+    if not key:
+        return reasons or message
+    return f"{key}.{reasons}" if re.match(r"[\w.]+: ", reasons) else f"{key}: {reasons}"
 
 
 _NOISE = (
@@ -151,7 +165,7 @@ class TrainingCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of a run, and lit_ft's classes as defaults."""
         parser.add_argument("--run_dir", type=Optional[str], default=None, help=_HELP["run_dir"])
-        parser.add_argument("--merge", type=bool, default=False, help=_HELP["merge"])
+        parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
         parser.add_argument("--optimizer", type=Optional[OptimizerCallable], default=None, help=_HELP["optimizer"])
         parser.add_argument(
             "--lr_scheduler", type=Optional[LRSchedulerCallable], default=None, help=_HELP["lr_scheduler"]
@@ -223,9 +237,10 @@ class TrainingCLI(LightningCLI):
         defaults: list[Callback] = [
             ThroughputMonitor(),
             GracefulStop(folder.checkpoints / "last.ckpt"),
-            AdapterMerger(folder.adapter, folder.merged if self.options.merge else None),
             RunReport(folder),
         ]
+        if isinstance(self.model, CausalLM) or self.options.merge:
+            defaults.insert(2, AdapterMerger(folder.adapter, folder.merged if self.options.merge else None))
         if not any(isinstance(callback, ModelCheckpoint) for callback in given):
             defaults.append(ModelCheckpoint(folder.checkpoints, save_last=True))
         return [default for default in defaults if not any(isinstance(callback, type(default)) for callback in given)]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.batching import BatchPlan, RowLoader
@@ -213,15 +214,15 @@ class TextDataModule(LightningDataModule):
         """Test rows, each sample once."""
         return self._evaluation_loader("test", "limit_test_batches")
 
-    def predict_dataloader(self) -> list[list[dict[str, str]]]:
-        """This rank's prompts and expected answers, ``micro_batch_size`` a batch."""
-        replicas, rank = self._replicas
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Prompts and expected answers, ``micro_batch_size`` a batch; Lightning deals them out to the ranks."""
         conversations = [c for c in self.splits["test"].conversations if not isinstance(c, str)]
         prompts = [
             {"prompt": prompt_text(messages[:-1], self._tokenizer), "expected": messages[-1]["content"]}
-            for messages in conversations[rank::replicas]
+            for messages in conversations
         ]
-        return [prompts[i : i + self.micro_batch_size] for i in range(0, len(prompts), self.micro_batch_size)]
+        dataset: Any = prompts  # a list is a map-style data set
+        return DataLoader(dataset, batch_size=self.micro_batch_size, collate_fn=list)
 
     def _evaluation_loader(self, split: str, limit: str) -> RowLoader:
         samples = self.splits[split].samples

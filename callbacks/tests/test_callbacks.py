@@ -1,0 +1,157 @@
+"""The callbacks on a plain Lightning module: nothing of lit_ft is imported here."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lit_callbacks import AdapterMerger, GracefulStop, StopRequested, ThroughputMonitor, throughput_monitor
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+class Plain(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.layer(batch["input_ids"].float()).mean()
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(count: int = 8, padding: int = 0) -> DataLoader:
+    mask = torch.ones(4, dtype=torch.long)
+    mask[:padding] = 0
+    return DataLoader([{"input_ids": torch.ones(4), "attention_mask": mask}] * count, batch_size=1)
+
+
+def trainer(tmp_path: Path, **options: Any) -> Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    return Trainer(**{**quiet, "default_root_dir": tmp_path, "max_epochs": 1, **options})
+
+
+def test_throughput_by_a_patched_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock takes half a second; validation looks twice, and its time is left out."""
+    now = iter(range(10_000))
+    monkeypatch.setattr(throughput_monitor.time, "perf_counter", lambda: next(now) / 2)
+    monitor = ThroughputMonitor(window=2)
+    run = trainer(tmp_path, callbacks=[monitor], accumulate_grad_batches=2, log_every_n_steps=1, val_check_interval=4)
+    run.fit(Plain(), loader(8, padding=1), loader(1))
+    # Four optimiser steps of 2 x 3 tokens; the first is not timed, and the validation's own half second is left out.
+    assert monitor.total_tokens == 18
+    assert monitor.total_seconds == pytest.approx(0.5 + 1.0 + 0.5)
+    assert float(run.callback_metrics["throughput/tokens_per_second"]) == pytest.approx(12 / 1.5)
+
+
+def test_a_batch_whose_tokens_cannot_be_counted_is_a_warning(tmp_path: Path) -> None:
+    class Tensors(Plain):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch).mean()
+
+    run = trainer(tmp_path, callbacks=[ThroughputMonitor()], enable_checkpointing=False)
+    with pytest.warns(UserWarning, match="cannot count the tokens of a Tensor .* pass count="):
+        run.fit(Tensors(), DataLoader(torch.ones(4, 4)))
+    assert run.global_step == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_graceful_stop_between_optimiser_steps(tmp_path: Path, number: signal.Signals) -> None:
+    class Signalled(Plain):
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            if batch_idx == 2:
+                os.kill(os.getpid(), number)
+            return super().training_step(batch, batch_idx)
+
+    before = signal.getsignal(number)
+    run = trainer(tmp_path, callbacks=[GracefulStop()], accumulate_grad_batches=2, enable_checkpointing=False)
+    with pytest.raises(StopRequested) as stop:
+        run.fit(Signalled(), loader())
+    assert stop.value.exit_code == 128 + number
+    assert torch.load(stop.value.checkpoint, weights_only=True)["global_step"] == 2
+    assert signal.getsignal(number) == before
+
+
+def test_signals_are_given_back_after_a_whole_run(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    trainer(tmp_path, callbacks=[GracefulStop()], enable_checkpointing=False).fit(Plain(), loader())
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+class Wrapped(LightningModule):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        ids = batch["input_ids"].long()
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+        )
+    )
+
+
+def test_adapter_and_merged_model_give_the_trained_models_logits(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = tmp_path / "base"
+    llama().save_pretrained(base)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    module = Wrapped(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config))
+    merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
+    trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(module, loader())
+
+    ids = torch.randint(0, 64, (2, 9))
+    wanted = module.model.eval()(input_ids=ids).logits
+    adapter = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(adapter.eval()(input_ids=ids).logits, wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(merged.eval()(input_ids=ids).logits, wanted, atol=1e-5, rtol=1e-5)
+    assert not (wanted - AutoModelForCausalLM.from_pretrained(base)(input_ids=ids).logits).abs().max() < 0.1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_full_fine_tuning_writes_the_model_and_no_adapter(tmp_path: Path) -> None:
+    module = Wrapped(llama())
+    merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
+    trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(module, loader())
+    from transformers import AutoModelForCausalLM
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_method_that_cannot_be_merged_leaves_nothing_behind(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from lit_callbacks.adapter_merger import save_merged
+
+    model = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="PROMPT_TUNING adds no weights that could be merged"):
+        save_merged(model, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_module_without_a_model() -> None:
+    from lit_callbacks.adapter_merger import find_model
+
+    with pytest.raises(ValueError, match="Plain holds no peft.PeftModel"):
+        find_model(Plain())

@@ -1,0 +1,21 @@
+"""What a user brings: a module and data that know nothing of lit_ft."""
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+class OwnModule(LightningModule):
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        assert self.trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+        return self.layer(batch).mean()
+
+
+class OwnData(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(8, 3), batch_size=2)

@@ -1,0 +1,192 @@
+"""The command line as a user meets it."""
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import make_rows
+from test_processes import recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_ft.cli import COMMANDS, main
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def run(capsys: Any, *arguments: str, code: int = 0) -> str:
+    """Run a command in this process; returns what it wrote to stderr."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    errors = capsys.readouterr().err
+    assert stop.value.code == code, errors
+    return errors
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIT_FT_RUN_DIR", raising=False)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+
+
+def test_help_is_quick_and_lists_every_command() -> None:
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "lit_ft", "--help"], capture_output=True, text=True, check=True)
+    assert time.perf_counter() - started < 0.5
+    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+    slow = {"torch", "lightning", "transformers", "peft", "jsonargparse"}
+    check = f"import lit_ft.cli, sys; assert not {slow!r} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_fit_help_explains_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["fit", "--help"], ["--run_dir", "--merge", "lit_ft.schedules.CosineWithWarmup", "--ckpt_path"]),
+        (["fit", "--help"], ["--model.neftune_alpha", "recompute activations", "--trainer.max_epochs"]),
+        (["fit", "--help"], ["--data.packing", "token budget of a packed row"]),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 0
+        text = " ".join(capsys.readouterr().out.split())
+        for word in words:
+            assert word in text
+
+
+def test_a_run_leaves_what_the_readme_says(
+    capsys: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = recipe(tmp_path, model_folder, write_rows(), max_epochs=1, accumulate_grad_batches=2)
+    options = ["--run_dir", str(run_dir), "--merge", "--data.val_fraction", "0.2"]
+    caplog.set_level("INFO", "lightning.pytorch")
+    run(capsys, *arguments, *options)
+    assert "training LORA of" in caplog.text
+    assert "optimiser steps; an epoch is 18 rows" in caplog.text
+    names = {path.name for path in run_dir.iterdir()}
+    assert names >= {"config.yaml", "metrics.csv", "tensorboard", "checkpoints", "adapter", "merged"}
+    with (run_dir / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    logged = {key for row in rows for key, value in row.items() if value}
+    assert logged >= {
+        "train/loss", "train/perplexity", "train/token_accuracy", "train/grad_norm", "train/learning_rate",
+        "val/loss", "val/perplexity", "val/token_accuracy", "throughput/tokens_per_second",
+    }  # fmt: skip
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents*"))
+
+    merged = AutoModelForCausalLM.from_pretrained(run_dir / "merged")
+    assert AutoTokenizer.from_pretrained(run_dir / "merged").chat_template
+    assert (run_dir / "merged" / "generation_config.json").is_file()
+    assert merged.config._attn_implementation == "sdpa"
+    prompt = torch.tensor([[1, 40, 50]])
+    assert merged.generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 6)
+
+    exported = tmp_path / "exported"
+    run(capsys, "export", "--run", str(run_dir), "--merge", "--out", str(exported))
+    again = AutoModelForCausalLM.from_pretrained(exported)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), merged.parameters(), strict=True))
+    run(capsys, "export", "--run", str(run_dir), "--merge", "--dtype", "bfloat16", "--out", str(exported))
+    assert AutoModelForCausalLM.from_pretrained(exported).dtype == torch.bfloat16
+
+    assert "holds a run already" in run(capsys, *arguments, *options, code=2)
+
+
+def test_the_saved_config_runs_again(capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(capsys, *recipe(tmp_path, model_folder, write_rows(), max_steps=2), "--run_dir", str(first))
+    run(capsys, "fit", "--config", str(first / "config.yaml"), "--run_dir", str(second))
+    one, two = (yaml.safe_load((folder / "config.yaml").read_text()) for folder in (first, second))
+    assert one.pop("run_dir") != two.pop("run_dir")
+    assert one == two
+    losses = [[row["train/loss"] for row in csv.DictReader((f / "metrics.csv").open())] for f in (first, second)]
+    assert losses[0] == losses[1]
+
+
+def test_validate_test_and_predict(capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    run_dir = tmp_path / "run"
+    arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=2)[1:]
+    arguments += ["--data.val_path", write_rows(count=5, name="val.json"), "--run_dir", str(run_dir)]
+    run(capsys, "fit", *arguments)
+    run(capsys, "validate", *arguments, "--ckpt_path", "last")
+    run(capsys, "test", *arguments, "--ckpt_path", "last")
+    run(capsys, "predict", *arguments, "--ckpt_path", "last", "--model.max_new_tokens", "4")
+    answers = [json.loads(line) for line in (run_dir / "predictions.jsonl").read_text().splitlines()]
+    assert [answer["expected"] for answer in answers] == [row["output"] for row in make_rows(5)]
+    assert all(set(answer) == {"prompt", "expected", "answer"} for answer in answers)
+
+
+def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path) -> None:
+    recipe_file = tmp_path / "own.yaml"
+    recipe_file.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"class_path": "own_classes.OwnModule", "init_args": {"size": 3}},
+                "data": {"class_path": "own_classes.OwnData"},
+                "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}},
+                "trainer": {"max_steps": 2, "accelerator": "cpu", "enable_progress_bar": False, "callbacks": []},
+            }
+        )
+    )
+    run(capsys, "fit", "--config", str(recipe_file), "--run_dir", str(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
+
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "missing file": (["--data.path", "nope.json"], "data.path='nope.json' does not exist"),
+    "misspelt model option": (
+        ["--model.pretraned", "x"],
+        "model: unknown option 'pretraned'; did you mean 'pretrained'?",
+    ),
+    "misspelt data option": (["--data.max_lenght", "3"], "did you mean 'max_length'?"),
+    "misspelt trainer option": (["--trainer.max_stepz", "3"], "did you mean 'trainer.max_steps'?"),
+    "misspelt run option": (["--rundir", "3"], "did you mean 'run_dir'?"),
+    "misspelt peft option": (["--model.peft.lora_alfa", "3"], "did you mean 'lora_alpha'?"),
+    "wrong type": (["--data.max_length", "abc"], "data.max_length: Expected a <class 'int'>; Given value: abc"),
+    "target modules": (["--model.peft.target_modules", "[q_prj]"], "['q_prj'] match nothing in Qwen2ForCausalLM"),
+    "no checkpoint": (["--ckpt_path", "last"], "there is no last.ckpt in"),
+    "missing checkpoint": (["--ckpt_path", "x.ckpt"], "ckpt_path='x.ckpt' does not exist"),
+    "unwritable": (["--run_dir", "/proc/lit_ft"], "cannot be written"),
+    "no such recipe": (["--config", "nope.yaml"], "nope.yaml"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_line_and_exit_2_before_any_weights(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_ft.loading.load_base", lambda *_: pytest.fail("weights were loaded"))
+    options, message = MISTAKES[name]
+    arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=1)
+    lines = run(capsys, *arguments, "--run_dir", str(tmp_path / "run"), *options, code=2)
+    last = lines.strip().splitlines()[-1]
+    assert last.startswith("lit_ft: error: ")
+    assert message in last
+    assert "Traceback" not in lines
+
+
+def test_checkpoints_that_do_not_fit(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=1)
+    run(capsys, *arguments, "--run_dir", str(tmp_path / "run"))
+    monkeypatch.setattr("lit_ft.loading.load_base", lambda *_: pytest.fail("weights were loaded"))
+    resume = [*arguments, "--run_dir", str(tmp_path / "run"), "--ckpt_path"]
+    lines = run(capsys, *resume, "last", "--model.peft.r", "8", code=2)
+    assert "the checkpoint does not fit the model: 8 of 8 trainable weights differ" in lines
+    lines = run(capsys, *resume, arguments[2], code=2)
+    assert "is no Lightning checkpoint" in lines
+
+
+def test_an_unknown_command(capsys: Any) -> None:
+    assert "did you mean fit?" in run(capsys, "fti", code=2)
+
+
+def test_debug_shows_the_traceback(capsys: Any) -> None:
+    assert "Traceback" in run(capsys, "fit", "--config", "nope.yaml", "--debug", code=2)

@@ -1,0 +1,94 @@
+"""Every shipped recipe is parsed; those that can run here, run."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_ft.cli import main
+
+REPOSITORY = Path(__file__).parents[1]
+RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
+HUANHUAN = REPOSITORY.parent / "shared" / "data" / "huanhuan.json"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_parses_and_opens_with_its_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"^# .*(python -m lit_ft fit --config|make) ?", path.read_text(), re.MULTILINE)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", str(path), "--print_config"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    # What is printed parses to the same again.
+    again = path.parent / ".printed.yaml"
+    again.write_text(printed)
+    try:
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", str(again), "--print_config"])
+    finally:
+        again.unlink()
+    assert capsys.readouterr().out == printed
+
+
+def test_generated_data_is_what_is_bundled(tmp_path: Path) -> None:
+    generator = REPOSITORY / "recipes" / "data" / "generate.py"
+    subprocess.run([sys.executable, str(generator), "quickstart", "--out", str(tmp_path)], check=True)
+    for name in ("quickstart_train.json", "quickstart_val.json"):
+        assert (tmp_path / name).read_bytes() == (generator.parent / name).read_bytes()
+
+
+def test_pretraining_runs(tmp_path: Path) -> None:
+    """A few steps of recipes/pretrain_tiny.yaml on a small corpus of the same kind."""
+    base = tmp_path / "base"
+    generator = REPOSITORY / "recipes" / "data" / "generate.py"
+    subprocess.run([sys.executable, str(generator), "pretrain", "--out", str(base), "--documents", "2000"], check=True)
+    done = fit(
+        "recipes/pretrain_tiny.yaml",
+        *("--model.pretrained", str(base), "--data.path", str(base / "corpus.jsonl")),
+        *("--run_dir", str(tmp_path / "run"), "--trainer.max_steps", "20", "--lr_scheduler.warmup", "5"),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
+    losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
+    assert losses[-1] < 6.5
+
+
+def fit(recipe: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lit_ft", "fit", "--config", recipe, *options],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = fit("recipes/quickstart.yaml", "--run_dir", str(run_dir))
+    assert done.returncode == 0, done.stderr
+    scores = re.findall(r"val/exact_match (before|after) training: ([\d.]+)%", done.stderr)
+    assert [when for when, _ in scores] == ["before", "after"]
+    assert float(scores[0][1]) < 5
+    assert float(scores[1][1]) > 80
+    for name in ("adapter", "merged", "config.yaml"):
+        assert (run_dir / name).exists()
+    assert "export" in done.stderr or "merged model" in done.stderr
+
+
+@pytest.mark.parametrize("recipe", ["qwen", "full"])
+def test_qwen_recipes_run_on_another_model(tmp_path: Path, model_folder: str, write_rows: Any, recipe: str) -> None:
+    data = str(HUANHUAN) if HUANHUAN.is_file() else write_rows()
+    done = fit(
+        f"recipes/{recipe}.yaml",
+        *("--model.pretrained", model_folder, "--data.path", data, "--data.system", "你是甄嬛。"),
+        *("--run_dir", str(tmp_path / "run"), "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "6"),
+        *("--trainer.accelerator", "cpu"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "run" / "checkpoints").glob("epoch=0-step=*.ckpt"))
