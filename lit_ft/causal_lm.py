@@ -4,8 +4,6 @@ It knows no strategy. One rule holds everywhere: the loss of an optimiser step i
 supervised tokens of all its micro-batches and ranks (``losses.loss_weight``).
 """
 
-import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -19,10 +17,10 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft import loading
+from lit_ft import loading, process
+from lit_ft.checkpoints_io import check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
@@ -44,6 +42,7 @@ class CausalLM(LightningModule):
     def __init__(
         self,
         pretrained: str,
+        tokenizer: str | None = None,
         init: loading.Init = "pretrained",
         dtype: loading.Dtype = "auto",
         attn_implementation: str = "auto",
@@ -60,6 +59,7 @@ class CausalLM(LightningModule):
 
         Args:
             pretrained: base model, a Hugging Face hub id or a folder with config.json, weights and tokenizer.
+            tokenizer: hub id or folder, in place of the base model's own.
             init: pretrained reads the weights; random draws them (config.json and a tokenizer are enough).
             dtype: of the base's weights; auto is what its config says. float32 for full fine-tuning.
             attn_implementation: auto is lit_ft's packed attention; or sdpa, eager, flash_attention_2, ...
@@ -78,7 +78,8 @@ class CausalLM(LightningModule):
             raise RecipeError(
                 "model.quantization is set without model.peft; quantised weights cannot be trained, add a method"
             )
-        self.pretrained, self.init, self.base_dtype = pretrained, init, dtype
+        self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
+        self.init, self.base_dtype = init, dtype
         self.attn_implementation, self.peft, self.adapter_dtype = attn_implementation, peft, adapter_dtype
         self.quantization, self.gradient_checkpointing = quantization, gradient_checkpointing
         self.neftune_alpha, self.max_new_tokens = neftune_alpha, max_new_tokens
@@ -92,14 +93,14 @@ class CausalLM(LightningModule):
             }
         )
         self._window_tokens = 1
-        self.strict_loading = False  # a checkpoint holds what trains; check_state is strict in its place
+        self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
 
     # --- what is trained -------------------------------------------------------------------------
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The base model's tokenizer; saved beside adapter and merged model."""
-        return loading.load_tokenizer(self.pretrained)
+        """The tokenizer; saved beside adapter and merged model."""
+        return loading.load_tokenizer(self.tokenizer_name)
 
     def check(self) -> nn.Module:
         """Find what is wrong before weights are loaded.
@@ -111,11 +112,10 @@ class CausalLM(LightningModule):
             RecipeError: config, tokenizer or tuning method do not fit.
         """
         skeleton = loading.skeleton(self.pretrained)
-        _ = self.tokenizer
         if len(self.tokenizer) > (rows := skeleton.get_input_embeddings().num_embeddings):
             raise RecipeError(
-                f"the tokenizer of {self.pretrained!r} has {len(self.tokenizer)} tokens, the model {rows} embeddings; "
-                "name a tokenizer that belongs to the model with data.tokenizer"
+                f"the tokenizer of {self.tokenizer_name!r} has {len(self.tokenizer)} tokens, the model {rows} "
+                "embeddings; set model.tokenizer to one that belongs to the model"
             )
         return self._with_peft(skeleton)
 
@@ -124,7 +124,7 @@ class CausalLM(LightningModule):
         if self.model is not None:
             return
         # New weights are a function of the seed alone, not of what drew random numbers before.
-        torch.manual_seed(_seed())
+        torch.manual_seed(process.seed())
         base = loading.load_base(
             self.pretrained, self.init, self.base_dtype, self.attn_implementation, self.quantization
         )
@@ -132,7 +132,7 @@ class CausalLM(LightningModule):
             base.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = self._with_peft(base)
         self._fp32_buffers = {n: b.clone() for n, b in self.model.named_buffers() if b.dtype == torch.float32}
-        self._head = _head_only(self.base_model)
+        self._head = loading.head_of(self.base_model)
         if self.neftune_alpha is not None:
             self.base_model.get_input_embeddings().register_forward_hook(self._add_noise)
 
@@ -226,13 +226,13 @@ class CausalLM(LightningModule):
             loss = torch.zeros((), device=self.device, requires_grad=True)
         else:
             # A function of seed, step and rank: the same draws after a resume, other ones on other ranks.
-            if "PL_GLOBAL_SEED" in os.environ:
-                torch.manual_seed(
-                    hash((_seed(), self.trainer.global_step, batch_idx, self.trainer.global_rank)) % 2**63
-                )
+            if process.is_seeded():
+                place = process.seed(), self.trainer.global_step, batch_idx, self.trainer.global_rank
+                torch.manual_seed(hash(place) % 2**63)
             result = self(row)
             self._update("fit", result, row)
-            weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=self._replicas)
+            replicas, _ = process.replica(self.trainer)
+            weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=replicas)
             loss = result.loss_sum * weight
         if (batch_idx + 1) % accumulate == 0 or self.trainer.is_last_batch:
             self._log_train()
@@ -248,14 +248,9 @@ class CausalLM(LightningModule):
                     "mean of micro-batch means, not over the tokens of the step. lit_ft.TextDataModule counts them"
                 )
             tokens = len(row["targets"]) * accumulate
-        if self._replicas == 1:
+        if process.replica(self.trainer)[0] == 1:
             return tokens
         return int(self.trainer.strategy.reduce(torch.tensor(tokens, device=self.device), reduce_op="sum"))
-
-    @property
-    def _replicas(self) -> int:
-        sampler = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
-        return sampler["num_replicas"] if sampler else 1
 
     def validation_step(self, batch: Row | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into val/loss, val/perplexity and val/token_accuracy."""
@@ -328,54 +323,9 @@ class CausalLM(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the trainable weights only: the frozen base is where it came from."""
-        names = trainable_names(self)
-        checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in names}
+        trains = trainable_shapes(self)
+        checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in trains}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model."""
-        check_state({n: tuple(t.shape) for n, t in checkpoint["state_dict"].items()}, self)
-
-
-def trainable_names(module: nn.Module) -> set[str]:
-    """Names of trainable parameters, tied aliases included."""
-    return {n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
-
-
-def check_state(saved: dict[str, tuple[int, ...]], module: nn.Module) -> None:
-    """Compare a checkpoint's weights, by name and shape, with what trains in a module.
-
-    Raises:
-        RecipeError: they differ.
-    """
-    wanted = {n: tuple(p.shape) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
-    if saved == wanted:
-        return
-    differing = sorted(set(saved.items()) ^ set(wanted.items()))
-    name, shape = differing[0]
-    where = "the checkpoint" if saved.get(name) == shape else "the model"
-    raise RecipeError(
-        f"the checkpoint does not fit the model: {len({n for n, _ in differing})} of {len(wanted)} trainable weights "
-        f"differ, e.g. {name} {shape} of {where}; resume with the recipe (base model and peft) that wrote it"
-    )
-
-
-def _seed() -> int:
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
-class _HiddenStates(nn.Module):
-    """Stands in for the decoder: hands the hidden states on that it is given."""
-
-    def forward(self, inputs_embeds: Tensor, **_: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
-
-
-def _head_only(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """The model's own way from hidden states ``(n, H)`` to logits ``(n, V)``.
-
-    It runs the model's ``forward`` with the decoder left out, so that soft-capping (gemma2) and
-    scaling (granite, cohere) stay right.
-    """
-    head = copy.copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: _HiddenStates()}
-    return lambda hidden: head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        check_fit(shapes_of(checkpoint["state_dict"]), trainable_shapes(self))

@@ -72,13 +72,23 @@ def _quieten() -> None:
         logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(_BANNERS))
 
 
-_BANNERS = ("💡", "GPU available", "TPU available", "LOCAL_RANK:", "`Trainer.fit` stopped")
+_BANNERS = (
+    "💡",
+    "GPU available",
+    "TPU available",
+    "LOCAL_RANK:",
+    "`Trainer.fit` stopped",
+    "Loading `train_dataloader`",
+    "`weights_only`",
+    "Restor",
+)
 _CHATTER = (
     ".*is_gradient_checkpointing.*",  # a deprecated property that torch's own attribute look-ups touch
     ".*loftq_config.*",  # PEFT warns of its own default when a config is built from all its fields
     ".*LeafSpec.*",
     ".*does not have many workers.*",  # rows are in memory: workers would only add start-up time
     ".*smaller than the logging interval.*",
+    ".*Total length of `tuple` across ranks is zero.*",  # there is no validation data, and none was asked for
     ".*Checkpoint directory .* exists and is not empty.*",  # the resolved recipe lies beside the checkpoints
 )
 

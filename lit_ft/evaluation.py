@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_ft import process
 from lit_ft.causal_lm import CausalLM
 from lit_ft.data.rendering import prompt_text
 from lit_ft.data.text_data import TextDataModule
@@ -48,9 +49,9 @@ class ExactMatch(Callback):
             raise RecipeError(
                 "ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction"
             )
-        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        replicas, rank = process.replica(trainer)
         conversations = [c for c in data.splits[split].conversations if not isinstance(c, str)]
-        share = conversations[sampler["rank"] :: sampler["num_replicas"]]
+        share = conversations[rank::replicas]
         results = []
         for start in range(0, len(share), self.batch_size):
             batch = share[start : start + self.batch_size]

@@ -1,12 +1,13 @@
 """From a name or folder to a tokenizer, a config, a model: the Hugging Face side of a run."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,10 +17,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
+
+_ACT_DURING_FORWARD = {"ADALORA", "XLORA", "POLY"}
+"""PEFT methods that need calls of their own in the training loop or in ``PeftModel.forward``."""
 
 Init = Literal["pretrained", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -38,7 +43,7 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
         if Path(pretrained).is_dir():
             raise RecipeError(
                 f"model.pretrained={pretrained!r} holds no tokenizer that loads ({_first_line(error)}); put "
-                "tokenizer.json and tokenizer_config.json there, or set data.tokenizer"
+                "tokenizer.json and tokenizer_config.json there, or set model.tokenizer"
             ) from error
         raise _unreachable(pretrained, error) from error
 
@@ -133,6 +138,10 @@ def load_base(
             f"model.pretrained={pretrained!r} has no weights that load ({_first_line(error)}); add "
             "model.safetensors, or train from scratch with --model.init random"
         ) from error
+    for module in model.modules():
+        # An eval pass on CPUs with AVX512-BF16 repacks 4-bit weights in place, after which training is wrong.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return model.train()
 
 
@@ -156,6 +165,11 @@ def add_peft(
     Raises:
         RecipeError: the method's target modules match nothing.
     """
+    if peft.is_prompt_learning or peft.peft_type.value in _ACT_DURING_FORWARD:
+        raise RecipeError(
+            f"model.peft: {peft.peft_type.value} acts outside the model's layers, which padding-free rows pass by, and "
+            "would not train; take a method that adds weights to layers, e.g. peft.LoraConfig"
+        )
     check_target_modules(model, peft)
     wrapped = get_peft_model(model, copy.deepcopy(peft), autocast_adapter_dtype=adapter_dtype == "float32")
     return wrapped.train()
@@ -177,6 +191,24 @@ def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
             f"model.peft target_modules {unmatched} match nothing in {type(model).__name__}; "
             f"its linear layers are {linear_layers(model)}"
         )
+
+
+class _HiddenStates(nn.Module):
+    """Stands in for the decoder: hands the hidden states on that it is given."""
+
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """The model's own way from hidden states ``(n, H)`` to logits ``(n, V)``.
+
+    It runs the model's ``forward`` with the decoder left out, so that soft-capping (gemma2) and
+    scaling (granite, cohere) stay right.
+    """
+    head = copy.copy(model)
+    head._modules = {**model._modules, model.base_model_prefix: _HiddenStates()}
+    return lambda hidden: head(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
 def linear_layers(model: nn.Module) -> list[str]:

@@ -42,8 +42,10 @@ class RunReport(Callback):
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
         seconds = time.perf_counter() - self._started
         rank_zero_info(f"done: {trainer.global_step:,} optimiser steps in {seconds:.0f} s{ending}; see {self.run.root}")
-        if not self.run.merged.exists():
-            rank_zero_info(f"merged model: python -m lit_ft export --run {self.run.root} --merge")
+        if self.run.merged.exists():
+            rank_zero_info(f"next: python -m lit_ft predict --config {self.run.config} --ckpt_path last")
+        else:
+            rank_zero_info(f"next: python -m lit_ft export --run {self.run.root} --merge")
 
 
 def describe_model(module: CausalLM) -> str:

@@ -59,6 +59,31 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+differences: dict[str, tuple[float, float]] = {}
+"""For each parity test: the largest relative difference of a step's loss, and the largest of a weight."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--numerics", help="write the table of largest differences to this file")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not (path := session.config.getoption("--numerics")):
+        return
+    lines = ["| test | loss, relative | weights, absolute |", "|---|---|---|"]
+    lines += [f"| `{name}` | {loss:.1e} | {weight:.1e} |" for name, (loss, weight) in sorted(differences.items())]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def record_difference(losses: list[tuple[float, float]], weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Keep what a parity test found, under its name; ``weights`` may be empty where a peer's have other names."""
+    name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
+    loss = max(abs(a - b) / abs(b) for a, b in losses)
+    weight = max((float((a - b).abs().max()) for a, b in weights), default=0.0)
+    before = differences.get(name, (0.0, 0.0))
+    differences[name] = max(before[0], loss), max(before[1], weight)
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen2 of 56 thousand parameters with random fp32 weights, tied embeddings and grouped-query attention."""

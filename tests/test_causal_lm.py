@@ -2,6 +2,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.causal_lm import check_state
+from lit_ft.checkpoints_io import check_fit, trainable_shapes
 from lit_ft.rows import lay_end_to_end
 
 
@@ -170,9 +171,9 @@ def test_checkpoints_hold_what_trains_and_nothing_else(
 
 def test_a_checkpoint_of_tied_embeddings_fits(model_folder: str) -> None:
     module = built(model_folder)
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     assert "model.lm_head.weight" in shapes
-    check_state(shapes, module)
+    check_fit(shapes, trainable_shapes(module))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -185,6 +186,27 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_target_modules_that_match_nothing(model_folder: str, options: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         CausalLM(model_folder, **options).check()
+
+
+@pytest.mark.parametrize("method", ["PromptTuningConfig", "PrefixTuningConfig", "AdaLoraConfig"])
+def test_methods_that_rows_would_pass_by_are_refused(model_folder: str, method: str) -> None:
+    options = {"total_step": 10} if method == "AdaLoraConfig" else {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM"}
+    with pytest.raises(RecipeError, match="acts outside the model's layers.*would not train"):
+        CausalLM(model_folder, peft=getattr(peft, method)(**options)).check()
+
+
+def test_a_quantised_base_trains_through_a_validation(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    """An eval pass repacks 4-bit weights on some CPUs; training after it must see the same base."""
+    from transformers import BitsAndBytesConfig
+
+    def losses(**options: Any) -> float:
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+        module = CausalLM(model_folder, peft=lora(), quantization=config)
+        trainer = make_trainer(max_steps=4, **options)
+        trainer.fit(module, TextDataModule(write_rows(), val_path=write_rows(name="val.json"), shuffle=False))
+        return float(trainer.callback_metrics["train/loss"])
+
+    assert losses(val_check_interval=1) == pytest.approx(losses(limit_val_batches=0), abs=1e-6)
 
 
 def test_a_quantised_model_needs_a_method(model_folder: str) -> None:

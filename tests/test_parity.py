@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import record_difference
 from lightning.pytorch import Callback
 from peft import LoraConfig
 from transformers import AutoTokenizer
@@ -54,6 +55,9 @@ def train(
 
 def assert_same(got: Any, wanted: Any, tolerance: float = 1e-6) -> None:
     assert len(got[0]) == len(wanted[0]) == STEPS
+    record_difference(
+        list(zip(got[0], wanted[0], strict=True)), [(got[1][name], wanted[1][name]) for name in wanted[1]]
+    )
     assert got[0] == pytest.approx(wanted[0], rel=tolerance, abs=tolerance)
     assert got[1].keys() == wanted[1].keys()
     for name in wanted[1]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from conftest import record_difference
 
 pytestmark = pytest.mark.processes
 
@@ -65,6 +66,8 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_run(got: Path, wanted: Path, tolerance: float) -> None:
     assert losses(got).keys() == losses(wanted).keys()
+    pairs = [(losses(got)[step], losses(wanted)[step]) for step in losses(wanted)]
+    record_difference(pairs, [(weights(got)[name], tensor) for name, tensor in weights(wanted).items()])
     assert losses(got) == pytest.approx(losses(wanted), rel=tolerance, abs=tolerance)
     for name, tensor in weights(wanted).items():
         torch.testing.assert_close(weights(got)[name], tensor, atol=tolerance, rtol=tolerance, msg=name)

@@ -78,7 +78,7 @@ def test_quickstart(tmp_path: Path) -> None:
     assert float(scores[1][1]) > 80
     for name in ("adapter", "merged", "config.yaml"):
         assert (run_dir / name).exists()
-    assert "export" in done.stderr or "merged model" in done.stderr
+    assert "next: python -m lit_ft predict" in done.stderr
 
 
 @pytest.mark.parametrize("recipe", ["qwen", "full"])

@@ -9,10 +9,8 @@ from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NoReturn, Optional
 
-import torch
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -27,10 +25,10 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
-from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft.causal_lm import CausalLM, check_state
+from lit_ft.causal_lm import CausalLM
+from lit_ft.checkpoints_io import check_fit, saved_shapes, trainable_shapes
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.reporting import MetricsCSV, RunReport
@@ -267,7 +265,10 @@ class TrainingCLI(LightningCLI):
         if isinstance(self.model, CausalLM):
             skeleton = self.model.check()
             if self.options.ckpt_path is not None:
-                check_state(_saved_shapes(self.options.ckpt_path), nn.ModuleDict({"model": skeleton}))
+                wanted = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
+                check_fit(saved_shapes(self.options.ckpt_path), wanted)
+            if self.options.get("merge") and self.model.quantization is not None:
+                raise RecipeError("merge=true, but a quantised base cannot be merged into; leave merge out")
         if isinstance(self.datamodule, TextDataModule):
             self.datamodule.load(getattr(self.model, "tokenizer", None), stage)
 
@@ -279,13 +280,3 @@ class TrainingCLI(LightningCLI):
         rows = [row for batch in batches for row in batch]
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         rank_zero_info(f"{len(rows):,} answers: {path}")
-
-
-def _saved_shapes(ckpt_path: str) -> dict[str, tuple[int, ...]]:
-    try:
-        checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
-        return {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
-    except (OSError, RuntimeError, KeyError, ValueError, UnpicklingError) as error:
-        raise RecipeError(
-            f"ckpt_path={ckpt_path!r} is no Lightning checkpoint ({type(error).__name__}); name a .ckpt file of a run"
-        ) from error

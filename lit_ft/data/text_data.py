@@ -1,6 +1,5 @@
 """The LightningDataModule: a file of conversations or text in, padding-free rows out."""
 
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,13 +9,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from lit_ft import process
 from lit_ft.data.batching import BatchPlan, RowLoader
 from lit_ft.data.formats import Conversation, to_conversations
 from lit_ft.data.rendering import check_chat_template, ends_turn, prompt_text, set_chat_template, tokenize
 from lit_ft.data.samples import Overlong, Samples, fit_to_length
 from lit_ft.data.sources import read_rows
 from lit_ft.errors import RecipeError
-from lit_ft.loading import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class TextDataModule(LightningDataModule):
         format: Literal["auto", "alpaca", "completion"] = "auto",
         system: str | None = None,
         chat_template: str | None = None,
-        tokenizer: str | None = None,
         max_length: int | None = 2048,
         overlong: Overlong = "truncate",
         micro_batch_size: int = 1,
@@ -62,7 +60,6 @@ class TextDataModule(LightningDataModule):
             format: columns of a row; auto finds it (alpaca: instruction, input, output; completion: text).
             system: system prompt for rows that bring none of their own.
             chat_template: Jinja text, or a file of it, in place of the tokenizer's own.
-            tokenizer: hub id or folder, in place of the model's own.
             max_length: longest sample, in tokens; null for no limit.
             overlong: what happens to longer samples: truncate (cut at the end), drop, or error.
             micro_batch_size: samples (with packing: packed rows) per device and forward pass.
@@ -81,7 +78,7 @@ class TextDataModule(LightningDataModule):
             raise RecipeError(f"data.val_path={val_path!r} and data.val_fraction={val_fraction} exclude each other")
         self.path, self.val_path, self.test_path = path, val_path, test_path
         self.val_fraction, self.format, self.system = val_fraction, format, system
-        self.chat_template, self.tokenizer = chat_template, tokenizer
+        self.chat_template = chat_template
         self.max_length, self.overlong, self.packing = max_length, overlong, packing
         self.micro_batch_size, self.join_micro_batches = micro_batch_size, join_micro_batches
         self.shuffle, self.num_workers = shuffle, num_workers
@@ -93,16 +90,14 @@ class TextDataModule(LightningDataModule):
         """Read, check and tokenise what a stage needs; a second call does nothing.
 
         Args:
-            tokenizer: the model's; ``data.tokenizer`` takes its place.
+            tokenizer: the model's.
             stage: fit, validate, test or predict.
 
         Raises:
             RecipeError: a file, a row or the tokenizer is not right.
         """
-        if self.tokenizer is not None:
-            tokenizer = load_tokenizer(self.tokenizer)
         if tokenizer is None:
-            raise RecipeError("the model brings no tokenizer; set data.tokenizer to a hub id or a folder")
+            raise RecipeError("TextDataModule needs a tokenizer: the model's class must have it as `tokenizer`")
         self._tokenizer = tokenizer
         if stage == "fit" and "train" not in self.splits:
             self._load_training(tokenizer)
@@ -125,7 +120,7 @@ class TextDataModule(LightningDataModule):
                     f"data.val_fraction={self.val_fraction} of {len(conversations)} rows leaves none to train on; "
                     "lower it"
                 )
-            held_out = set(np.random.default_rng(_seed()).permutation(len(conversations))[:count].tolist())
+            held_out = set(np.random.default_rng(process.seed()).permutation(len(conversations))[:count].tolist())
             self.splits["val"] = self._tokenize([conversations[i] for i in sorted(held_out)], self.path, tokenizer)
         elif self.val_path is not None:
             self._load_split("val", tokenizer)
@@ -183,8 +178,8 @@ class TextDataModule(LightningDataModule):
             packing=self.packing,
             token_budget=self.token_budget if self.join_micro_batches else None,
             shuffle=self.shuffle,
-            seed=_seed(),
-            replicas=self._replicas[0],
+            seed=process.seed(),
+            replicas=process.replica(self.trainer)[0],
         )
         limit = trainer.overfit_batches or trainer.limit_train_batches
         self._train_loader = self._loader("train", plan, limit, lambda: trainer.accumulate_grad_batches)
@@ -230,7 +225,7 @@ class TextDataModule(LightningDataModule):
         budget = self.token_budget
         units = None if budget is None else max(budget, int(samples.lengths.max()))
         size = self.micro_batch_size if units is None else 1
-        plan = BatchPlan(micro_batch_size=size, packing=units, replicas=self._replicas[0])
+        plan = BatchPlan(micro_batch_size=size, packing=units, replicas=process.replica(self.trainer)[0])
         return self._loader(split, plan, getattr(self.trainer, limit))
 
     def _loader(self, split: str, plan: BatchPlan, limit: int | float, accumulate: Any = lambda: 1) -> RowLoader:
@@ -238,19 +233,9 @@ class TextDataModule(LightningDataModule):
         return RowLoader(
             self.splits[split].samples,
             plan,
-            replica=self._replicas[1],
+            replica=process.replica(self.trainer)[1],
             accumulate=accumulate,
             limit=limit,
             num_workers=self.num_workers,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
         )
-
-    @property
-    def _replicas(self) -> tuple[int, int]:
-        """Number of data-parallel replicas, and which one this process is."""
-        sampler = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) if self.trainer else None
-        return (sampler["num_replicas"], sampler["rank"]) if sampler else (1, 0)
-
-
-def _seed() -> int:
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))

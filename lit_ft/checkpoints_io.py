@@ -1,0 +1,51 @@
+"""What a checkpoint holds: the weights that train, and nothing that can be had elsewhere."""
+
+from pickle import UnpicklingError
+
+import torch
+from torch import Tensor, nn
+
+from lit_ft.errors import RecipeError
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def trainable_shapes(module: nn.Module) -> Shapes:
+    """Names and shapes of the weights that train, tied aliases included."""
+    return {n: tuple(p.shape) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+
+
+def shapes_of(state_dict: dict[str, Tensor]) -> Shapes:
+    """Names and shapes of saved weights."""
+    return {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+
+
+def saved_shapes(ckpt_path: str) -> Shapes:
+    """Names and shapes of a checkpoint file's weights; the weights themselves are not read.
+
+    Raises:
+        RecipeError: the file is no Lightning checkpoint.
+    """
+    try:
+        return shapes_of(torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)["state_dict"])
+    except (OSError, RuntimeError, KeyError, ValueError, UnpicklingError) as error:
+        raise RecipeError(
+            f"ckpt_path={ckpt_path!r} is no Lightning checkpoint ({type(error).__name__}); name a .ckpt file of a run"
+        ) from error
+
+
+def check_fit(saved: Shapes, wanted: Shapes) -> None:
+    """Compare a checkpoint's weights with those that train.
+
+    Raises:
+        RecipeError: names or shapes differ.
+    """
+    if saved == wanted:
+        return
+    differing = sorted(set(saved.items()) ^ set(wanted.items()))
+    name, shape = differing[0]
+    where = "the checkpoint" if saved.get(name) == shape else "the model"
+    raise RecipeError(
+        f"the checkpoint does not fit the model: {len({n for n, _ in differing})} of {len(wanted)} trainable weights "
+        f"differ, e.g. {name} {shape} of {where}; resume with the recipe (base model and peft) that wrote it"
+    )
