@@ -27,6 +27,7 @@ class RunReport(Callback):
         """
         self.run = run
         self._started = 0.0
+        self._said = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what is trained, on what, for how long."""
@@ -36,8 +37,17 @@ class RunReport(Callback):
         rank_zero_info(f"on {describe_devices(trainer)}, {describe_steps(trainer)}")
         rank_zero_info(f"run folder: {self.run.root}")
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what came of it."""
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Where there is no progress bar, write a line twenty times a run."""
+        if trainer.progress_bar_callback is not None or trainer.global_step == self._said:
+            return
+        every = max(1, int(min(trainer.estimated_stepping_batches, 20_000)) // 20)
+        if trainer.global_step % every == 0:
+            self._said = trainer.global_step
+            rank_zero_info(f"step {trainer.global_step:,}: {describe_metrics(trainer)}")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what came of it, and what to do next."""
         loss = trainer.callback_metrics.get("train/loss")
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
         seconds = time.perf_counter() - self._started
@@ -62,6 +72,12 @@ def describe_model(module: CausalLM) -> str:
         f"{method} of {module.pretrained}{start}: {count:,} of {total:,} parameters ({count / total:.2%}), {dtypes}, "
         f"attention {module.base_model.config._attn_implementation}"
     )
+
+
+def describe_metrics(trainer: Trainer) -> str:
+    """What the progress bar would show: loss, learning rate, tokens per second."""
+    metrics = trainer.progress_bar_metrics
+    return ", ".join(f"{name} {value:,.4g}" for name, value in metrics.items() if not isinstance(value, str))
 
 
 def describe_devices(trainer: Trainer) -> str:

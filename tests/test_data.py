@@ -222,9 +222,18 @@ def test_joined_micro_batches_keep_to_the_budget_and_come_last() -> None:
     assert rows[3]["window_tokens"] == 16
 
 
-def test_best_fit_decreasing() -> None:
-    lengths = np.array([6, 5, 4, 3, 2])
-    assert best_fit(lengths, 10, np.arange(5)) == [[0, 2], [1, 3, 4]]
+def test_best_fit_packs_long_samples_by_length_and_short_ones_in_order() -> None:
+    lengths = np.array([2, 4, 5, 1, 6, 3, 2])
+    assert best_fit(lengths, 10, np.arange(7)) == [[4, 1], [2, 5, 0], [3, 6]]
+    mixed = best_fit(np.array([4, 1, 4, 1, 4, 1]), 20, np.arange(6))
+    assert mixed == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_packing_fills_rows(write_rows: Any) -> None:
+    lengths = np.random.default_rng(0).lognormal(4.5, 0.8, 5000).astype(int).clip(5, 2048)
+    bins = best_fit(lengths, 2048, np.random.default_rng(1).permutation(5000))
+    assert lengths.sum() / (len(bins) * 2048) > 0.99
+    assert sorted(i for members in bins for i in members) == list(range(5000))
 
 
 def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:

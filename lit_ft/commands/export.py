@@ -13,7 +13,7 @@ from lit_callbacks.adapter_merger import is_peft, save_adapter, save_merged
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.causal_lm import CausalLM
-from lit_ft.commands.train import RecipeParser
+from lit_ft.commands.train import RecipeParser, show_progress_on_terminals_only
 from lit_ft.data.rendering import set_chat_template
 from lit_ft.errors import RecipeError
 from lit_ft.run_folder import RunFolder
@@ -21,6 +21,7 @@ from lit_ft.run_folder import RunFolder
 
 def run(arguments: list[str]) -> None:
     """Parse and export."""
+    show_progress_on_terminals_only()
     parser = RecipeParser(prog="python -m lit_ft export", description=(export.__doc__ or "").split("\n")[0])
     parser.add_function_arguments(export, as_group=False, skip={"merge"})
     parser.add_argument("--merge", action="store_true", help=_MERGE)

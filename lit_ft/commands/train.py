@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import sys
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -13,7 +14,7 @@ from typing import Any, NoReturn, Optional
 
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import (
     ArgsType,
     LightningArgumentParser,
@@ -25,6 +26,7 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
+from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.causal_lm import CausalLM
@@ -41,7 +43,14 @@ RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
 
 def run(arguments: list[str]) -> None:
     """Parse a recipe and run the command that ``arguments`` starts with."""
+    show_progress_on_terminals_only()
     TrainingCLI(arguments)
+
+
+def show_progress_on_terminals_only() -> None:
+    """Leave out transformers' bars for reading and writing weights in files and pipes."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()
 
 
 class RecipeParser(LightningArgumentParser):
@@ -189,8 +198,10 @@ class TrainingCLI(LightningCLI):
         """Settle on the run folder and the checkpoint."""
         options = self.options
         resume = options.ckpt_path == "last"
+        if options.run_dir is None and "LOCAL_RANK" in os.environ:
+            options.run_dir = os.environ.get(RUN_DIR_VARIABLE)
         if options.run_dir is None:
-            options.run_dir = os.environ.get(RUN_DIR_VARIABLE) or str(self._choose_run(resume).root)
+            options.run_dir = str(self._choose_run(resume).root)
         self.run_folder = RunFolder(Path(options.run_dir))
         os.environ[RUN_DIR_VARIABLE] = options.run_dir
         if resume:
@@ -220,28 +231,35 @@ class TrainingCLI(LightningCLI):
         """Build the trainer, with everything it writes under the run folder."""
         folder, given = self.run_folder, self.options_init("trainer")
         callbacks: list[Any] = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
-        self.trainer_defaults["callbacks"] = self._callbacks(callbacks) if self.subcommand == "fit" else []
+        callbacks = [callback for callback in callbacks if callback is not None]
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder.checkpoints)
+        kwargs["callbacks"] = self._with_defaults(callbacks) if self.subcommand == "fit" else callbacks
         if given.logger is None or given.logger is True:
             loggers = [MetricsCSV(folder), TensorBoardLogger(folder.root, name="tensorboard", version="")]
             kwargs["logger"] = loggers if self.subcommand == "fit" else False
+        if given.enable_progress_bar is None and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            # In a file or a pipe a bar is noise; RunReport writes a line now and then instead.
+            kwargs["enable_progress_bar"] = sys.stdout.isatty()
+            kwargs["callbacks"] += [RichProgressBar(refresh_rate=1)] if sys.stdout.isatty() else []
         kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
         return super().instantiate_trainer(**kwargs)
 
-    def _callbacks(self, given: list[Callback]) -> list[Callback]:
+    def _with_defaults(self, given: list[Callback]) -> list[Callback]:
+        """The recipe's callbacks between lit_ft's own; one that the recipe names takes the place of the default."""
         folder = self.run_folder
-        defaults: list[Callback] = [
-            ThroughputMonitor(),
-            GracefulStop(folder.checkpoints / "last.ckpt"),
-            RunReport(folder),
-        ]
+        # First, so that a signal after the last step stops at once and the run's lines frame all others.
+        first = [GracefulStop(folder.checkpoints / "last.ckpt"), RunReport(folder), ThroughputMonitor()]
+        last: list[Callback] = []
         if isinstance(self.model, CausalLM) or self.options.merge:
-            defaults.insert(2, AdapterMerger(folder.adapter, folder.merged if self.options.merge else None))
-        if not any(isinstance(callback, ModelCheckpoint) for callback in given):
-            defaults.append(ModelCheckpoint(folder.checkpoints, save_last=True))
-        return [default for default in defaults if not any(isinstance(callback, type(default)) for callback in given)]
+            last.append(AdapterMerger(folder.adapter, folder.merged if self.options.merge else None))
+        last.append(ModelCheckpoint(folder.checkpoints, save_last=True))
+
+        def missing(defaults: list[Callback]) -> list[Callback]:
+            return [default for default in defaults if not any(isinstance(one, type(default)) for one in given)]
+
+        return [*missing(first), *given, *missing(last)]
 
     # --- before the long work ----------------------------------------------------------------------
 
