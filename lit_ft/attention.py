@@ -18,8 +18,8 @@ from lit_ft.errors import RecipeError
 
 PACKED = "lit_ft_packed"
 
-# The CPU flash kernel's bf16 backward is slow on short segments: at (1 x 50 tokens, 14 heads) it takes
-# 1.27 ms against 0.32 ms in fp32; at 400 tokens bf16 wins (benchmarks/attention.py).
+# The CPU flash kernel's bf16 backward is slow on short segments: 1.3 ms at 50 tokens and 14 heads against
+# 0.4 ms in fp32, casts included; from 256 tokens on bf16 wins (python -m benchmarks.attention).
 _CPU_FP32_BELOW = 256
 
 

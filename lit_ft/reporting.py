@@ -34,6 +34,10 @@ class RunReport(Callback):
         self._started = time.perf_counter()
         if isinstance(pl_module, CausalLM):
             rank_zero_info(f"training {describe_model(pl_module)}")
+            if pl_module.init == "random" and pl_module.peft is not None:
+                rank_zero_info(
+                    "the frozen base is random and in no checkpoint: the same seed_everything draws it again"
+                )
         rank_zero_info(f"on {describe_devices(trainer)}, {describe_steps(trainer)}")
         rank_zero_info(f"run folder: {self.run.root}")
 
