@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -73,6 +74,16 @@ def _check_folder(pretrained: str) -> None:
     looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
     if looks_like_path and not folder.exists():
         raise RecipeError(f"model.pretrained={pretrained!r} does not exist; name a model folder or a hub id")
+    if not folder.is_dir() and try_to_load_from_cache(pretrained, "config.json") is None:
+        _check_hub(pretrained)
+
+
+def _check_hub(pretrained: str) -> None:
+    """Ask the hub once; transformers would ask ten times, for a minute, where there is no network."""
+    try:
+        HfApi().model_info(pretrained, timeout=10)
+    except Exception as error:  # from no name server to a wrong name: all mean that the model cannot be had
+        raise _unreachable(pretrained, error) from error
 
 
 def _unreachable(pretrained: str, error: Exception) -> RecipeError:
