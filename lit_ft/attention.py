@@ -69,6 +69,9 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
     length, dtype = q.shape[2], q.dtype
     if q.device.type == "cpu" and dtype == torch.bfloat16 and length < _CPU_FP32_BELOW:
         q, k, v = q.float(), k.float(), v.float()
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.device.type not in ("cpu", "cuda"):  # MPS groups heads from torch 2.13 on only
+        k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
     mask = None
     if window is not None and length > window:
         back = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
@@ -81,7 +84,7 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
         dropout_p=dropout,
         is_causal=mask is None,
         scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=groups > 1,
     )
     return out.to(dtype)
 

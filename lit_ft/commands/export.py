@@ -84,7 +84,8 @@ def rebuild(config: dict[str, Any], checkpoint: Path) -> CausalLM:
     Raises:
         RecipeError: the module is another class, or the checkpoint does not fit it.
     """
-    os.environ["PL_GLOBAL_SEED"] = str(config["seed_everything"])  # random base weights are drawn again
+    if config["seed_everything"] is not False:
+        os.environ["PL_GLOBAL_SEED"] = str(config["seed_everything"])  # random base weights are drawn again
     set_parsing_settings(subclasses_enabled=[QuantizationConfigMixin])
     parser = RecipeParser()
     parser.add_subclass_arguments(LightningModule, "model", required=True)
