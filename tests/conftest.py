@@ -1,6 +1,7 @@
 """A model, a tokenizer and some rows, small enough to build for each test session."""
 
 import json
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -71,7 +72,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not (path := session.config.getoption("--numerics")):
         return
     lines = ["| test | loss, relative | weights, absolute |", "|---|---|---|"]
-    lines += [f"| `{name}` | {loss:.1e} | {weight:.1e} |" for name, (loss, weight) in sorted(differences.items())]
+    for name, (loss, weight) in sorted(differences.items()):
+        lines.append(f"| `{name}` | {loss:.1e} | {'not compared' if math.isnan(weight) else f'{weight:.1e}'} |")
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -79,8 +81,8 @@ def record_difference(losses: list[tuple[float, float]], weights: list[tuple[tor
     """Keep what a parity test found, under its name; ``weights`` may be empty where a peer's have other names."""
     name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
     loss = max(abs(a - b) / abs(b) for a, b in losses)
-    weight = max((float((a - b).abs().max()) for a, b in weights), default=0.0)
-    before = differences.get(name, (0.0, 0.0))
+    weight = max((float((a - b).abs().max()) for a, b in weights), default=math.nan)
+    before = differences.get(name, (0.0, weight))
     differences[name] = max(before[0], loss), max(before[1], weight)
 
 
