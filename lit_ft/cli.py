@@ -90,6 +90,7 @@ _CHATTER = (
     ".*does not have many workers.*",  # rows are in memory: workers would only add start-up time
     ".*smaller than the logging interval.*",
     ".*Total length of `tuple` across ranks is zero.*",  # there is no validation data, and none was asked for
+    ".*sync_dist=True.*",  # metrics are summed over ranks before they are logged
     ".*Checkpoint directory .* exists and is not empty.*",  # the resolved recipe lies beside the checkpoints
 )
 

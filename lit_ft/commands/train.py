@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Optional
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.cli import (
     ArgsType,
     LightningArgumentParser,
@@ -242,7 +243,9 @@ class TrainingCLI(LightningCLI):
         if given.enable_progress_bar is None and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             # In a file or a pipe a bar is noise; RunReport writes a line now and then instead.
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
-            kwargs["callbacks"] += [RichProgressBar(refresh_rate=1)] if sys.stdout.isatty() else []
+            if sys.stdout.isatty():
+                theme = RichProgressBarTheme(metrics_format=".4g")  # three decimals would show a learning rate as 0.000
+                kwargs["callbacks"].append(RichProgressBar(refresh_rate=1, theme=theme))
         kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
         return super().instantiate_trainer(**kwargs)
 
