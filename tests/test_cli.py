@@ -109,6 +109,22 @@ def test_the_saved_config_runs_again(capsys: Any, tmp_path: Path, model_folder: 
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(("value", "wanted"), [("off", None), ("false", None), ("null", None), ("512", 512)])
+def test_packing_may_be_off(tmp_path: Path, value: str, wanted: int | None) -> None:
+    """As an option, and in YAML, where ``off`` is read as false."""
+    from jsonargparse import ArgumentParser
+
+    from lit_ft import TextDataModule
+
+    parser = ArgumentParser()
+    parser.add_class_arguments(TextDataModule, "data")
+    parser.add_argument("--config", action="config")
+    recipe_file = tmp_path / "packing.yaml"
+    recipe_file.write_text(f"data: {{packing: {value}}}\n")
+    for arguments in (["--data.packing", value], ["--config", str(recipe_file)]):
+        assert parser.instantiate_classes(parser.parse_args(arguments)).data.packing == wanted
+
+
 def test_validate_test_and_predict(capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     run_dir = tmp_path / "run"
     arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=2)[1:]

@@ -265,6 +265,7 @@ def test_a_padded_batch_becomes_the_same_row() -> None:
     [
         ({"val_fraction": 1.5}, "at least 0 and below 1"),
         ({"micro_batch_size": 0}, "must be 1 or more"),
+        ({"packing": True}, "says no size; give the token budget"),
         ({"val_path": "x", "val_fraction": 0.1}, "exclude each other"),
     ],
 )

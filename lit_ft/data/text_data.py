@@ -46,7 +46,7 @@ class TextDataModule(LightningDataModule):
         overlong: Overlong = "truncate",
         micro_batch_size: int = 1,
         join_micro_batches: bool = True,
-        packing: int | None = None,
+        packing: int | bool | Literal["off"] | None = None,
         shuffle: bool = True,
         num_workers: int = 0,
     ) -> None:
@@ -65,13 +65,15 @@ class TextDataModule(LightningDataModule):
             micro_batch_size: samples (with packing: packed rows) per device and forward pass.
             join_micro_batches: run micro-batches of one optimiser step together while they fit in
                 micro_batch_size x max_length tokens, the memory that the recipe allows. Same numbers, fewer passes.
-            packing: token budget of a packed row; null for off. A sample longer than it is an error.
+            packing: token budget of a packed row, or off. A sample longer than it is an error.
             shuffle: new order each epoch, from the seed.
             num_workers: processes that assemble rows; 0 is right unless rows are huge.
         """
         super().__init__()
         if not 0 <= val_fraction < 1:
             raise RecipeError(f"data.val_fraction={val_fraction} must be at least 0 and below 1, e.g. 0.05")
+        if packing is True:
+            raise RecipeError("data.packing=true says no size; give the token budget of a row, e.g. 2048, or off")
         if micro_batch_size < 1:
             raise RecipeError(f"data.micro_batch_size={micro_batch_size} must be 1 or more")
         if val_path is not None and val_fraction:
@@ -79,7 +81,8 @@ class TextDataModule(LightningDataModule):
         self.path, self.val_path, self.test_path = path, val_path, test_path
         self.val_fraction, self.format, self.system = val_fraction, format, system
         self.chat_template = chat_template
-        self.max_length, self.overlong, self.packing = max_length, overlong, packing
+        self.max_length, self.overlong = max_length, overlong
+        self.packing = packing if isinstance(packing, int) and packing else None  # YAML reads off as false
         self.micro_batch_size, self.join_micro_batches = micro_batch_size, join_micro_batches
         self.shuffle, self.num_workers = shuffle, num_workers
         self.splits: dict[str, Split] = {}
