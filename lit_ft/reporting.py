@@ -31,7 +31,7 @@ class RunReport(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what is trained, on what, for how long."""
-        self._started = time.perf_counter()
+        self._started, self._said = time.perf_counter(), trainer.global_step
         if isinstance(pl_module, CausalLM):
             rank_zero_info(f"training {describe_model(pl_module)}")
             if pl_module.init == "random" and pl_module.peft is not None:

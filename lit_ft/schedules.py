@@ -1,6 +1,7 @@
 """Learning-rate schedules with warm-up, by optimiser step."""
 
 import math
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -46,6 +47,10 @@ class WarmupSchedule(LambdaLR):
             return step / self.warmup_steps
         rest = max(1, self.total_steps - self.warmup_steps)
         return self.decay(min(1.0, (step - self.warmup_steps) / rest))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the schedule; its shape is the recipe's, so that a resumed run may be longer."""
+        return {name: value for name, value in super().state_dict().items() if name not in ("warmup", "total_steps")}
 
     def decay(self, progress: float) -> float:
         """Share of the full learning rate after warm-up; ``progress`` runs from 0 to 1."""

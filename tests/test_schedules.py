@@ -30,6 +30,20 @@ def test_constant() -> None:
     assert rates(ConstantWithWarmup, 2, 5) == [0.0, 1.0, 2.0, 2.0, 2.0]
 
 
+def test_a_resumed_run_may_be_longer() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    short = LinearWithWarmup(optimizer, 0, total_steps=4)
+    for _ in range(4):
+        optimizer.step()
+        short.step()
+    assert optimizer.param_groups[0]["lr"] == 0
+    longer = LinearWithWarmup(optimizer, 0, total_steps=8)
+    longer.load_state_dict(short.state_dict())
+    optimizer.step()
+    longer.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * 3 / 8)
+
+
 @pytest.mark.parametrize("warmup", [-1, 2.5])
 def test_warmup_that_makes_no_sense(warmup: float) -> None:
     with pytest.raises(RecipeError, match="share below 1 or a whole number"):
