@@ -1,6 +1,7 @@
 """What a run says at its start and its end, and where its metrics go."""
 
 import csv
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from transformers.utils.logging import disable_progress_bar
 
 from lit_ft.causal_lm import CausalLM
 from lit_ft.data.batching import RowLoader
@@ -103,6 +105,12 @@ def describe_steps(trainer: Trainer) -> str:
         f"{steps:,} optimiser steps; an epoch is {rows:,} rows, {tokens:,} tokens ({supervised / tokens:.0%} "
         f"supervised) in {per_epoch:,} steps of about {tokens // max(per_epoch, 1):,} tokens"
     )
+
+
+def show_progress_on_terminals_only() -> None:
+    """Leave out transformers' bars for reading and writing weights in files and pipes."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()
 
 
 class MetricsCSV(CSVLogger):

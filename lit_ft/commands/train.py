@@ -1,18 +1,13 @@
 """``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with lit_ft's defaults."""
 
-import argparse
-import inspect
 import json
 import os
-import re
 import sys
-from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, Optional
+from typing import Any, Optional
 
-from jsonargparse import ActionYesNo, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionYesNo, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
@@ -27,14 +22,14 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
-from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.causal_lm import CausalLM
 from lit_ft.checkpoints_io import check_fit, saved_shapes, trainable_shapes
+from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
-from lit_ft.reporting import MetricsCSV, RunReport
+from lit_ft.reporting import MetricsCSV, RunReport, show_progress_on_terminals_only
 from lit_ft.run_folder import RunFolder, new_run, newest_run
 from lit_ft.schedules import configure_optimizers
 
@@ -47,81 +42,6 @@ def run(arguments: list[str]) -> None:
     show_progress_on_terminals_only()
     TrainingCLI(arguments)
 
-
-def show_progress_on_terminals_only() -> None:
-    """Leave out transformers' bars for reading and writing weights in files and pipes."""
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-
-
-class RecipeParser(LightningArgumentParser):
-    """Errors in one line, with the nearest option that exists; help that shows the default classes' options."""
-
-    def format_help(self) -> str:
-        """The options, and those of lit_ft's own model and data, which are classes that a recipe may replace."""
-        text = super().format_help()
-        if not any(action.dest == "model" for action in self._actions):
-            return text
-        for part, cls in _DEFAULTS.items():
-            options = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
-            options.add_class_arguments(cls, part, skip={"optimizer", "lr_scheduler"})
-            text += f"\nThe default {part}, lit_ft.{cls.__name__}:\n{options.format_help()}"
-        return text
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise instead of printing the usage.
-
-        Raises:
-            RecipeError: always.
-        """
-        raise RecipeError(explain(message, self)) from None
-
-
-def explain(message: str, parser: LightningArgumentParser) -> str:
-    """Cut a jsonargparse message to one line, and suggest the nearest option where one is unknown."""
-    key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))
-    unknown = re.search(r"unrecognized arguments: --([\w.]+)|Option '([\w.]+)' is not accepted", message)
-    unknown = unknown or re.search(r"[Kk]ey '([\w.]+)' is not expected|does not accept option '([\w.]+)'", message)
-    if unknown is not None:
-        name = next(group for group in unknown.groups() if group)
-        near = get_close_matches(name, _options(message, parser), n=1, cutoff=0.5)
-        place = f"{key}: " if key else ""
-        return f"{place}unknown option {name!r}; " + (
-            f"did you mean {near[0]!r}?" if near else "see --help for what there is"
-        )
-    lines = [line.strip(" -") for line in re.sub(r'Parser key "[\w.]+":', "\n", message).splitlines()]
-    reasons = "; ".join(line for line in lines if line and not line.startswith(_NOISE))
-    if not key:
-        return reasons or message
-    return f"{key}.{reasons}" if re.match(r"[\w.]+: ", reasons) else f"{key}: {reasons}"
-
-
-_NOISE = (
-    "Parser key",
-    "Does not validate",
-    "Subtypes",
-    "Errors:",
-    "Expected a <class 'NoneType'>",
-    "Problem with given class_path",
-    "Given value type",
-    "Given value: Namespace",
-    "Given value: {",
-    "Given value: NestedArg",
-)
-"""Beginnings of the lines in which jsonargparse spells out its types."""
-
-
-def _options(message: str, parser: LightningArgumentParser) -> list[str]:
-    """Option names that could have been meant."""
-    options = [action.dest for action in parser._actions]
-    classes = list(_DEFAULTS.values())
-    for class_path in re.findall(r"class_path '([\w.]+)'", message):
-        module, _, name = class_path.rpartition(".")
-        classes.append(getattr(import_module(module), name))
-    return options + [name for cls in classes for name in inspect.signature(cls).parameters]
-
-
-_DEFAULTS: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
 
 _HELP = {
     "run_dir": "Folder of the run: config.yaml, metrics.csv, tensorboard/, checkpoints/, adapter/, merged/. "
@@ -178,7 +98,7 @@ class TrainingCLI(LightningCLI):
         parser.add_argument(
             "--lr_scheduler", type=Optional[LRSchedulerCallable], default=None, help=_HELP["lr_scheduler"]
         )
-        for part, default in _DEFAULTS.items():
+        for part, default in DEFAULT_CLASSES.items():
             parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})
         for name in ("optimizer", "lr_scheduler"):
             parser.link_arguments(name, f"model.init_args.{name}")

@@ -1,0 +1,85 @@
+"""The parser of recipes: help that shows what a recipe may say, errors in one line."""
+
+import argparse
+import inspect
+import re
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NoReturn
+
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lit_ft.causal_lm import CausalLM
+from lit_ft.data.text_data import TextDataModule
+from lit_ft.errors import RecipeError
+
+DEFAULT_CLASSES: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
+"""What ``model`` and ``data`` are where a recipe names no ``class_path``."""
+
+
+class RecipeParser(LightningArgumentParser):
+    """Errors in one line, with the nearest option that exists; help that shows the default classes' options."""
+
+    def format_help(self) -> str:
+        """The options, and those of lit_ft's own model and data, which are classes that a recipe may replace."""
+        text = super().format_help()
+        if not any(action.dest == "model" for action in self._actions):
+            return text
+        for part, cls in DEFAULT_CLASSES.items():
+            options = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+            options.add_class_arguments(cls, part, skip={"optimizer", "lr_scheduler"})
+            text += f"\nThe default {part}, lit_ft.{cls.__name__}:\n{options.format_help()}"
+        return text
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise instead of printing the usage.
+
+        Raises:
+            RecipeError: always.
+        """
+        raise RecipeError(explain(message, self)) from None
+
+
+def explain(message: str, parser: LightningArgumentParser) -> str:
+    """Cut a jsonargparse message to one line, and suggest the nearest option where one is unknown."""
+    key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))
+    unknown = re.search(r"unrecognized arguments: --([\w.]+)|Option '([\w.]+)' is not accepted", message)
+    unknown = unknown or re.search(r"[Kk]ey '([\w.]+)' is not expected|does not accept option '([\w.]+)'", message)
+    if unknown is not None:
+        name = next(group for group in unknown.groups() if group)
+        options = _options(message, parser)
+        # The whole name, or the section that it begins with: `optimiser.class_path` is a misspelt `optimizer`.
+        near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
+        advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
+        return (f"{key}: " if key else "") + f"unknown option {name!r}; {advice}"
+    lines = [line.strip(" -") for line in re.sub(r'Parser key "[\w.]+":', "\n", message).splitlines()]
+    reasons = "; ".join(line for line in lines if line and not line.startswith(_NOISE))
+    if not key:
+        return reasons or message
+    return f"{key}.{reasons}" if re.match(r"[\w.]+: ", reasons) else f"{key}: {reasons}"
+
+
+_NOISE = (
+    "Parser key",
+    "Does not validate",
+    "Subtypes",
+    "Errors:",
+    "Expected a <class 'NoneType'>",
+    "Problem with given class_path",
+    "Given value type",
+    "Given value: Namespace",
+    "Given value: {",
+    "Given value: NestedArg",
+)
+"""Beginnings of the lines in which jsonargparse spells out its types."""
+
+
+def _options(message: str, parser: LightningArgumentParser) -> list[str]:
+    """Option names that could have been meant."""
+    options = [action.dest for action in parser._actions]
+    classes = list(DEFAULT_CLASSES.values())
+    for class_path in re.findall(r"class_path '([\w.]+)'", message):
+        module, _, name = class_path.rpartition(".")
+        classes.append(getattr(import_module(module), name))
+    return options + [name for cls in classes for name in inspect.signature(cls).parameters]
