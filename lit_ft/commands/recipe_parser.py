@@ -77,7 +77,7 @@ _NOISE = (
 
 def _options(message: str, parser: LightningArgumentParser) -> list[str]:
     """Option names that could have been meant."""
-    options = [action.dest for action in parser._actions]
+    options = [action.dest for action in parser._actions if not action.dest.endswith("help")]
     classes = list(DEFAULT_CLASSES.values())
     for class_path in re.findall(r"class_path '([\w.]+)'", message):
         module, _, name = class_path.rpartition(".")
