@@ -1,13 +1,14 @@
 """Stop on Ctrl-C or SIGTERM without losing anything."""
 
 import signal
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 
 class StopRequested(Exception):
@@ -52,6 +53,9 @@ class GracefulStop(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the signals; after Lightning, whose own SIGTERM handler stops within a step."""
+        if threading.current_thread() is not threading.main_thread():
+            rank_zero_warn("GracefulStop sees no signals: training runs outside the main thread")
+            return
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._receive)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,13 @@ def test_signals_are_given_back_after_a_whole_run(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     trainer(tmp_path, callbacks=[GracefulStop()], enable_checkpointing=False).fit(Plain(), loader())
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_outside_the_main_thread_training_goes_on(tmp_path: Path) -> None:
+    run = trainer(tmp_path, callbacks=[GracefulStop()], enable_checkpointing=False)
+    with pytest.warns(UserWarning, match="GracefulStop sees no signals"), ThreadPoolExecutor() as pool:
+        pool.submit(run.fit, Plain(), loader()).result()
+    assert run.global_step == 8
 
 
 class Wrapped(LightningModule):
