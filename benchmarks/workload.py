@@ -75,10 +75,10 @@ def prepare(folder: Path, shape: str, data: str, rows: int) -> tuple[str, str]:
     return str(model), str(chosen)
 
 
-def _write_model(folder: Path, shape: dict[str, Any], texts: list[str]) -> None:
-    import torch
+def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
+    """A byte-level BPE of the texts, with ChatML."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,16 +86,23 @@ def _write_model(folder: Path, shape: dict[str, Any], texts: list[str]) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=16_000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHATML,
     )
+
+
+def _write_model(folder: Path, shape: dict[str, Any], texts: list[str]) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = train_tokenizer(texts, vocab_size=16_000)
     torch.manual_seed(0)
     config = Qwen2Config(
         **shape,

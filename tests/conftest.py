@@ -14,13 +14,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+from benchmarks.workload import train_tokenizer
+
 WORDS = "red green blue book cup lamp under over beside the a is was 红 绿 书 杯子 在 的".split()
 
 
@@ -37,27 +34,8 @@ def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
     ]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer.train_from_iterator(
-        [" ".join(WORDS)] * 4,
-        trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHATML,
-    )
+def make_tokenizer() -> Any:
+    return train_tokenizer([" ".join(WORDS)] * 4, vocab_size=320)
 
 
 differences: dict[str, tuple[float, float]] = {}
