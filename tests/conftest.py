@@ -66,7 +66,7 @@ def record_difference(losses: list[tuple[float, float]], weights: list[tuple[tor
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Qwen2 of 56 thousand parameters with random fp32 weights, tied embeddings and grouped-query attention."""
+    """A Qwen2 of 60 thousand parameters with random fp32 weights, tied embeddings and grouped-query attention."""
     folder = tmp_path_factory.mktemp("models") / "nano-qwen2"
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
