@@ -53,7 +53,7 @@ def run_lit_ft(work: Work, weights: Any) -> dict[str, Any]:
             work.data, micro_batch_size=work.micro_batch_size, max_length=work.max_length, shuffle=False
         )
         trainer.fit(CausalLM(work.model, dtype=weights, peft=LoraConfig(**LORA)), data)
-    samples = data.splits["train"].samples
+    samples = data.splits["train"]
     return {"losses": clock.losses, "ends": clock.ends, "lengths": samples.lengths.tolist()}
 
 
@@ -78,7 +78,7 @@ def run_transformers(work: Work, weights: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     data = TextDataModule(work.data, max_length=work.max_length)
     data.load(tokenizer)
-    samples = data.splits["train"].samples
+    samples = data.splits["train"]
     rows = [
         {"input_ids": ids.tolist(), "labels": labels.tolist(), "attention_mask": [1] * len(ids)}
         for ids, labels in (samples[i] for i in range(len(samples)))

@@ -24,7 +24,7 @@ from lit_ft.checkpoints_io import check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
-from lit_ft.metrics import TokenMean
+from lit_ft.metrics import SourceMeans, TokenMean
 from lit_ft.rows import Row, as_row
 from lit_ft.schedules import configure_optimizers
 
@@ -35,8 +35,8 @@ class CausalLM(LightningModule):
     """Fine-tune a causal language model.
 
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, each a mean over supervised tokens
-    (train: of one optimiser step over all ranks; val and test: of the whole set), and
-    ``train/grad_norm``, ``train/learning_rate``.
+    (train: of one optimiser step over all ranks; val and test: of the whole set), ``.../loss/<source>`` where
+    the data has several sources (train: of those in the step), and ``train/grad_norm``, ``train/learning_rate``.
     """
 
     def __init__(
@@ -284,6 +284,10 @@ class CausalLM(LightningModule):
         tokens = len(row["targets"])
         metrics["loss"].update(result.loss_sum, tokens)
         metrics["token_accuracy"].update(result.correct, tokens)
+        if names := row.get("source_names"):
+            if "source_losses" not in metrics or metrics["source_losses"].names != tuple(names):
+                metrics["source_losses"] = SourceMeans(names).to(self.device)
+            metrics["source_losses"].update(result.per_token, row["target_sources"])
 
     def _log_metrics(self, stage: str, prefix: str, prog_bar: bool = False) -> None:
         metrics: Any = self.metrics[stage]
@@ -293,6 +297,8 @@ class CausalLM(LightningModule):
         self.log(f"{prefix}/loss", values["loss"], prog_bar=prog_bar)
         self.log(f"{prefix}/perplexity", values["loss"].exp())
         self.log(f"{prefix}/token_accuracy", values["token_accuracy"])
+        for name, loss in values.get("source_losses", {}).items():
+            self.log(f"{prefix}/loss/{name}", loss)
 
     def _log_train(self) -> None:
         self._log_metrics("fit", "train", prog_bar=True)

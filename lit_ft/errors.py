@@ -1,4 +1,4 @@
-"""The error for what a user can mend."""
+"""The errors for what a user can mend."""
 
 
 class RecipeError(ValueError):
@@ -7,3 +7,7 @@ class RecipeError(ValueError):
     The message is one line: the value, the rule, and the fix. The command line prints it without a
     traceback and exits with code 2.
     """
+
+
+class BadRow(ValueError):
+    """One row of the data cannot be used; what reads it knows the place and says it."""

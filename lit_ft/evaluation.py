@@ -8,7 +8,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft import process
 from lit_ft.causal_lm import CausalLM
-from lit_ft.data.rendering import prompt_text
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 
@@ -50,16 +49,13 @@ class ExactMatch(Callback):
                 "ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction"
             )
         replicas, rank = process.replica(trainer)
-        conversations = [c for c in data.splits[split].conversations if not isinstance(c, str)]
-        share = conversations[rank::replicas]
+        share = data.prompts(split)[rank::replicas]
         results = []
         for start in range(0, len(share), self.batch_size):
             batch = share[start : start + self.batch_size]
-            prompts = [prompt_text(messages[:-1], module.tokenizer) for messages in batch]
-            answers = module.answer(prompts, self.max_new_tokens)
+            answers = module.answer([row["prompt"] for row in batch], self.max_new_tokens)
             results += [
-                (messages[-2]["content"], messages[-1]["content"].strip(), got.strip())
-                for messages, got in zip(batch, answers, strict=True)
+                (row["question"], row["expected"].strip(), got.strip()) for row, got in zip(batch, answers, strict=True)
             ]
         right = torch.tensor([sum(got == expected for _, expected, got in results), len(results)], device=module.device)
         right = torch.as_tensor(trainer.strategy.reduce(right, reduce_op="sum"))

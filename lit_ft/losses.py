@@ -21,6 +21,8 @@ class TokenLoss(NamedTuple):
     """Scalar, fp32: cross-entropy summed over the tokens, in nats."""
     correct: Tensor
     """Scalar, int64: tokens whose highest logit is the target's."""
+    per_token: Tensor
+    """``(n,)``, fp32: what ``loss_sum`` is the sum of; without gradient."""
 
 
 def token_cross_entropy(
@@ -50,8 +52,7 @@ def token_cross_entropy(
         raise ValueError(f"{len(hidden)} hidden states for {len(targets)} targets; one each is needed")
     if not torch.is_grad_enabled():
         head_parameters = ()
-    loss_sum, correct = _ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, *head_parameters)
-    return TokenLoss(loss_sum, correct)
+    return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, *head_parameters))
 
 
 def tokens_per_chunk(vocabulary: int) -> int:
@@ -68,18 +69,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk_tokens: int,
         *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         differentiate = [hidden.requires_grad, *(tensor.requires_grad for tensor in parameters)]
         sums = [torch.zeros_like(t) for t, wanted in zip((hidden, *parameters), differentiate, strict=True) if wanted]
-        loss_sum = hidden.new_zeros((), dtype=torch.float32)
+        per_token = hidden.new_zeros(len(hidden), dtype=torch.float32)
         correct = targets.new_zeros(())
         for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             with torch.set_grad_enabled(bool(sums)):
                 part = hidden[chunk].detach().requires_grad_(hidden.requires_grad)
                 logits = head(part)
-                loss = cross_entropy(logits.float(), targets[chunk], reduction="sum")
-            loss_sum += loss.detach()
+                losses = cross_entropy(logits.float(), targets[chunk], reduction="none")
+                loss = losses.sum()
+            per_token[chunk] = losses.detach()
             correct += (logits.detach().argmax(-1) == targets[chunk]).sum()
             if sums:
                 inputs = [t for t, wanted in zip((part, *parameters), differentiate, strict=True) if wanted]
@@ -88,11 +90,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     into += grad
         ctx.save_for_backward(*sums)
         ctx.differentiate = differentiate
-        ctx.mark_non_differentiable(correct)
-        return loss_sum, correct
+        ctx.mark_non_differentiable(correct, per_token)
+        return per_token.sum(), correct, per_token
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a head's gradient is as large as the head. A second backward raises (saved tensor changed).
         sums = iter(ctx.saved_tensors)
         hidden, *parameters = (next(sums).mul_(grad_loss) if wanted else None for wanted in ctx.differentiate)

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lit_ft.causal_lm import CausalLM
 from lit_ft.data.batching import RowLoader
+from lit_ft.data.streaming import StreamLoader
 from lit_ft.run_folder import RunFolder
 
 
@@ -96,6 +97,8 @@ def describe_steps(trainer: Trainer) -> str:
     """Optimiser steps, and the rows and tokens of one."""
     steps = trainer.estimated_stepping_batches
     loader: Any = trainer.train_dataloader
+    if isinstance(loader, StreamLoader):
+        return f"{steps} optimiser steps of a stream; {loader.buffer_rows:,} rows are shuffled at a time"
     if not isinstance(loader, RowLoader):
         return f"{steps} optimiser steps"
     rows, tokens = len(loader.samples), int(loader.samples.lengths.sum())

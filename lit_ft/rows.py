@@ -29,12 +29,20 @@ class Row(TypedDict, total=False):
     """``(n,)``, int64: indices into the T tokens."""
     targets: Tensor
     """``(n,)``, int64: the supervised token ids."""
+    target_sources: Tensor
+    """``(n,)``, int64: which source each target is of, as a place in ``source_names``."""
+    source_names: Sequence[str]
+    """Sources with a loss curve of their own; empty where there is one source."""
     window_tokens: int
     """Supervised tokens of this rank's whole optimiser step (all its micro-batches)."""
 
 
-def lay_end_to_end(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Row:
+def lay_end_to_end(
+    samples: Sequence[tuple[np.ndarray, np.ndarray]], sources: Sequence[int] | np.ndarray | None = None
+) -> Row:
     """Build the row of some samples, each a pair ``(ids, labels)`` of equal length, labels unshifted.
+
+    ``sources`` says which source each sample is of; None is one for all.
 
     The first token of a sample is never a target: nothing within the sample comes before it.
     """
@@ -43,12 +51,14 @@ def lay_end_to_end(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Row:
     labels = np.concatenate([labels for _, labels in samples]).astype(np.int64)
     labels[np.cumsum([0, *lengths[:-1]])] = IGNORE_INDEX
     supervised = np.flatnonzero(labels != IGNORE_INDEX)
+    of_token = np.repeat(np.zeros(len(lengths), dtype=np.int64) if sources is None else sources, lengths)
     return Row(
         input_ids=torch.from_numpy(ids)[None],
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
         segment_lengths=lengths,
         predict_at=torch.from_numpy(supervised - 1),
         targets=torch.from_numpy(labels[supervised]),
+        target_sources=torch.from_numpy(of_token[supervised]),
     )
 
 
@@ -61,6 +71,7 @@ def empty_row() -> Row:
         segment_lengths=[],
         predict_at=nothing,
         targets=nothing,
+        target_sources=nothing,
     )
 
 
@@ -84,6 +95,6 @@ def from_padded(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None
     real = keep.bool().cpu().numpy()
     ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
     row = lay_end_to_end([(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()])
-    for name in ("input_ids", "position_ids", "predict_at", "targets"):
+    for name in ("input_ids", "position_ids", "predict_at", "targets", "target_sources"):
         row[name] = row[name].to(input_ids.device)
     return row

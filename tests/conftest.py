@@ -4,12 +4,14 @@ import json
 import math
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["LIT_FT_CACHE"] = tempfile.mkdtemp(prefix="lit_ft-tests-")  # started processes inherit it
 
 import pytest
 import torch

@@ -72,7 +72,7 @@ def test_validation_metrics_are_means_over_all_tokens(make_trainer: Any, model_f
     data = TextDataModule(write_rows(count=3), val_path=write_rows(count=11, name="val.json"), micro_batch_size=2)
     module = CausalLM(model_folder)
     got = make_trainer().validate(module, data, verbose=False)[0]
-    samples = data.splits["val"].samples
+    samples = data.splits["val"]
     reference = AutoModelForCausalLM.from_pretrained(model_folder)
     total, right = 0.0, 0
     for i in range(len(samples)):

@@ -110,7 +110,7 @@ def test_packed_rows_equal_a_padded_hugging_face_forward(
 
     data = TextDataModule(path)
     data.load(AutoTokenizer.from_pretrained(model_folder))
-    samples = [data.splits["train"].samples[i] for i in range(STEP)]
+    samples = [data.splits["train"][i] for i in range(STEP)]
     length = max(len(ids) for ids, _ in samples)
     input_ids = torch.zeros(STEP, length, dtype=torch.long)
     labels, mask = torch.full_like(input_ids, -100), torch.zeros_like(input_ids)

@@ -33,7 +33,7 @@ def test_eight_steps_of_adamw(
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     data = TextDataModule(path)
     data.load(tokenizer)
-    samples = data.splits["train"].samples
+    samples = data.splits["train"]
     rows = [
         {"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in map(samples.__getitem__, range(64))
     ]

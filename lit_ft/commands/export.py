@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.causal_lm import CausalLM
 from lit_ft.commands.recipe_parser import RecipeParser
-from lit_ft.data.rendering import set_chat_template
+from lit_ft.data.templates import set_chat_template
 from lit_ft.errors import RecipeError
 from lit_ft.reporting import show_progress_on_terminals_only
 from lit_ft.run_folder import RunFolder

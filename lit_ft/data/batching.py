@@ -7,14 +7,17 @@ One global order of units is dealt out, so that the samples of an optimiser step
 the step is split into micro-batches and ranks.
 """
 
-import bisect
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
+from lit_ft.data.mixing import Mixing
+from lit_ft.data.packing import best_fit
 from lit_ft.data.samples import Samples
 from lit_ft.rows import Row, empty_row, lay_end_to_end
 
@@ -35,19 +38,20 @@ class BatchPlan:
     shuffle: bool = False
     seed: int = 0
     replicas: int = 1
+    mixing: Mixing = field(default_factory=Mixing)
 
-    def units(self, lengths: np.ndarray, epoch: int) -> list[MicroBatch]:
-        """The epoch's units, in order."""
+    def units(self, samples: Samples, *place: int) -> list[MicroBatch]:
+        """The units of an epoch, or of what else ``place`` numbers, in order."""
         if self.packing is None:
-            units = [[i] for i in range(len(lengths))]
-        else:
-            # The same bins each epoch: their number is the epoch's length, which the trainer asks for once.
-            generator = np.random.default_rng(self.seed)
-            order = generator.permutation(len(lengths)) if self.shuffle else np.arange(len(lengths))
-            units = best_fit(lengths, self.packing, order)
+            order = self.mixing.order(samples.source, self.shuffle, [self.seed, *place])
+            return [[i] for i in order.tolist()]
+        # The same bins each epoch: their number is the epoch's length, which the trainer asks for once.
+        order = self.mixing.order(samples.source, self.shuffle, self.seed)
+        units = best_fit(samples.lengths[order], self.packing)
+        units = [order[members].tolist() for members in units]
         if not self.shuffle:
             return units
-        return [units[i] for i in np.random.default_rng([self.seed, epoch]).permutation(len(units))]
+        return [units[i] for i in np.random.default_rng([self.seed, *place]).permutation(len(units))]
 
     def length(self, units: int) -> int:
         """Micro-batches per replica and epoch."""
@@ -97,55 +101,45 @@ def _spread(share: list[MicroBatch], count: int) -> list[MicroBatch]:
     return share
 
 
-def best_fit(lengths: np.ndarray, budget: int, order: np.ndarray) -> list[MicroBatch]:
-    """Best-fit bin packing (Johnson 1973): each sample into the fullest bin that has room.
+Piece = tuple[MicroBatch, int, bool]
+"""Members of a micro-batch, supervised tokens of its window on this rank, and whether any rank computes."""
 
-    Samples over a quarter of the budget come first, by decreasing length, for a tight fit. The others
-    keep the given order: sorted too, they would fill each bin with samples of one length, which are
-    often of one kind, and a step's gradient would see that kind alone.
 
-    Args:
-        lengths: tokens per sample; none may be over ``budget``.
-        budget: tokens per bin.
-        order: permutation of the samples.
-    """
-    is_long = lengths[order] > budget // 4
-    longest_first = order[is_long][np.argsort(-lengths[order][is_long], kind="stable")]
-    bins: list[MicroBatch] = []
-    rooms: list[tuple[int, int]] = []  # (room left, bin), sorted
-    for sample in (*longest_first, *order[~is_long]):
-        length = int(lengths[sample])
-        place = bisect.bisect_left(rooms, (length, -1))
-        if place == len(rooms):
-            bins.append([int(sample)])
-            bisect.insort(rooms, (budget - length, len(bins) - 1))
-        else:
-            room, which = rooms.pop(place)
-            bins[which].append(int(sample))
-            bisect.insort(rooms, (room - length, which))
-    return bins
+def micro_batches(
+    units: Sequence[MicroBatch], samples: Samples, plan: BatchPlan, replica: int, accumulate: int
+) -> Iterator[Piece]:
+    """One replica's micro-batches of some units, window by window."""
+    for window in plan.windows(units, samples.lengths, accumulate):
+        mine = window[replica]
+        tokens = int(sum(samples.supervised[members].sum() for members in mine if members))
+        for i, members in enumerate(mine):
+            yield members, tokens, any(share[i] for share in window)
+
+
+def lay_out(piece: Piece, samples: Samples) -> Row:
+    """The row of a micro-batch."""
+    members, window_tokens, compute = piece
+    if members:
+        row = lay_end_to_end([samples[i] for i in members], samples.source[members])
+    elif compute:
+        # Other replicas run the model now and wait for this one: one token, nothing supervised.
+        ids, labels = samples[0]
+        row = lay_end_to_end([(ids[:1], labels[:1])])
+    else:
+        row = empty_row()
+    row["window_tokens"] = window_tokens
+    row["source_names"] = samples.names
+    return row
 
 
 class _Rows(Dataset[Row]):
-    def __init__(self, samples: Samples, micro_batches: list[tuple[MicroBatch, int, bool]]) -> None:
+    """Lays out micro-batches; what the sampler yields is the micro-batch itself."""
+
+    def __init__(self, samples: Samples) -> None:
         self.samples = samples
-        self.micro_batches = micro_batches
 
-    def __len__(self) -> int:
-        return len(self.micro_batches)
-
-    def __getitem__(self, index: int) -> Row:
-        members, window_tokens, compute = self.micro_batches[index]
-        if members:
-            row = lay_end_to_end([self.samples[i] for i in members])
-        elif compute:
-            # Other replicas run the model now and wait for this one: one token, nothing supervised.
-            ids, labels = self.samples[0]
-            row = lay_end_to_end([(ids[:1], labels[:1])])
-        else:
-            row = empty_row()
-        row["window_tokens"] = window_tokens
-        return row
+    def __getitem__(self, piece: Any) -> Row:
+        return lay_out(piece, self.samples)
 
 
 class RowLoader:
@@ -182,10 +176,12 @@ class RowLoader:
         self._workers, self._pin_memory = num_workers, pin_memory
         self.sampler = self
         self.batch_sampler = None  # Lightning reads it to warn of shuffled validation data
+        self.seconds_waited = 0.0
+        """Time that the training loop has waited for rows."""
         self._epoch = 0
         self._position = 0
         self._resume: dict[str, int] | None = None
-        self._length = self._limited(len(plan.units(samples.lengths, 0)))
+        self._length = self._limited(len(plan.units(samples, 0)))
 
     def _limited(self, units: int) -> int:
         total = self.plan.length(units)
@@ -206,29 +202,32 @@ class RowLoader:
         """Go on from a saved place at the next iteration."""
         self._resume = {"epoch": int(state["epoch"]), "position": int(state["position"])}
 
-    def micro_batches(self) -> list[tuple[MicroBatch, int, bool]]:
-        """This replica's epoch: members, supervised tokens of their window, whether any replica computes."""
-        units = self.plan.units(self.samples.lengths, self._epoch)
+    def micro_batches(self) -> Iterator[Piece]:
+        """This replica's epoch."""
+        units = self.plan.units(self.samples, self._epoch)
         # A cut epoch ends in a shorter window, whose token count must not include what is never run.
         units = units[: len(self) * self.plan.micro_batch_size * self.plan.replicas]
-        result: list[tuple[MicroBatch, int, bool]] = []
-        for window in self.plan.windows(units, self.samples.lengths, self._accumulate()):
-            mine = window[self.replica]
-            tokens = int(sum(self.samples.supervised[members].sum() for members in mine if members))
-            computes = [any(share[i] for share in window) for i in range(len(mine))]
-            result += [(members, tokens, compute) for members, compute in zip(mine, computes, strict=True)]
-        return result
+        return micro_batches(units, self.samples, self.plan, self.replica, self._accumulate())
 
     def __iter__(self) -> Iterator[Row]:
         # A generator: Lightning asks for the iterator before it sets the epoch, and draws from it after.
         resume, self._resume = self._resume, None
         self._position = resume["position"] if resume and resume["epoch"] == self._epoch else 0
-        rows = DataLoader(
-            _Rows(self.samples, self.micro_batches()[self._position :]),
-            batch_size=None,
-            num_workers=self._workers,
-            pin_memory=self._pin_memory,
+        sampler: Any = islice(self.micro_batches(), self._position, None)
+        rows = iter(
+            DataLoader(
+                _Rows(self.samples),
+                batch_size=None,
+                sampler=sampler,
+                num_workers=self._workers,
+                pin_memory=self._pin_memory,
+            )
         )
-        for row in rows:
+        while True:
+            started = time.perf_counter()
+            row = next(rows, None)
+            self.seconds_waited += time.perf_counter() - started
+            if row is None:
+                return
             self._position += 1
             yield row

@@ -1,105 +1,369 @@
-"""Raw rows to messages: one function per data format.
+"""Raw rows to examples: one function per data format.
 
-A new format is a function here, an entry in ``FORMATS`` and a test.
+A new format is a function here, an entry in ``FORMATS`` and a test. A function raises ``BadRow`` with
+what is wrong and what was expected; who calls it knows the file and the line.
 """
 
-from collections.abc import Callable
-from typing import Literal, TypedDict
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from lit_ft.data.sources import RawRow
-from lit_ft.errors import RecipeError
+from lit_ft.errors import BadRow
+from lit_ft.rows import IGNORE_INDEX
+
+Message = dict[str, Any]
+"""One turn as Hugging Face chat templates take it: ``role``, ``content``, ``tool_calls``, ..."""
 
 
-class Message(TypedDict):
-    """One turn of a conversation, as Hugging Face chat templates take it."""
+@dataclass
+class Chat:
+    """A conversation."""
 
-    role: Literal["system", "user", "assistant"]
-    content: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the functions that may be called."""
+    marks: dict[int, bool] = field(default_factory=dict)
+    """Turns that the row itself says to train on, or not."""
 
 
-Conversation = list[Message] | str
-"""Messages whose assistant turns are supervised, or plain text of which every token is."""
+@dataclass
+class Text:
+    """Raw text, closed by the end-of-sequence token."""
+
+    text: str
+    """Supervised."""
+    prompt: str = ""
+    """Comes before it, not supervised."""
 
 
-def alpaca(row: RawRow, place: str) -> list[Message]:
-    """``instruction``, optional ``input`` and ``system``, and ``output``.
+@dataclass
+class Tokens:
+    """Token ids as they are."""
+
+    ids: list[int]
+    labels: list[int]
+    """Unshifted; ``IGNORE_INDEX`` where not supervised."""
+
+
+Example = Chat | Text | Tokens
+
+
+# --- the formats -----------------------------------------------------------------------------------
+
+
+def alpaca(row: RawRow) -> Chat:
+    """``instruction``, ``output``; optional ``input``, ``system``, ``history`` (pairs of earlier turns).
 
     A non-empty ``input`` follows the instruction after a newline, in the user turn.
     """
-    instruction, answer = _text(row, "instruction", place), _text(row, "output", place)
-    extra, system = _text(row, "input", place, required=False), _text(row, "system", place, required=False)
-    if not instruction and not extra:
-        raise RecipeError(f"{place}: 'instruction' is empty; the user turn needs text")
+    question = "\n".join(part for part in (_text(row, "instruction"), _text(row, "input", required=False)) if part)
+    answer = _text(row, "output")
+    if not question:
+        raise BadRow("'instruction' is empty; the user turn needs text")
     if not answer:
-        raise RecipeError(f"{place}: 'output' is empty; there is nothing to learn from this row, remove it")
-    turns = [Message(role="system", content=system)] if system else []
-    question = "\n".join(part for part in (instruction, extra) if part)
-    return [*turns, Message(role="user", content=question), Message(role="assistant", content=answer)]
+        raise BadRow("'output' is empty; there is nothing to learn from this row, remove it")
+    messages = _system(_text(row, "system", required=False))
+    for number, pair in enumerate(_list(row, "history", required=False), 1):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise BadRow(f"'history' item {number} is {_kind(pair)}; a pair [question, answer] is needed")
+        messages += _turn(*(_string(part, f"'history' item {number}", empty=False) for part in pair))
+    return Chat([*messages, *_turn(question, answer)])
 
 
-def completion(row: RawRow, place: str) -> str:
-    """``text``: raw text, every token supervised, closed by the end-of-sequence token."""
-    text = _text(row, "text", place)
-    if not text:
-        raise RecipeError(f"{place}: 'text' is empty; remove the row")
-    return text
+def sharegpt(row: RawRow) -> Chat:
+    """``conversations`` of ``from`` and ``value``; optional ``system``, ``tools``.
+
+    ``from``: human, gpt, system, function_call (value: JSON with name and arguments, or a list of such), observation.
+    """
+    messages: list[Message] = []
+    for number, turn in enumerate(_list(row, "conversations"), 1):
+        where = f"'conversations' item {number}"
+        if not isinstance(turn, Mapping):
+            raise BadRow(f"{where} is {_kind(turn)}; an object with 'from' and 'value' is needed")
+        role = _SHAREGPT_ROLES.get(_string(turn.get("from"), f"{where}: 'from'"))
+        if role is None:
+            raise BadRow(f"{where}: 'from' is {turn['from']!r}; known are {', '.join(_SHAREGPT_ROLES)}")
+        text = _string(turn.get("value"), f"{where}: 'value'")
+        mark = {key: turn[key] for key in _MARKS if turn.get(key) is not None}
+        if role == "call":
+            calls = _json(text, f"{where}: 'value' of a function_call")
+            messages.append({"role": "assistant", "content": "", "tool_calls": calls, **mark})
+        else:
+            messages.append({"role": role, "content": text, **mark})
+    if (system := _text(row, "system", required=False)) and not (messages and messages[0]["role"] == "system"):
+        messages = _system(system) + messages
+    return _chat(messages, row.get("tools"), "conversations")
 
 
-FORMATS: dict[str, Callable[[RawRow, str], Conversation]] = {"alpaca": alpaca, "completion": completion}
-_COLUMNS = {"alpaca": {"instruction", "output"}, "completion": {"text"}}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "call",
+    "observation": "tool",
+    "tool": "tool",
+}
 
 
-def find_format(row: RawRow, path: str) -> str:
-    """The format whose columns the row has.
+def messages(row: RawRow) -> Chat:
+    """``messages`` as OpenAI has them: ``role``, ``content``, ``tool_calls``; optional ``tools``, and marks.
+
+    ``train: false`` or ``weight: 0`` leaves an assistant turn unsupervised, ``train: true`` supervises any turn.
+    """
+    return _chat(_list(row, "messages"), row.get("tools"), "messages")
+
+
+def completion(row: RawRow) -> Text:
+    """``text``: every token supervised, closed by the end-of-sequence token."""
+    return Text(_string(row.get("text"), "'text'", empty=False))
+
+
+def prompt_completion(row: RawRow) -> Text | Chat:
+    """``prompt`` and ``completion``: two texts, or two lists of messages; the completion is supervised."""
+    prompt, answer = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, list) and isinstance(answer, list):
+        chat = _chat([*prompt, *answer], row.get("tools"), "prompt and completion")
+        for i, message in enumerate(chat.messages[: len(prompt)]):
+            if message["role"] == "assistant":
+                chat.marks[i] = False
+        return chat
+    return Text(_string(answer, "'completion'", empty=False), _string(prompt, "'prompt'", empty=False))
+
+
+def tokenized(row: RawRow) -> Tokens:
+    """``input_ids``, untouched; optional ``labels`` (-100 where not supervised) or a mask (1 where supervised).
+
+    Positions where an ``attention_mask`` is 0 are padding and are left out.
+    """
+    ids = _integers(row, "input_ids")
+    if not ids:
+        raise BadRow("'input_ids' is empty; remove the row")
+    labels = list(ids)
+    for column in ("labels", *_TOKEN_MASKS):
+        if row.get(column) is None:
+            continue
+        values = _integers(row, column)
+        if len(values) != len(ids):
+            raise BadRow(f"{column!r} has {len(values)} items for {len(ids)} 'input_ids'; one each is needed")
+        if column != "labels" and not set(values) <= {0, 1}:
+            raise BadRow(f"{column!r} holds other values than 0 and 1; it must be 1 where a token is supervised")
+        labels = (
+            values if column == "labels" else [i if keep else IGNORE_INDEX for i, keep in zip(ids, values, strict=True)]
+        )
+        break
+    if row.get("attention_mask") is not None:
+        real = _integers(row, "attention_mask")
+        if len(real) != len(ids):
+            raise BadRow(f"'attention_mask' has {len(real)} items for {len(ids)} 'input_ids'; one each is needed")
+        ids, labels = ([v for v, keep in zip(values, real, strict=True) if keep] for values in (ids, labels))
+    return Tokens(ids, labels)
+
+
+_TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+
+
+class Format(NamedTuple):
+    """How a format is read, and what tells it apart."""
+
+    read: Callable[[RawRow], Example]
+    columns: frozenset[str]
+
+
+FORMATS: dict[str, Format] = {
+    "tokenized": Format(tokenized, frozenset({"input_ids"})),
+    "messages": Format(messages, frozenset({"messages"})),
+    "sharegpt": Format(sharegpt, frozenset({"conversations"})),
+    "alpaca": Format(alpaca, frozenset({"instruction", "output"})),
+    "prompt_completion": Format(prompt_completion, frozenset({"prompt", "completion"})),
+    "completion": Format(completion, frozenset({"text"})),
+}
+
+
+def find_format(row: RawRow) -> str:
+    """The format all of whose columns the row has; else the first of whose columns it has some.
 
     Raises:
-        RecipeError: no format fits.
+        BadRow: no format fits.
     """
-    for name, columns in _COLUMNS.items():
-        if columns & row.keys():
-            return name
-    needs = "; ".join(f"{name} needs {', '.join(sorted(columns))}" for name, columns in _COLUMNS.items())
-    raise RecipeError(
-        f"{path}, row 1: has the columns {', '.join(map(repr, sorted(row)))}, which no format knows ({needs}); "
-        "rename the columns"
+    if isinstance(row.get("conversations"), list) and all(
+        isinstance(turn, Mapping) and "role" in turn for turn in row["conversations"]
+    ):
+        raise BadRow("'conversations' has turns of role and content; set columns to {messages: conversations}")
+    for overlap in (frozenset.issubset, lambda columns, row: not columns.isdisjoint(row)):
+        for name, form in FORMATS.items():
+            if overlap(form.columns, row.keys()):
+                return name
+    needs = "; ".join(f"{name} needs {', '.join(sorted(form.columns))}" for name, form in FORMATS.items())
+    raise BadRow(
+        f"has the columns {', '.join(map(repr, sorted(row))) or 'none'}, which no format knows ({needs}); rename them, "
+        "or say which is which with columns, e.g. {instruction: question, output: answer}"
     )
 
 
-def to_conversations(
-    rows: list[RawRow], path: str, name: str = "auto", system: str | None = None
-) -> list[Conversation]:
-    """Turn a file's rows into conversations.
+# --- conversations ---------------------------------------------------------------------------------
 
-    Args:
-        rows: as ``read_rows`` gives them.
-        path: their file, for error messages.
-        name: a key of ``FORMATS``, or ``auto`` to go by the columns of the first row.
-        system: system prompt for conversations that bring none of their own.
-
-    Raises:
-        RecipeError: a row lacks a column or holds no text; it names the row.
-    """
-    convert = FORMATS[find_format(rows[0], path) if name == "auto" else name]
-    conversations = [convert(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
-    if system is None:
-        return conversations
-    return [_with_system(conversation, system) for conversation in conversations]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MARKS = ("train", "weight")
 
 
-def _with_system(conversation: Conversation, system: str) -> Conversation:
-    if isinstance(conversation, str):
-        raise RecipeError("data.system is set, but raw text (format completion) has no system turn; leave it out")
-    if conversation[0]["role"] == "system":
-        return conversation
-    return [Message(role="system", content=system), *conversation]
+def _chat(raw: list[Any], tools: Any, column: str) -> Chat:
+    chat = Chat([], _tools(tools))
+    for number, turn in enumerate(raw, 1):
+        where = f"{column!r} item {number}"
+        if not isinstance(turn, Mapping):
+            raise BadRow(f"{where} is {_kind(turn)}; an object with 'role' and 'content' is needed")
+        message = _message(turn, where)
+        if (mark := _mark(turn, where)) is not None:
+            chat.marks[len(chat.messages)] = mark
+        _check_order(chat.messages, message["role"], where)
+        chat.messages.append(message)
+    if not any(message["role"] == "assistant" for message in chat.messages):
+        raise BadRow(f"{column!r} holds no assistant turn; there is nothing to learn from this row, remove it")
+    return chat
 
 
-def _text(row: RawRow, column: str, place: str, required: bool = True) -> str:
+def _message(turn: Mapping[str, Any], where: str) -> Message:
+    role = _string(turn.get("role"), f"{where}: 'role'")
+    role = "tool" if role == "function" else role
+    if role not in _ROLES:
+        raise BadRow(f"{where}: 'role' is {role!r}; known are {', '.join(_ROLES)}")
+    # Hugging Face leaves keys without a value out as well: templates would print None.
+    message = {key: value for key, value in turn.items() if value is not None and key not in _MARKS}
+    message["role"] = role
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], where)
+        if role != "assistant":
+            raise BadRow(f"{where}: 'tool_calls' belong to the assistant, not to {role!r}")
+    may_be_empty = role in ("system", "developer", "tool") or "tool_calls" in message
+    message["content"] = _content(message.get("content", "" if may_be_empty else None), where, may_be_empty)
+    return message
+
+
+def _content(value: Any, where: str, may_be_empty: bool) -> str:
+    if isinstance(value, list):
+        for part in value:
+            if not isinstance(part, Mapping) or part.get("type") != "text":
+                kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+                raise BadRow(f"{where}: 'content' holds a part of type {kind!r}; only text can be trained on")
+        value = "".join(_string(part.get("text"), f"{where}: 'text' of 'content'") for part in value)
+    return _string(value, f"{where}: 'content'", empty=may_be_empty)
+
+
+def _check_order(before: list[Message], role: str, where: str) -> None:
+    last = before[-1] if before else None
+    if role in ("system", "developer") and any(message["role"] not in ("system", "developer") for message in before):
+        raise BadRow(f"{where}: 'role' is {role!r} after other turns; it must come first")
+    if role == "assistant" and last is not None and last["role"] == "assistant":
+        raise BadRow(f"{where}: two assistant turns follow each other; join them, or put back what was between them")
+    if role == "tool" and not (last and (last["role"] == "tool" or "tool_calls" in last)):
+        raise BadRow(f"{where}: a tool's result follows no tool call; put back the assistant turn with 'tool_calls'")
+    if role in ("user", "assistant") and last is not None and "tool_calls" in last:
+        raise BadRow(f"{where}: the tool call before it has no result; put back the turn of role 'tool'")
+
+
+def _mark(turn: Mapping[str, Any], where: str) -> bool | None:
+    for key in _MARKS:
+        value = turn.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise BadRow(f"{where}: {key!r} is {value!r}; it must be 1 or true (train on it), or 0 or false")
+        # weight: 1 is OpenAI's default for every turn; it makes no user turn supervised.
+        return None if key == "weight" and value else bool(value)
+    return None
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    if isinstance(value, str):
+        value = _json(value, "'tools'") if value.strip() else None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadRow(f"'tools' is {_kind(value)}; a list of objects is needed, or a string that holds one as JSON")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+
+
+def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    calls = value if isinstance(value, list) else [value]
+    if not calls:
+        raise BadRow(f"{where}: 'tool_calls' is empty; leave it out")
+    result = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRow(f"{where}: a tool call is {_kind(call)} without a name; it needs 'name' and 'arguments'")
+        arguments = function.get("arguments", {})
+        # OpenAI spells the arguments as JSON in a string; templates write JSON themselves.
+        arguments = _json(arguments, f"{where}: 'arguments'") if isinstance(arguments, str) else arguments
+        if not isinstance(arguments, dict):
+            raise BadRow(f"{where}: 'arguments' of {function['name']!r} is {_kind(arguments)}; an object is needed")
+        extra = {key: call[key] for key in ("id",) if call.get(key) is not None}
+        result.append({"type": "function", **extra, "function": {"name": function["name"], "arguments": arguments}})
+    return result
+
+
+def _system(text: str) -> list[Message]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _turn(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+# --- values ----------------------------------------------------------------------------------------
+
+
+def _text(row: RawRow, column: str, required: bool = True) -> str:
     value = row.get(column)
     if value is None and not required:
         return ""
     if value is None:
-        raise RecipeError(f"{place}: has no {column!r}; each row needs it (columns here: {', '.join(row) or 'none'})")
+        raise BadRow(f"has no {column!r}; each row needs it (columns here: {', '.join(row) or 'none'})")
+    return _string(value, repr(column))
+
+
+def _string(value: Any, what: str, empty: bool = True) -> str:
+    if value is None:
+        raise BadRow(f"{what} is missing; text is needed")
     if not isinstance(value, str):
-        raise RecipeError(f"{place}: {column!r} is a {type(value).__name__}; text is needed")
+        raise BadRow(f"{what} is {_kind(value)}; text is needed")
+    if not value and not empty:
+        raise BadRow(f"{what} is empty; remove it, or the row")
     return value
+
+
+def _list(row: RawRow, column: str, required: bool = True) -> list[Any]:
+    value = row.get(column)
+    if value is None and not required:
+        return []
+    if not isinstance(value, list) or (required and not value):
+        raise BadRow(f"{column!r} is {'empty' if value == [] else _kind(value)}; a list is needed")
+    return value
+
+
+def _integers(row: RawRow, column: str) -> list[int]:
+    value = row.get(column)
+    if not isinstance(value, list) or not all(type(item) is int or type(item) is bool for item in value):
+        raise BadRow(f"{column!r} is {_kind(value)}; a list of whole numbers is needed")
+    if not all(-(2**31) <= item < 2**31 for item in value):
+        raise BadRow(f"{column!r} holds a number that is no token id; the largest is {max(value, key=abs)}")
+    return [int(item) for item in value]
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{what} is not JSON ({error})") from error
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "missing"
+    if isinstance(value, list) and value:
+        return f"a list of {', '.join(sorted({type(item).__name__ for item in value}))}"
+    return f"a {type(value).__name__}"

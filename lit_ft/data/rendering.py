@@ -1,100 +1,125 @@
-"""Messages to token ids and labels, through the tokenizer's own chat template.
+"""Examples to pieces of text: which are supervised, proven by rendering prefixes.
 
-A conversation is rendered prefix by prefix, so that no template needs generation marks: what a prefix
-that ends before an assistant turn renders to (with the generation prompt) is not supervised, the
-turn's text and its end-of-turn token are. Each piece is tokenised on its own, exactly as at inference,
-where the prompt's tokens are given and the answer's are produced.
+A conversation is rendered prefix by prefix, so that no template needs generation marks: what the turns
+before an answer render to (with the generation prompt) is not supervised, the answer's text and its
+end-of-turn token are. Each piece is tokenised on its own, exactly as at inference, where the prompt's
+tokens are given and the answer's are produced.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+import os
+from collections import Counter
+from typing import Literal
 
-import numpy as np
-from transformers import PreTrainedTokenizerBase
-
-from lit_ft.data.formats import Conversation, Message
-from lit_ft.errors import RecipeError
-from lit_ft.rows import IGNORE_INDEX
+from lit_ft.data.formats import Chat, Message, Text
+from lit_ft.data.templates import ChatTemplate, spell_out_tools
+from lit_ft.errors import BadRow
 
 Piece = tuple[str, bool]
 """Text, and whether it is supervised."""
 
-
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
-    """Give the tokenizer a chat template: Jinja text or the path of a file that holds it."""
-    if template is None:
-        return
-    is_text = "{" in template
-    if not is_text and not Path(template).is_file():
-        raise RecipeError(f"data.chat_template={template!r} is neither a file nor Jinja text; give one of them")
-    tokenizer.chat_template = template if is_text else Path(template).read_text(encoding="utf-8")
+Supervise = Literal["assistant", "last", "all"]
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that cannot render a conversation.
+def prompt_and_answer(chat: Chat, template: ChatTemplate) -> tuple[str, Message, Message]:
+    """What the model sees before its last answer, the turn it answers, and that answer."""
+    last = _answers(chat)[-1]
+    chat = _with_tools(chat, template, Counter())
+    prompt = template.render(chat.messages[:last], chat.tools, generation=True)
+    return prompt, chat.messages[max(last - 1, 0)], chat.messages[last]
+
+
+def text_pieces(text: Text, opening: str, closing: str) -> list[Piece]:
+    """Raw text between the tokens that a sequence opens and closes with."""
+    return [(opening + text.prompt, False), (text.text + closing, True)]
+
+
+def chat_samples(
+    chat: Chat, template: ChatTemplate, supervise: Supervise, closing: str, notes: Counter[str]
+) -> list[list[Piece]]:
+    """Cut a conversation into supervised and unsupervised text.
+
+    Args:
+        chat: the conversation.
+        template: renders it.
+        supervise: assistant is every assistant turn that is not marked otherwise; last is the last one;
+            all is every token through the last answer.
+        closing: the end-of-sequence token, for templates that close an assistant's turn with none.
+        notes: counts what was not as expected.
+
+    Returns:
+        One sample, or several where the template rewrites earlier turns once more follow (as templates do
+        that drop earlier thinking): then each answer comes with the prompt that it has at inference. None
+        where nothing is supervised.
 
     Raises:
-        RecipeError: there is no chat template.
+        BadRow: the template does not render it, or leaves part of it out.
     """
-    if not tokenizer.chat_template:
-        raise RecipeError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which conversations need; "
-            "give one with --data.chat_template FILE.jinja, or train on raw text (rows with a 'text' column)"
-        )
-
-
-def prompt_text(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the model sees before it answers: the messages and the opening of the assistant turn."""
-    return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-
-
-def pieces_of(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """Cut a rendered conversation into unsupervised and supervised text, in order.
-
-    The last piece ends with the last end-of-turn token: what the template writes after it teaches
-    nothing and is left out.
-
-    Raises:
-        RecipeError: the template renders a conversation's beginning in another way once more follows.
-    """
-    pieces: list[Piece] = []
+    chat = _with_tools(chat, template, notes)
+    turns = _supervised_turns(chat, supervise)
+    if not turns:
+        return []
+    if chat.messages[-1]["role"] != "assistant":
+        notes["ends without answer"] += 1
+    try:
+        befores = [template.render(chat.messages[:i], chat.tools, _is_answer(chat, i)) for i in turns]
+        throughs = [template.render(chat.messages[: i + 1], chat.tools) for i in turns]
+    except Exception as error:  # a template's own refusals are of any type
+        raise BadRow(f"{template.name} does not render it ({type(error).__name__}: {error})") from error
+    template.check_seen(chat.messages[: turns[-1]], befores[-1])
+    samples: list[list[Piece]] = [[]]
     done = ""
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = prompt_text(messages[:i], tokenizer)
-        through = tokenizer.apply_chat_template(list(messages[: i + 1]), tokenize=False)
-        if not before.startswith(done) or not through.startswith(before):
-            raise RecipeError(
-                f"the chat template of {tokenizer.name_or_path!r} rewrites earlier turns, so that the answer's "
-                "place cannot be told; give another one with --data.chat_template FILE.jinja"
-            )
-        answer, after = _split_at_end_of_turn(through[len(before) :], message["content"], tokenizer)
-        pieces += [(before[len(done) :], False), (answer, True)]
-        done = through[: len(through) - len(after)]
-    return pieces
+    for i, before, through in zip(turns, befores, throughs, strict=True):
+        before = _opening(chat, i, before, through, template, notes)
+        turn, has_end = template.cut_after_end_of_turn(through[len(before) :])
+        if not turn.removesuffix(template.end_of_turn).strip():
+            raise BadRow(f"{template.name} shows nothing of turn {i + 1} ({chat.messages[i]['role']})")
+        if not has_end:
+            notes["end of turn added"] += 1
+            turn += closing
+        if not before.startswith(done):
+            notes["split"] += 1
+            samples.append([])
+            done = ""
+        samples[-1] += [(before[len(done) :], supervise == "all"), (turn, True)]
+        done = before + turn
+    return samples
 
 
-def _split_at_end_of_turn(text: str, content: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    # Searched for behind the content, which may itself hold the token's text.
-    start = text.find(content.strip()) + len(content.strip())
-    ends = [text.find(token, start) + len(token) for token in tokenizer.all_special_tokens if token in text[start:]]
-    cut = min(ends, default=len(text))
-    return text[:cut], text[cut:]
+def _is_answer(chat: Chat, i: int) -> bool:
+    return bool(chat.messages[i]["role"] == "assistant")
 
 
-def ends_turn(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the last supervised piece ends in a special token, without which a model never learns to stop."""
-    return pieces_of(messages, tokenizer)[-1][0].endswith(tuple(tokenizer.all_special_tokens))
+def _with_tools(chat: Chat, template: ChatTemplate, notes: Counter[str]) -> Chat:
+    if not chat.tools and not any(m["role"] == "tool" or "tool_calls" in m for m in chat.messages):
+        return chat
+    if template.renders_tools:
+        return chat
+    notes["tools spelled out"] += 1
+    return spell_out_tools(chat)
 
 
-def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and unshifted labels of one conversation, two int32 arrays of equal length."""
-    if isinstance(conversation, str):
-        text = [*tokenizer(conversation, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        return np.array(text, dtype=np.int32), np.array(text, dtype=np.int32)
-    pieces = pieces_of(conversation, tokenizer)
-    encoded = tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
-    ids = np.array([token for piece in encoded for token in piece], dtype=np.int32)
-    supervised = np.repeat([flag for _, flag in pieces], [len(piece) for piece in encoded])
-    return ids, np.where(supervised, ids, IGNORE_INDEX).astype(np.int32)
+def _answers(chat: Chat) -> list[int]:
+    return [i for i in range(len(chat.messages)) if _is_answer(chat, i)]
+
+
+def _supervised_turns(chat: Chat, supervise: Supervise) -> list[int]:
+    answers = _answers(chat)
+    if supervise == "all":
+        return answers[-1:]
+    wanted = set(answers[-1:] if supervise == "last" else answers)
+    wanted |= {i for i, mark in chat.marks.items() if mark and supervise == "assistant"}
+    return sorted(i for i in wanted if chat.marks.get(i, True))
+
+
+def _opening(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, notes: Counter[str]) -> str:
+    """The unsupervised text before a turn: as at inference, where the template itself goes on like that."""
+    if through.startswith(before):
+        return before
+    earlier = template.render(chat.messages[:i], chat.tools)
+    if not through.startswith(earlier):
+        raise BadRow(
+            f"{template.name} writes the turns before turn {i + 1} in another way once it follows, so that its place "
+            "cannot be told; give another template with data.chat_template"
+        )
+    notes["other opening"] += 1
+    return os.path.commonprefix([before, through])  # noqa: RUF071 (characters are what is wanted)

@@ -1,95 +1,117 @@
-"""The tokenised data set: flat arrays that cost eight bytes a token."""
+"""The tokenised data: flat arrays on disk, and a view of some samples of several sources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from lit_ft.errors import RecipeError
 from lit_ft.rows import IGNORE_INDEX
 
-Overlong = Literal["truncate", "drop", "error"]
+
+@dataclass(frozen=True)
+class TokenArrays:
+    """Token ids and labels of one source, laid end to end; memory-mapped where they lie on disk."""
+
+    ids: np.ndarray
+    """``(tokens,)``, any integer type."""
+    labels: np.ndarray
+    """``(tokens,)``, unshifted; ``IGNORE_INDEX`` where not supervised."""
+    offsets: np.ndarray
+    """``(samples, 2)``, int64: where sample i begins and ends."""
+    rows: np.ndarray
+    """``(samples,)``, int64: the row of the source that a sample comes from, from 0."""
+    supervised: np.ndarray
+    """``(samples,)``, int64, targets per sample; a sample's first token is never one."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """``(samples,)``, int64, tokens per sample."""
+        return self.offsets[:, 1] - self.offsets[:, 0]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        start, end = self.offsets[index]
+        return self.ids[start:end], self.labels[start:end]
+
+
+ARRAYS = ("ids", "labels", "offsets", "rows", "supervised")
+
+
+def collect(ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray, rows: np.ndarray | None = None) -> TokenArrays:
+    """Samples that lie end to end."""
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    is_target = np.asarray(labels) != IGNORE_INDEX
+    is_target[ends[:-1][lengths > 0]] = False
+    supervised = np.diff(np.concatenate([[0], np.cumsum(is_target)])[ends])
+    offsets = np.stack([ends[:-1], ends[1:]], axis=1)
+    return TokenArrays(ids, labels, offsets, np.arange(len(lengths)) if rows is None else rows, supervised)
+
+
+def write_arrays(folder: Path, arrays: TokenArrays) -> None:
+    """Save to a folder that ``read_arrays`` maps."""
+    for name in ARRAYS:
+        np.save(folder / f"{name}.npy", getattr(arrays, name))
+
+
+def read_arrays(folder: Path) -> TokenArrays:
+    """Map what ``write_arrays`` saved; nothing is read before it is used."""
+    return TokenArrays(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS})
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Token ids and labels of all samples, laid end to end."""
+    """Some samples of some sources, in the sources' order."""
 
-    ids: np.ndarray
-    """``(tokens,)``, int32."""
-    labels: np.ndarray
-    """``(tokens,)``, int32, unshifted; ``IGNORE_INDEX`` where not supervised."""
-    offsets: np.ndarray
-    """``(samples + 1,)``, int64: sample i is ``offsets[i]:offsets[i + 1]``."""
+    parts: Sequence[TokenArrays]
+    names: tuple[str, ...]
+    """The sources' names, each the name of a loss curve."""
+    source: np.ndarray
+    """``(samples,)``: which part a sample is of."""
+    index: np.ndarray
+    """``(samples,)``: its place there."""
     lengths: np.ndarray = field(init=False)
     """``(samples,)``, tokens per sample."""
     supervised: np.ndarray = field(init=False)
-    """``(samples,)``, targets per sample; a sample's first token is never one."""
+    """``(samples,)``, targets per sample."""
+    rows: np.ndarray = field(init=False)
+    """``(samples,)``: the row of its source that a sample comes from."""
 
     def __post_init__(self) -> None:
-        is_target = self.labels != IGNORE_INDEX
-        is_target[self.offsets[:-1]] = False
-        cumulative = np.concatenate([[0], np.cumsum(is_target)])
-        object.__setattr__(self, "lengths", np.diff(self.offsets))
-        object.__setattr__(self, "supervised", np.diff(cumulative[self.offsets]))
+        for name in ("lengths", "supervised", "rows"):
+            values = np.zeros(len(self.source), dtype=np.int64)
+            for number, part in enumerate(self.parts):
+                mine = self.source == number
+                values[mine] = getattr(part, name)[self.index[mine]]
+            object.__setattr__(self, name, values)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        part = slice(self.offsets[index], self.offsets[index + 1])
-        return self.ids[part], self.labels[part]
+        return self.parts[self.source[index]][self.index[index]]
+
+    def take(self, chosen: np.ndarray) -> "Samples":
+        """Those samples only; ``chosen`` is a mask or holds indices."""
+        return Samples(self.parts, self.names, self.source[chosen], self.index[chosen])
+
+    def digests(self) -> np.ndarray:
+        """``(samples,)``, uint64: equal for samples of equal ids and labels."""
+        return np.array([_digest(*self[i]) for i in range(len(self))], dtype=np.uint64)
 
 
-def collect(tokenized: Sequence[tuple[np.ndarray, np.ndarray]]) -> Samples:
-    """Lay tokenised conversations end to end."""
-    lengths = [len(ids) for ids, _ in tokenized]
-    empty = [np.zeros(0, dtype=np.int32)]
-    return Samples(
-        ids=np.concatenate([ids for ids, _ in tokenized] or empty),
-        labels=np.concatenate([labels for _, labels in tokenized] or empty),
-        offsets=np.cumsum([0, *lengths]),
-    )
+def _digest(ids: np.ndarray, labels: np.ndarray) -> int:
+    import xxhash  # comes with datasets
+
+    content: Any = (np.asarray(ids, dtype=np.int32).tobytes(), np.asarray(labels, dtype=np.int32).tobytes())
+    return xxhash.xxh3_64_intdigest(b"".join(content))
 
 
-def fit_to_length(
-    tokenized: Sequence[tuple[np.ndarray, np.ndarray]], max_length: int | None, overlong: Overlong, path: str
-) -> tuple[list[int], Samples, list[str]]:
-    """Apply ``max_length`` and leave out what has nothing to learn from.
-
-    Returns:
-        The indices of the rows that stay, their samples, and a line for each thing that was done.
-
-    Raises:
-        RecipeError: nothing supervised is left, or a row is too long and ``overlong`` is ``error``.
-    """
-    limit = max_length if max_length is not None else max((len(ids) for ids, _ in tokenized), default=0)
-    too_long = [i for i, (ids, _) in enumerate(tokenized) if len(ids) > limit]
-    lines = []
-    if too_long:
-        if overlong == "error":
-            longest = max(len(ids) for ids, _ in tokenized)
-            raise RecipeError(
-                f"{path}, row {too_long[0] + 1}: {len(tokenized[too_long[0]][0])} tokens are over "
-                f"data.max_length={max_length} ({len(too_long)} such rows); raise it to {longest} or set "
-                "data.overlong to truncate or drop"
-            )
-        deed = {"truncate": "were cut at the end", "drop": "were dropped"}[overlong]
-        lines.append(
-            f"{path}: {len(too_long):,} of {len(tokenized):,} rows are longer than data.max_length={max_length} "
-            f"tokens and {deed} (data.overlong={overlong})"
-        )
-    dropped = set(too_long) if overlong == "drop" else set()
-    cut = {i: (ids[:limit], labels[:limit]) for i, (ids, labels) in enumerate(tokenized) if i not in dropped}
-    kept = [i for i, (_, labels) in cut.items() if (labels[1:] != IGNORE_INDEX).any()]
-    if len(kept) < len(cut):
-        lines.append(
-            f"{path}: {len(cut) - len(kept):,} of {len(tokenized):,} rows had no supervised token left and were dropped"
-        )
-    if not kept:
-        raise RecipeError(
-            f"{path}: not one of {len(tokenized):,} rows has a supervised token within data.max_length={max_length}; "
-            f"the longest row has {max(len(ids) for ids, _ in tokenized):,} tokens: raise it"
-        )
-    return kept, collect([cut[i] for i in kept]), lines
+def join(parts: Sequence[TokenArrays], names: Sequence[str]) -> Samples:
+    """All samples of some sources."""
+    source = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    index = np.concatenate([np.arange(len(part)) for part in parts] or [np.zeros(0, dtype=np.int64)])
+    return Samples(parts, tuple(names), source, index)

@@ -1,33 +1,30 @@
-"""The LightningDataModule: a file of conversations or text in, padding-free rows out."""
+"""The LightningDataModule: data sets of any format in, padding-free rows out."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
 from lit_ft.data.batching import BatchPlan, RowLoader
-from lit_ft.data.formats import Conversation, to_conversations
-from lit_ft.data.rendering import check_chat_template, ends_turn, prompt_text, set_chat_template, tokenize
-from lit_ft.data.samples import Overlong, Samples, fit_to_length
-from lit_ft.data.sources import read_rows
+from lit_ft.data.encoding import Overlong
+from lit_ft.data.formats import Chat
+from lit_ft.data.mixing import Strategy, check_weights
+from lit_ft.data.preparing import OnBadRow, Preparation, Prepared
+from lit_ft.data.rendering import Supervise, prompt_and_answer
+from lit_ft.data.samples import Samples, join
+from lit_ft.data.sources import FormatName, Source
+from lit_ft.data.streaming import StreamLoader
+from lit_ft.data.templates import set_chat_template
 from lit_ft.errors import RecipeError
 
 
-@dataclass(frozen=True)
-class Split:
-    """Conversations and their tokens, index by index."""
-
-    conversations: list[Conversation]
-    samples: Samples
-
-
 class TextDataModule(LightningDataModule):
-    """Instruction data or raw text from JSON files.
+    """Conversations, instructions, raw text or tokens, from one data set or a mixture of several.
 
     Everything is read, checked and tokenised before any weights are loaded. What is cut, dropped or
     skipped is said in a line.
@@ -36,37 +33,63 @@ class TextDataModule(LightningDataModule):
     def __init__(
         self,
         path: str | None = None,
+        sources: list[Source] | None = None,
+        mixing: Strategy = "concatenate",
         val_path: str | None = None,
-        test_path: str | None = None,
+        val_sources: list[Source] | None = None,
         val_fraction: float = 0.0,
-        format: Literal["auto", "alpaca", "completion"] = "auto",
+        test_path: str | None = None,
+        format: FormatName = "auto",
         system: str | None = None,
         chat_template: str | None = None,
+        template_options: dict[str, Any] | None = None,
+        supervise: Supervise = "assistant",
         max_length: int | None = 2048,
         overlong: Overlong = "truncate",
+        on_bad_row: OnBadRow = "error",
         micro_batch_size: int = 1,
         join_micro_batches: bool = True,
         packing: int | bool | Literal["off"] | None = None,
         shuffle: bool = True,
+        streaming: bool = False,
+        shuffle_buffer: int = 10_000,
+        cache_dir: str | None = None,
+        tokenize_workers: int | None = None,
         num_workers: int = 0,
     ) -> None:
         """Say where the data is and how it is dealt out.
 
         Args:
-            path: training data, a .json (list of objects) or .jsonl file; not needed to validate or test.
+            path: training data: a file (.json, .jsonl, .csv, .tsv, .txt, .parquet, each but the last also .gz), a
+                folder or glob of them, Megatron's .bin/.idx, a saved data set, or a hub id.
+                Not needed to validate or test.
+            sources: several training data sets, in place of path: a list of path, name, format, weight, ...
+            mixing: of the sources: concatenate (every sample once an epoch), first_exhausted or all_exhausted
+                (interleave by weight until one is, or all are, used up; without weights, by size).
             val_path: validation data; also what `test` and `predict` use when test_path is not given.
+            val_sources: several validation data sets, in place of val_path, each with a loss of its own.
+            val_fraction: share of each source's rows split off for validation, 0 to 1; equal rows stay together.
             test_path: data for `test` and `predict`.
-            val_fraction: share of the training rows split off for validation, 0 to 1, when val_path is not given.
-            format: columns of a row; auto finds it (alpaca: instruction, input, output; completion: text).
-            system: system prompt for rows that bring none of their own.
-            chat_template: Jinja text, or a file of it, in place of the tokenizer's own.
+            format: of the rows; auto goes by the columns of the first. A source's own format comes before it.
+            system: system prompt for conversations that bring none of their own.
+            chat_template: in place of the tokenizer's own: Jinja text, a file of it, or chatml, llama3, gemma, plain.
+            template_options: variables for the template, e.g. {enable_thinking: false}.
+            supervise: what is learned: assistant (its turns, unless a message says train: false), last (its last
+                turn), all (every token).
             max_length: longest sample, in tokens; null for no limit.
-            overlong: what happens to longer samples: truncate (cut at the end), drop, or error.
+            overlong: what happens to longer samples: truncate (cut at the end; raw text goes on in further
+                samples), truncate_left_prompt (the prompt loses its beginning, the answer stays), drop, or error.
+            on_bad_row: a row that cannot be used is an error, or skip it, with a count.
             micro_batch_size: samples (with packing: packed rows) per device and forward pass.
             join_micro_batches: run micro-batches of one optimiser step together while they fit in
                 micro_batch_size x max_length tokens, the memory that the recipe allows. Same numbers, fewer passes.
             packing: token budget of a packed row, or off. A sample longer than it is an error.
             shuffle: new order each epoch, from the seed.
+            streaming: read training data while training, for data larger than memory; set trainer.max_steps.
+            shuffle_buffer: rows that streaming shuffles (and packs) at a time.
+            cache_dir: where tokens are kept from run to run; by default LIT_FT_CACHE, or ~/.cache/lit_ft.
+            tokenize_workers: processes that tokenise; by default one per CPU core for files of over 5 MB. With
+                streaming, processes that tokenise ahead; by default 1.
             num_workers: processes that assemble rows; 0 is right unless rows are huge.
         """
         super().__init__()
@@ -74,20 +97,47 @@ class TextDataModule(LightningDataModule):
             raise RecipeError(f"data.val_fraction={val_fraction} must be at least 0 and below 1, e.g. 0.05")
         if packing is True:
             raise RecipeError("data.packing=true says no size; give the token budget of a row, e.g. 2048, or off")
-        if micro_batch_size < 1:
-            raise RecipeError(f"data.micro_batch_size={micro_batch_size} must be 1 or more")
-        if val_path is not None and val_fraction:
-            raise RecipeError(f"data.val_path={val_path!r} and data.val_fraction={val_fraction} exclude each other")
-        self.path, self.val_path, self.test_path = path, val_path, test_path
-        self.val_fraction, self.format, self.system = val_fraction, format, system
-        self.chat_template = chat_template
-        self.max_length, self.overlong = max_length, overlong
+        for name, value in (("micro_batch_size", micro_batch_size), ("shuffle_buffer", shuffle_buffer)):
+            if value < 1:
+                raise RecipeError(f"data.{name}={value} must be 1 or more")
+        if max_length is not None and max_length < 2:
+            raise RecipeError(f"data.max_length={max_length} leaves nothing to predict; set it to 2 tokens or more")
+        _exclude(path=path, sources=sources)
+        _exclude(val_path=val_path, val_sources=val_sources, val_fraction=val_fraction)
+        if streaming and val_fraction:
+            raise RecipeError(
+                f"data.val_fraction={val_fraction} needs all rows at once, which data.streaming=true never has; set "
+                "data.val_path"
+            )
+        self.sources = {
+            "train": _as_sources(path, sources),
+            "val": _as_sources(val_path, val_sources),
+            "test": _as_sources(test_path, None),
+        }
+        for name, members in self.sources.items():
+            self.sources[name] = [replace(s, format=format) if s.format == "auto" else s for s in members]
+        self.has_names = {
+            "train": sources is not None,
+            "val": val_sources is not None or bool(sources and val_fraction),
+        }
+        self.mixing = check_weights([source.weight for source in self.sources["train"]], mixing)
+        self.val_fraction, self.chat_template = val_fraction, chat_template
+        self.max_length = max_length
         self.packing = packing if isinstance(packing, int) and packing else None  # YAML reads off as false
         self.micro_batch_size, self.join_micro_batches = micro_batch_size, join_micro_batches
         self.shuffle, self.num_workers = shuffle, num_workers
-        self.splits: dict[str, Split] = {}
-        self._train_loader: RowLoader | None = None
+        self.streaming, self.shuffle_buffer = streaming, shuffle_buffer
+        self.preparation = Preparation(
+            None, system, supervise, max_length, overlong, template_options, on_bad_row, cache_dir, tokenize_workers
+        )
+        self.prepared: dict[str, list[Prepared]] = {}
+        """For each split its sources, read and tokenised."""
+        self.splits: dict[str, Samples] = {}
+        """For each split (train, val, test) its samples."""
+        self._train_loader: RowLoader | StreamLoader | None = None
         self._place: dict[str, Any] = {}
+
+    # --- reading ---------------------------------------------------------------------------------
 
     def load(self, tokenizer: PreTrainedTokenizerBase | None = None, stage: str = "fit") -> None:
         """Read, check and tokenise what a stage needs; a second call does nothing.
@@ -101,71 +151,111 @@ class TextDataModule(LightningDataModule):
         """
         if tokenizer is None:
             raise RecipeError("TextDataModule needs a tokenizer: the model's class must have it as `tokenizer`")
-        self._tokenizer = tokenizer
+        if self.preparation.tokenizer is not tokenizer:
+            set_chat_template(tokenizer, self.chat_template)
+            self.preparation = replace(self.preparation, tokenizer=tokenizer)
         if stage == "fit" and "train" not in self.splits:
-            self._load_training(tokenizer)
+            self._load_training()
         elif stage == "validate" and "val" not in self.splits:
-            self._load_training(tokenizer) if self.val_fraction else self._load_split("val", tokenizer)
-            if "val" not in self.splits:
-                raise RecipeError("there is nothing to validate on; set data.val_path or data.val_fraction")
+            self._load_training() if self.val_fraction else self._load("val")
         elif stage in ("test", "predict") and "test" not in self.splits:
-            self._load_split("test", tokenizer)
+            self._load("test")
 
-    def _load_training(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if self.path is None:
-            raise RecipeError("data.path is not set; give a .json or .jsonl file with --data.path FILE")
-        conversations = self._read(self.path, "data.path")
-        held_out: set[int] = set()
+    def _load_training(self) -> None:
+        if not self.sources["train"]:
+            raise RecipeError("data.path is not set; name the training data with --data.path FILE")
+        if self.sources["val"]:
+            self._load("val")
+        if self.streaming:
+            # The first rows show what is wrong with the format and the template.
+            head = [replace(source, max_rows=min(source.max_rows or 100, 100)) for source in self.sources["train"]]
+            self._check_packing(join([self.preparation.prepare(source).arrays for source in head], ()))
+            return
+        self._load("train")
         if self.val_fraction:
-            count = max(1, round(len(conversations) * self.val_fraction))
-            if count >= len(conversations):
+            held_out = self._held_out()
+            train = self.splits["train"]
+            names = self._names("val")
+            self.splits["val"] = replace(train.take(held_out), names=names)
+            self.prepared["val"] = self.prepared["train"]
+            self.splits["train"] = train.take(~held_out)
+        self._check_packing(self.splits["train"])
+
+    def _load(self, split: str) -> None:
+        sources = self.sources[split] or (self.sources["val"] if split == "test" else [])
+        if not sources:
+            raise RecipeError(f"there is no data to {_VERBS[split]} on; set data.{split}_path or data.val_path")
+        self.prepared[split] = [self.preparation.prepare(source) for source in sources]
+        for line in (line for prepared in self.prepared[split] for line in prepared.lines):
+            rank_zero_info(line)
+        self.splits[split] = join([prepared.arrays for prepared in self.prepared[split]], self._names(split))
+
+    def _names(self, split: str) -> tuple[str, ...]:
+        """Names of the split's loss curves; none for a single data set without a name."""
+        sources = self.sources[split]
+        if split == "val" and self.val_fraction:
+            sources = self.sources["train"]
+        elif split == "test" and not sources:
+            sources, split = self.sources["val"], "val"
+        return tuple(source.title for source in sources) if self.has_names.get(split) else ()
+
+    def _held_out(self) -> np.ndarray:
+        """Which training samples are for validation: of each source, a share of its different rows."""
+        samples = self.splits["train"]
+        digests = samples.digests()
+        held_out = np.zeros(len(samples), dtype=bool)
+        generator = np.random.default_rng(process.seed())
+        for number, source in enumerate(self.sources["train"]):
+            mine = np.flatnonzero(samples.source == number)
+            rows, first, of_sample = np.unique(samples.rows[mine], return_index=True, return_inverse=True)
+            different, of_row = np.unique(digests[mine][first], return_inverse=True)
+            count = max(1, round(len(different) * self.val_fraction))
+            if count >= len(different):
                 raise RecipeError(
-                    f"data.val_fraction={self.val_fraction} of {len(conversations)} rows leaves none to train on; "
-                    "lower it"
+                    f"data.val_fraction={self.val_fraction} of {len(different)} different rows of {source.path!r} "
+                    "leaves none to train on; lower it"
                 )
-            held_out = set(np.random.default_rng(process.seed()).permutation(len(conversations))[:count].tolist())
-            self.splits["val"] = self._tokenize([conversations[i] for i in sorted(held_out)], self.path, tokenizer)
-        elif self.val_path is not None:
-            self._load_split("val", tokenizer)
-        training = [row for i, row in enumerate(conversations) if i not in held_out]
-        self.splits["train"] = self._tokenize(training, self.path, tokenizer)
-        if self.packing is not None and (longest := int(self.splits["train"].samples.lengths.max())) > self.packing:
+            chosen = np.zeros(len(different), dtype=bool)
+            chosen[generator.permutation(len(different))[:count]] = True
+            held_out[mine] = chosen[of_row][of_sample]
+            rank_zero_info(f"{source.path}: {int(chosen[of_row].sum()):,} of {len(rows):,} rows are for validation")
+        return held_out
+
+    def _check_packing(self, samples: Samples) -> None:
+        longest = int(samples.lengths.max()) if len(samples) else 0
+        if self.streaming and self.max_length is not None:
+            longest = self.max_length
+        if self.packing is not None and longest > self.packing:
             raise RecipeError(
                 f"data.packing={self.packing} tokens cannot hold the longest sample of {longest}; "
                 f"set it to {longest} or more, or data.max_length to {self.packing}"
             )
 
-    def _load_split(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        path, option = self.val_path, "data.val_path"
-        if name == "test" and self.test_path is not None:
-            path, option = self.test_path, "data.test_path"
-        if path is None:
-            raise RecipeError(f"there is no data to {name} on; set data.{name}_path or data.val_path")
-        self.splits[name] = self._tokenize(self._read(path, option), path, tokenizer)
+    def prompts(self, split: str) -> list[dict[str, str]]:
+        """What a model is asked to answer: for each conversation of a split its prompt, question and expected answer.
 
-    def _read(self, path: str, option: str) -> list[Conversation]:
-        return to_conversations(read_rows(path, option), path, self.format, self.system)
-
-    def _tokenize(self, conversations: list[Conversation], path: str, tokenizer: PreTrainedTokenizerBase) -> Split:
-        set_chat_template(tokenizer, self.chat_template)
-        first = conversations[0]
-        if not isinstance(first, str):
-            check_chat_template(tokenizer)
-            if not ends_turn(first, tokenizer):
-                rank_zero_warn(
-                    f"the chat template of {tokenizer.name_or_path!r} closes the assistant's turn with no special "
-                    "token: the model will not learn to stop. Give another one with data.chat_template"
-                )
-        tokenized = [tokenize(conversation, tokenizer) for conversation in conversations]
-        kept, samples, lines = fit_to_length(tokenized, self.max_length, self.overlong, path)
-        for line in lines:
-            rank_zero_info(line)
-        return Split([conversations[i] for i in kept], samples)
+        Args:
+            split: train, val or test.
+        """
+        samples, found = self.splits[split], []
+        for number, prepared in enumerate(self.prepared[split]):
+            if prepared.source.index_prefix is not None:
+                continue
+            wanted = set(samples.rows[samples.source == number].tolist())
+            tokenization = self.preparation.tokenization(prepared.source)
+            for place, (_, row) in enumerate(prepared.source.rows()):
+                example = tokenization.example(row) if place in wanted else None
+                if isinstance(example, Chat):
+                    prompt, question, answer = prompt_and_answer(example, tokenization.template)
+                    found.append({"prompt": prompt, "question": question["content"], "expected": answer["content"]})
+        return found
 
     def setup(self, stage: str) -> None:
         """Load what the stage needs, unless that was done before."""
         module = getattr(self.trainer, "lightning_module", None)
         self.load(getattr(module, "tokenizer", None), stage)
+
+    # --- loaders ---------------------------------------------------------------------------------
 
     @property
     def token_budget(self) -> int | None:
@@ -173,22 +263,51 @@ class TextDataModule(LightningDataModule):
         per_unit = self.packing if self.packing is not None else self.max_length
         return None if per_unit is None else per_unit * self.micro_batch_size
 
-    def train_dataloader(self) -> RowLoader:
-        """Micro-batches of this rank, which know their optimiser window."""
-        trainer: Any = self.trainer
-        plan = BatchPlan(
+    def plan(self, replicas: int = 1) -> BatchPlan:
+        """How training samples are dealt out to so many data-parallel ranks."""
+        return BatchPlan(
             micro_batch_size=self.micro_batch_size,
             packing=self.packing,
             token_budget=self.token_budget if self.join_micro_batches else None,
             shuffle=self.shuffle,
             seed=process.seed(),
-            replicas=process.replica(self.trainer)[0],
+            replicas=replicas,
+            mixing=self.mixing,
         )
-        limit = trainer.overfit_batches or trainer.limit_train_batches
-        self._train_loader = self._loader("train", plan, limit, lambda: trainer.accumulate_grad_batches)
+
+    def train_dataloader(self) -> RowLoader | StreamLoader:
+        """Micro-batches of this rank, which know their optimiser window."""
+        trainer: Any = self.trainer
+        replicas, replica = process.replica(trainer)
+        if self.streaming:
+            self._train_loader = self._stream(replicas, replica)
+        else:
+            limit = trainer.overfit_batches or trainer.limit_train_batches
+            self._train_loader = self._loader(
+                "train", self.plan(replicas), limit, lambda: trainer.accumulate_grad_batches
+            )
         if self._place:
             self._train_loader.load_state_dict(self._place)
         return self._train_loader
+
+    def _stream(self, replicas: int, replica: int) -> StreamLoader:
+        trainer: Any = self.trainer
+        limit, accumulate = trainer.limit_train_batches, trainer.accumulate_grad_batches
+        if isinstance(limit, int) and limit % accumulate:
+            raise RecipeError(
+                f"trainer.limit_train_batches={limit} ends a stream within an optimiser step of {accumulate} "
+                f"micro-batches; set it to {-(-limit // accumulate) * accumulate}"
+            )
+        return StreamLoader(
+            self.sources["train"],
+            self.preparation,
+            self.plan(replicas),
+            names=self._names("train"),
+            buffer_rows=self.shuffle_buffer,
+            replica=replica,
+            accumulate=lambda: trainer.accumulate_grad_batches,
+            workers=1 if self.preparation.workers is None else self.preparation.workers,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the training data."""
@@ -214,16 +333,13 @@ class TextDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Prompts and expected answers, ``micro_batch_size`` a batch; Lightning deals them out to the ranks."""
-        conversations = [c for c in self.splits["test"].conversations if not isinstance(c, str)]
-        prompts = [
-            {"prompt": prompt_text(messages[:-1], self._tokenizer), "expected": messages[-1]["content"]}
-            for messages in conversations
-        ]
-        dataset: Any = prompts  # a list is a map-style data set
+        dataset: Any = self.prompts("test")  # a list is a map-style data set
+        if not dataset:
+            raise RecipeError("there are no conversations to predict on; set data.test_path to data that has some")
         return DataLoader(dataset, batch_size=self.micro_batch_size, collate_fn=list)
 
     def _evaluation_loader(self, split: str, limit: str) -> RowLoader:
-        samples = self.splits[split].samples
+        samples = self.splits[split]
         # No gradients, no optimiser step: rows may hold as many samples as the memory of a training row.
         budget = self.token_budget
         units = None if budget is None else max(budget, int(samples.lengths.max()))
@@ -234,7 +350,7 @@ class TextDataModule(LightningDataModule):
     def _loader(self, split: str, plan: BatchPlan, limit: int | float, accumulate: Any = lambda: 1) -> RowLoader:
         assert self.trainer is not None
         return RowLoader(
-            self.splits[split].samples,
+            self.splits[split],
             plan,
             replica=process.replica(self.trainer)[1],
             accumulate=accumulate,
@@ -242,3 +358,24 @@ class TextDataModule(LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
         )
+
+
+_VERBS = {"train": "train", "val": "validate", "test": "test"}
+
+
+def _exclude(**options: Any) -> None:
+    given = [
+        f"data.{name}={value!r}" if not isinstance(value, list) else f"data.{name}"
+        for name, value in options.items()
+        if value
+    ]
+    if len(given) > 1:
+        raise RecipeError(f"{' and '.join(given)} exclude each other; keep one")
+
+
+def _as_sources(path: str | None, sources: list[Source] | None) -> list[Source]:
+    members = [Source(path)] if path is not None else list(sources or [])
+    titles = [source.title for source in members]
+    if doubled := [title for title in titles if titles.count(title) > 1]:
+        raise RecipeError(f"two sources have the name {doubled[0]!r}; give each its own with name: ...")
+    return members

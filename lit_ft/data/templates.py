@@ -1,0 +1,229 @@
+"""Chat templates: the tokenizer's own, one from the recipe, or one of four built in."""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from lit_ft.data.formats import Chat, Message
+from lit_ft.errors import BadRow, RecipeError
+
+_CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+_LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+_GEMMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'system' %}
+{%- if loop.length == 1 %}{{ raise_exception('a system prompt alone has no turn to go into') }}{% endif %}
+{%- else %}
+{%- set before = messages[0].content | trim + '\\n\\n' if loop.index0 == 1 and messages[0].role == 'system' else '' %}
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' + before }}
+{{- message.content | trim + '<end_of_turn>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+_PLAIN = """\
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{ 'Assistant: ' + message.content + eos_token + '\\n' }}
+{%- else %}{{ message.role | capitalize + ': ' + message.content + '\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+BUILT_IN = {"chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA, "plain": _PLAIN}
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+    """Give the tokenizer a chat template: the name of a built-in one, Jinja text, or a file of it.
+
+    Raises:
+        RecipeError: it is none of these, or the tokenizer lacks a token that a built-in one is made of.
+    """
+    if template is None:
+        return
+    if template in BUILT_IN:
+        text = BUILT_IN[template]
+        marks = sorted(set(re.findall(r"<\|\w+\|>|<\w+_of_turn>", text)))
+        if missing := [mark for mark in marks if mark not in tokenizer.get_added_vocab()]:
+            raise RecipeError(
+                f"data.chat_template={template!r} needs the tokens {', '.join(missing)}, which the tokenizer of "
+                f"{tokenizer.name_or_path!r} does not have; use plain, or the tokenizer's own template"
+            )
+    elif "{" in template:
+        text = template
+    elif Path(template).is_file():
+        text = Path(template).read_text(encoding="utf-8")
+    else:
+        raise RecipeError(
+            f"data.chat_template={template!r} is no file, no Jinja text, and not built in ({', '.join(BUILT_IN)}); "
+            "give one of these"
+        )
+    tokenizer.chat_template = text
+
+
+class ChatTemplate:
+    """The template of a tokenizer, and what it does, found by rendering probes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None = None) -> None:
+        """Look at a tokenizer's template.
+
+        Args:
+            tokenizer: with a ``chat_template``.
+            options: variables that the template takes, e.g. ``{"enable_thinking": False}``.
+
+        Raises:
+            RecipeError: there is no template, or it does not render a question and an answer.
+        """
+        if not tokenizer.chat_template:
+            raise RecipeError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which conversations need; give one "
+                f"with --data.chat_template FILE.jinja, or a built-in one ({', '.join(BUILT_IN)}), or train on raw text"
+            )
+        self._tokenizer, self._options = tokenizer, options or {}
+        self.name = f"the chat template of {tokenizer.name_or_path!r}"
+        self._check_options(self._options)
+        self._compiled = _compile_jinja_template(tokenizer.get_chat_template())
+        given = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **self._options}
+        self._variables = {**self._compiled.globals, **given}
+        try:
+            self.closing = self.render([_QUESTION, _ANSWER]).rpartition(_ANSWER["content"])[2]
+        except Exception as error:
+            raise RecipeError(
+                f"{self.name} does not render a question and an answer ({type(error).__name__}: {error}); give another "
+                "one with data.chat_template"
+            ) from error
+        tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
+        self._special = re.compile(special)
+        self._tail = re.compile(rf"(?:{special}|\s)*\Z")
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        text = str(self._tokenizer.chat_template)
+        if unknown := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", text)]:
+            raise RecipeError(f"data.template_options: {self.name} uses no {unknown[0]!r}; take it out")
+
+    def render(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, generation: bool = False
+    ) -> str:
+        """The text of a conversation, and with ``generation`` the opening of the assistant's turn."""
+        if tools is not None or not all(message.keys() == _PLAIN_KEYS for message in messages):
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools, tokenize=False, add_generation_prompt=generation, **self._options
+            )
+        # What apply_chat_template does for plain turns, without the copies that cost more than tokenising a short row.
+        variables = {**self._variables, "messages": messages, "add_generation_prompt": generation}
+        return "".join(self._compiled.root_render_func(self._compiled.new_context(variables, shared=True)))
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """The special token that closes the assistant's turn; empty where there is none."""
+        found = self._special.search(self.closing)
+        return found.group() if found else ""
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """Whether declared tools, calls and results all show in the text."""
+        name, value, result = "probe_tool", "probe_value", "probe_result"
+        schema = {"type": "object", "properties": {"probe_argument": {"type": "string"}}}
+        tools = [{"type": "function", "function": {"name": name, "description": "probe", "parameters": schema}}]
+        call = {
+            "type": "function",
+            "id": "call00001",
+            "function": {"name": name, "arguments": {"probe_argument": value}},
+        }
+        messages = [
+            _QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": name, "tool_call_id": "call00001", "content": result},
+            _ANSWER,
+        ]
+        try:
+            text = self.render(messages, tools)
+        except Exception:  # whatever a foreign template raises: it does not render tools
+            return False
+        return all(part in text for part in ("probe_argument", value, result))
+
+    def cut_after_end_of_turn(self, text: str) -> tuple[str, bool]:
+        """An assistant turn's text through its end-of-turn token, and whether it has one.
+
+        What a template writes after that token belongs to nobody's turn.
+        """
+        if self.end_of_turn and text.endswith(self.closing):
+            return text[
+                : len(text) - len(self.closing) + self.closing.index(self.end_of_turn) + len(self.end_of_turn)
+            ], True
+        tail = self._tail.search(text)
+        first = self._special.search(text, tail.start()) if tail else None
+        return (text[: first.end()], True) if first else (text, False)
+
+    def check_seen(self, messages: Sequence[Message], text: str) -> None:
+        """Refuse a rendering that leaves out what a user or a system prompt says.
+
+        Raises:
+            BadRow: some is missing.
+        """
+        for number, message in enumerate(messages, 1):
+            if message["role"] in ("system", "developer", "user") and message["content"].strip() not in text:
+                raise BadRow(
+                    f"{self.name} leaves out the text of turn {number} ({message['role']}); give another template, or "
+                    "take the turn out"
+                )
+
+
+def spell_out_tools(chat: Chat) -> Chat:
+    """A conversation with its functions, calls and results as text, for templates that show none.
+
+    Calls and results are tagged as Hermes and Qwen tag them.
+    """
+    messages: list[Message] = []
+    marks: dict[int, bool] = {}
+    for i, message in enumerate(chat.messages):
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if chat.messages[i - 1]["role"] == "tool":  # several results are one turn, as several calls are
+                messages[-1]["content"] += f"\n{result}"
+                continue
+            spelled = {"role": "user", "content": result}
+        else:
+            calls = [_spell(call["function"]) for call in message.get("tool_calls", [])]
+            text = "\n".join(part for part in (message["content"], *calls) if part)
+            spelled = {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
+        if i in chat.marks:
+            marks[len(messages)] = chat.marks[i]
+        messages.append(spelled)
+    if chat.tools:
+        listing = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in chat.tools)
+        parts = [_TOOLS.format(listing), messages[0]["content"]]
+        in_system = messages[0]["role"] != "user"
+        messages[0]["content"] = "\n\n".join(part for part in (reversed(parts) if in_system else parts) if part)
+    return Chat(messages, None, marks)
+
+
+def _spell(function: dict[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
+
+
+_TOOLS = (
+    "You may call the functions below. To call one, answer with its name and arguments as JSON within "
+    "<tool_call></tool_call>.\n<tools>\n{}\n</tools>"
+)
+
+_PLAIN_KEYS = {"role", "content"}
+_QUESTION: Message = {"role": "user", "content": "probe question"}
+_ANSWER: Message = {"role": "assistant", "content": "probe answer"}

@@ -1,0 +1,91 @@
+"""Tokenised sources on disk: never stale, never half-written, made once for all ranks.
+
+A cache entry is a folder named after a fingerprint of everything that decides its content. It is
+written beside its place and renamed when complete. A file lock lets one process write and all others
+wait: no rank waits in a collective, which would time out, and a killed writer's lock is free at once.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_ft.data import encoding, formats, indexed, rendering, samples, sources, templates
+from lit_ft.data.encoding import Tokenization
+from lit_ft.errors import RecipeError
+
+SECONDS_BEFORE_SAYING_SO = 5
+
+
+def default_folder() -> Path:
+    """``LIT_FT_CACHE``, or ``lit_ft`` in the user's cache folder."""
+    given = os.environ.get("LIT_FT_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_ft"
+
+
+def fingerprint(source_digest: str, tokenization: Tokenization, **more: Any) -> str:
+    """Name of the entry: a digest of the rows' content, of how they become tokens, and of the code that does it."""
+    tokenizer = tokenization.tokenizer
+    settings = {f.name: getattr(tokenization, f.name) for f in fields(tokenization) if f.name != "tokenizer"}
+    code = (encoding, formats, indexed, rendering, samples, sources, templates)
+    ingredients = {
+        "rows": source_digest,
+        "settings": {**settings, **more},
+        "tokenizer": [type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template],
+        "special tokens": tokenizer.special_tokens_map,
+        "code": [inspect.getsource(module) for module in code],
+        "libraries": [version(name) for name in ("transformers", "tokenizers", "jinja2", "datasets", "numpy")],
+    }
+    text = json.dumps(ingredients, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
+    """The folder of a cache entry; written by the first process that asks.
+
+    Args:
+        folder: of the cache.
+        key: the entry's fingerprint.
+        write: fills a folder with the entry.
+
+    Raises:
+        RecipeError: the cache cannot be written.
+    """
+    place = folder / key
+    if place.is_dir():
+        return place
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f"{key}.lock")
+        _acquire(lock)
+    except OSError as error:
+        raise RecipeError(
+            f"data.cache_dir={str(folder)!r} cannot be written ({error.strerror}); give another folder"
+        ) from error
+    try:
+        if not place.is_dir():
+            unfinished = folder / f"{key}.unfinished"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            write(unfinished)
+            unfinished.rename(place)
+    finally:
+        lock.release()
+    return place
+
+
+def _acquire(lock: FileLock) -> None:
+    try:
+        lock.acquire(timeout=SECONDS_BEFORE_SAYING_SO)
+    except Timeout:
+        rank_zero_info(f"another process tokenises the data; waiting for it ({lock.lock_file})")
+        lock.acquire()
