@@ -17,6 +17,8 @@ COMMANDS = {
     "validate": ("lit_ft.commands.train", "measure loss and accuracy on the validation data"),
     "test": ("lit_ft.commands.train", "measure loss and accuracy on the test data"),
     "predict": ("lit_ft.commands.train", "answer the prompts of the test data"),
+    "check": ("lit_ft.commands.check", "look at the data of a recipe: what is trained on, and what is wrong"),
+    "convert": ("lit_ft.commands.convert", "write data in another format"),
     "export": ("lit_ft.commands.export", "write a run's adapter or merged model as a Hugging Face folder"),
 }
 

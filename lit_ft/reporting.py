@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
@@ -42,6 +42,7 @@ class RunReport(Callback):
                     "the frozen base is random and in no checkpoint: the same seed_everything draws it again"
                 )
         rank_zero_info(f"on {describe_devices(trainer)}, {describe_steps(trainer)}")
+        put_losses_on_one_chart(trainer)
         rank_zero_info(f"run folder: {self.run.root}")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -55,6 +56,9 @@ class RunReport(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what came of it, and what to do next."""
+        if isinstance(trainer.train_dataloader, StreamLoader):
+            for line in trainer.train_dataloader.describe():
+                rank_zero_info(line)
         loss = trainer.callback_metrics.get("train/loss")
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
         seconds = time.perf_counter() - self._started
@@ -63,6 +67,18 @@ class RunReport(Callback):
             rank_zero_info(f"next: python -m lit_ft predict --config {self.run.config} --ckpt_path last")
         else:
             rank_zero_info(f"next: python -m lit_ft export --run {self.run.root} --merge")
+
+
+def put_losses_on_one_chart(trainer: Trainer) -> None:
+    """In TensorBoard's custom scalars, show the loss of each source beside the total."""
+    layout = {
+        "loss by source": {
+            stage: ["Multiline", [f"^{stage}/loss$", f"^{stage}/loss/.*$"]] for stage in ("train", "val")
+        }
+    }
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_custom_scalars(layout)
 
 
 def describe_model(module: CausalLM) -> str:
@@ -101,11 +117,10 @@ def describe_steps(trainer: Trainer) -> str:
         return f"{steps} optimiser steps of a stream; {loader.buffer_rows:,} rows are shuffled at a time"
     if not isinstance(loader, RowLoader):
         return f"{steps} optimiser steps"
-    rows, tokens = len(loader.samples), int(loader.samples.lengths.sum())
+    draws, tokens, supervised = loader.epoch_size()
     per_epoch = -(-len(loader) // trainer.accumulate_grad_batches)
-    supervised = int(loader.samples.supervised.sum())
     return (
-        f"{steps:,} optimiser steps; an epoch is {rows:,} rows, {tokens:,} tokens ({supervised / tokens:.0%} "
+        f"{steps:,} optimiser steps; an epoch is {draws:,} samples, {tokens:,} tokens ({supervised / tokens:.0%} "
         f"supervised) in {per_epoch:,} steps of about {tokens // max(per_epoch, 1):,} tokens"
     )
 

@@ -98,7 +98,10 @@ def configure_optimizers(
             "lr_scheduler": {"scheduler": scheduler, "monitor": getattr(scheduler, "monitor", None)},
         }
     if scheduler.total_steps is None:
-        steps = module.trainer.estimated_stepping_batches
+        trainer = module.trainer
+        # Asking Lightning opens the training data, before a resumed run has told it its place.
+        by_steps = trainer.max_epochs == -1 and trainer.max_steps != -1
+        steps = trainer.max_steps if by_steps else trainer.estimated_stepping_batches
         if math.isinf(steps):
             raise RecipeError(f"{type(scheduler).__name__} needs the run's length; set trainer.max_steps or max_epochs")
         scheduler.total_steps = int(steps)

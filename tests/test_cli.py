@@ -135,7 +135,7 @@ def test_validate_test_and_predict(capsys: Any, tmp_path: Path, model_folder: st
     run(capsys, "predict", *arguments, "--ckpt_path", "last", "--model.max_new_tokens", "4")
     answers = [json.loads(line) for line in (run_dir / "predictions.jsonl").read_text().splitlines()]
     assert [answer["expected"] for answer in answers] == [row["output"] for row in make_rows(5)]
-    assert all(set(answer) == {"prompt", "expected", "answer"} for answer in answers)
+    assert all(set(answer) == {"prompt", "question", "expected", "answer"} for answer in answers)
 
 
 def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "missing file": (["--data.path", "nope.json"], "data.path='nope.json' does not exist"),
+    "missing file": (["--data.path", "nope.json"], "'nope.json' does not exist; give a file, a folder, a glob"),
     "misspelt model option": (
         ["--model.pretraned", "x"],
         "model: unknown option 'pretraned'; did you mean 'pretrained'?",

@@ -145,8 +145,9 @@ class _Rows(Dataset[Row]):
 class RowLoader:
     """Iterates one replica's micro-batches, an epoch at a time, and remembers its place.
 
-    It is what a Trainer is given as a dataloader. ``sampler`` is the loader itself: Lightning calls
-    ``loader.sampler.set_epoch``; ``state_dict`` makes a resumed run go on with the next micro-batch.
+    It is what a Trainer is given as a dataloader. It counts its epochs itself: Lightning's count is one ahead in
+    a checkpoint of a run that ``max_steps`` ended within an epoch. ``state_dict`` makes a resumed run go on with
+    the next micro-batch.
     """
 
     def __init__(
@@ -174,8 +175,6 @@ class RowLoader:
         self.samples, self.plan, self.replica = samples, plan, replica
         self._accumulate, self._limit = accumulate, limit
         self._workers, self._pin_memory = num_workers, pin_memory
-        self.sampler = self
-        self.batch_sampler = None  # Lightning reads it to warn of shuffled validation data
         self.seconds_waited = 0.0
         """Time that the training loop has waited for rows."""
         self._epoch = 0
@@ -190,9 +189,10 @@ class RowLoader:
     def __len__(self) -> int:
         return self._length
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration takes."""
-        self._epoch = epoch
+    def epoch_size(self) -> tuple[int, int, int]:
+        """Samples of the first epoch, their tokens, and how many of these are supervised."""
+        order = self.plan.mixing.order(self.samples.source, self.plan.shuffle, self.plan.seed)
+        return len(order), int(self.samples.lengths[order].sum()), int(self.samples.supervised[order].sum())
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and how many of its micro-batches were handed out."""
@@ -202,18 +202,23 @@ class RowLoader:
         """Go on from a saved place at the next iteration."""
         self._resume = {"epoch": int(state["epoch"]), "position": int(state["position"])}
 
-    def micro_batches(self) -> Iterator[Piece]:
-        """This replica's epoch."""
-        units = self.plan.units(self.samples, self._epoch)
+    def micro_batches(self, epoch: int = 0) -> Iterator[Piece]:
+        """This replica's share of an epoch."""
+        units = self.plan.units(self.samples, epoch)
         # A cut epoch ends in a shorter window, whose token count must not include what is never run.
         units = units[: len(self) * self.plan.micro_batch_size * self.plan.replicas]
         return micro_batches(units, self.samples, self.plan, self.replica, self._accumulate())
 
     def __iter__(self) -> Iterator[Row]:
-        # A generator: Lightning asks for the iterator before it sets the epoch, and draws from it after.
+        # A generator: Lightning asks for the iterator before it restores the place, and draws from it after.
         resume, self._resume = self._resume, None
-        self._position = resume["position"] if resume and resume["epoch"] == self._epoch else 0
-        sampler: Any = islice(self.micro_batches(), self._position, None)
+        if resume is not None:
+            self._epoch, self._position = resume["epoch"], resume["position"]
+        elif self._position < len(self):
+            self._position = 0  # an epoch that was left begins again
+        if self._position >= len(self):
+            self._epoch, self._position = self._epoch + 1, 0
+        sampler: Any = islice(self.micro_batches(self._epoch), self._position, None)
         rows = iter(
             DataLoader(
                 _Rows(self.samples),

@@ -6,13 +6,12 @@ fingerprint from it.
 
 import multiprocessing
 import re
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -62,6 +61,7 @@ NOTES = {
     "end of turn added": "answers were closed with {closing!r}, because {template} closes them with no special token",
     "other opening": "answers begin in another way than {template} opens the assistant's turn at inference; they are "
     "trained as the template writes them",
+    "answer left out in part": "answers lost part of what they say, because {template} leaves it out",
     "ends without answer": "conversations end with a turn that is not the assistant's; it was left out",
     "tools spelled out": "conversations have functions, calls or results, which {template} does not show; they were "
     "spelled out as text",
@@ -85,6 +85,10 @@ class Tokenization:
     overlong: Overlong = "truncate"
     template_options: dict[str, Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A compiled template cannot go to another process, which makes its own.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template; asked for by conversations alone."""
@@ -96,10 +100,10 @@ class Tokenization:
         return TextEncoder(self.tokenizer)
 
     @cached_property
-    def opening(self) -> str:
-        """The text of the token that the tokenizer opens raw text with, if it does."""
+    def opening(self) -> int | None:
+        """The token that the tokenizer opens raw text with, if it does."""
         first = self.tokenizer("")["input_ids"][:1]
-        return self.tokenizer.bos_token if first and first[0] == self.tokenizer.bos_token_id else ""
+        return first[0] if first and first[0] == self.tokenizer.bos_token_id else None
 
     def describe(self, notes: Counter[str], rows: int) -> list[str]:
         """The notes as lines."""
@@ -142,6 +146,9 @@ class Tokenization:
         else:
             pieces, owners = self._pieces(examples, bad, notes)
             ids, labels, lengths = self.encoder.encode(pieces)
+            if self.opening is not None:
+                is_text = np.array([isinstance(examples[i], Text) for i in owners], dtype=bool)
+                ids, labels, lengths = _open(ids, labels, lengths, is_text, self.opening)
             whole = {i for i in owners if isinstance(example := examples[i], Text) and not example.prompt}
         encoded = Encoded(ids, labels, np.array(lengths, dtype=np.int64), np.array(owners, dtype=np.int64), len(rows))
         encoded.bad, encoded.notes = sorted(bad.items()), notes
@@ -175,7 +182,7 @@ class Tokenization:
                 if isinstance(example, Chat):
                     own = chat_samples(example, self.template, self.supervise, closing, notes)
                 else:
-                    own = [text_pieces(example, self.opening, closing)]  # type: ignore[arg-type]
+                    own = [text_pieces(example, closing)]  # type: ignore[arg-type]
                 check_encodable(own)
             except BadRow as error:
                 bad[i] = str(error)
@@ -185,6 +192,15 @@ class Tokenization:
             samples += own
             owners += [i] * len(own)
         return samples, owners
+
+
+def _open(
+    ids: np.ndarray, labels: np.ndarray, lengths: list[int], is_text: np.ndarray, opening: int
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Put a token in front of each text; as a part of the text, some tokenizers would go on from it differently."""
+    tokens = np.array(lengths, dtype=np.int64)
+    starts = (np.cumsum(tokens) - tokens)[is_text]
+    return np.insert(ids, starts, opening), np.insert(labels, starts, IGNORE_INDEX), (tokens + is_text).tolist()
 
 
 def contents_of(example: Example) -> list[str]:
@@ -229,14 +245,15 @@ class TextEncoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocabulary = len(tokenizer)
-        tokens = {
+        special = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = _any_of(token.content for token in special.values())
+        self._ids = {
             token.content: id_
-            for id_, token in tokenizer.added_tokens_decoder.items()
-            if token.special and not (token.lstrip or token.rstrip or token.single_word)
+            for id_, token in special.items()
+            if not (token.lstrip or token.rstrip or token.single_word)
         }
-        pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
-        self._special = re.compile(f"({pattern})" if pattern else "((?!))")
-        self._ids = tokens
+        self._alone = _any_of(self._ids)
+        self._right_stripping = [id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.rstrip]
         two = [self._encode([text])[0] for text in ("one\n", "two")]
         self.is_piecewise = bool(tokenizer.decode([*two[0], *two[1]]) == "one\ntwo")
 
@@ -255,7 +272,7 @@ class TextEncoder:
 
     def _by_piece(self, samples: Sequence[Sequence[Piece]]) -> tuple[list[int], np.ndarray, list[int]]:
         # Special tokens stand alone in any text, and what stands between them is often the same: encode it once.
-        parts = [[self._special.split(text) for text, _ in sample] for sample in samples]
+        parts = [[self._alone.split(text) for text, _ in sample] for sample in samples]
         known: dict[str, list[int]] = {"": []}
         known.update((token, [id_]) for token, id_ in self._ids.items())
         new = list({part: None for sample in parts for piece in sample for part in piece if part not in known})
@@ -275,14 +292,24 @@ class TextEncoder:
     def _by_offset(self, samples: Sequence[Sequence[Piece]]) -> tuple[list[int], np.ndarray, list[int]]:
         texts = ["".join(text for text, _ in sample) for sample in samples]
         ids: list[int] = []
-        flags: list[bool] = []
+        flags: list[np.ndarray] = []
         lengths = []
         for sample, encoding in zip(samples, self._backend.encode_batch(texts, add_special_tokens=False), strict=True):
-            ends = list(accumulate(len(text) for text, _ in sample))
+            # (characters,); one more for a token of none at the end
+            of_character = np.repeat([flag for _, flag in sample] + [False], [len(text) for text, _ in sample] + [1])
+            starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            # A word that takes in the space before an answer is of the answer, and so is a special token at the end
+            # of an answer that takes in the space behind it; one that opens the turn is not.
+            is_mark = np.isin(encoding.ids, self._right_stripping)
+            flags.append(of_character[starts] | (of_character[np.maximum(ends - 1, starts)] & ~is_mark))
             ids += encoding.ids
-            flags += [sample[min(bisect_right(ends, start), len(ends) - 1)][1] for start, _ in encoding.offsets]
             lengths.append(len(encoding.ids))
-        return ids, np.array(flags, dtype=bool), lengths
+        return ids, np.concatenate([*flags, np.zeros(0, dtype=bool)]), lengths
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    return re.compile(f"({pattern})" if pattern else "((?!))")
 
 
 # --- length ----------------------------------------------------------------------------------------
@@ -353,7 +380,7 @@ def _without_early_prompt(tokens: np.ndarray, encoded: Encoded, max_length: int,
 def _without_unsupervised(encoded: Encoded) -> Encoded:
     starts = np.concatenate([[0], np.cumsum(encoded.lengths)]).astype(np.int64)
     is_target = encoded.labels != IGNORE_INDEX
-    is_target[starts[:-1]] = False
+    is_target[starts[:-1][encoded.lengths > 0]] = False
     counts = np.diff(np.concatenate([[0], np.cumsum(is_target)])[starts])
     if counts.all():
         return encoded

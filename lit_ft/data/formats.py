@@ -84,16 +84,18 @@ def sharegpt(row: RawRow) -> Chat:
             raise BadRow(f"{where} is {_kind(turn)}; an object with 'from' and 'value' is needed")
         role = _SHAREGPT_ROLES.get(_string(turn.get("from"), f"{where}: 'from'"))
         if role is None:
-            raise BadRow(f"{where}: 'from' is {turn['from']!r}; known are {', '.join(_SHAREGPT_ROLES)}")
+            raise BadRow(f"{where}: 'from' is {_shown(turn['from'])}; known are {', '.join(_SHAREGPT_ROLES)}")
         text = _string(turn.get("value"), f"{where}: 'value'")
         mark = {key: turn[key] for key in _MARKS if turn.get(key) is not None}
         if role == "call":
             calls = _json(text, f"{where}: 'value' of a function_call")
+            if not isinstance(calls, dict | list) or not calls:
+                raise BadRow(f"{where}: 'value' of a function_call is {_shown(text)}; name and arguments are needed")
             messages.append({"role": "assistant", "content": "", "tool_calls": calls, **mark})
         else:
             messages.append({"role": role, "content": text, **mark})
     if (system := _text(row, "system", required=False)) and not (messages and messages[0]["role"] == "system"):
-        messages = _system(system) + messages
+        return _chat(_system(system) + messages, row.get("tools"), "conversations", first=0)
     return _chat(messages, row.get("tools"), "conversations")
 
 
@@ -130,6 +132,8 @@ def prompt_completion(row: RawRow) -> Text | Chat:
         for i, message in enumerate(chat.messages[: len(prompt)]):
             if message["role"] == "assistant":
                 chat.marks[i] = False
+        if not any(message["role"] == "assistant" for message in chat.messages[len(prompt) :]):
+            raise BadRow("'completion' holds no assistant turn; there is nothing to learn from this row, remove it")
         return chat
     return Text(_string(answer, "'completion'", empty=False), _string(prompt, "'prompt'", empty=False))
 
@@ -146,7 +150,7 @@ def tokenized(row: RawRow) -> Tokens:
     for column in ("labels", *_TOKEN_MASKS):
         if row.get(column) is None:
             continue
-        values = _integers(row, column)
+        values = _integers(row, column, may_be_bool=column != "labels")
         if len(values) != len(ids):
             raise BadRow(f"{column!r} has {len(values)} items for {len(ids)} 'input_ids'; one each is needed")
         if column != "labels" and not set(values) <= {0, 1}:
@@ -156,9 +160,13 @@ def tokenized(row: RawRow) -> Tokens:
         )
         break
     if row.get("attention_mask") is not None:
-        real = _integers(row, "attention_mask")
+        real = _integers(row, "attention_mask", may_be_bool=True)
         if len(real) != len(ids):
             raise BadRow(f"'attention_mask' has {len(real)} items for {len(ids)} 'input_ids'; one each is needed")
+        if not set(real) <= {0, 1}:
+            raise BadRow("'attention_mask' holds other values than 0 and 1; it must be 0 where a token is padding")
+        if not any(real):
+            raise BadRow("'attention_mask' is 0 everywhere; remove the row")
         ids, labels = ([v for v, keep in zip(values, real, strict=True) if keep] for values in (ids, labels))
     return Tokens(ids, labels)
 
@@ -189,9 +197,9 @@ def find_format(row: RawRow) -> str:
     Raises:
         BadRow: no format fits.
     """
-    if isinstance(row.get("conversations"), list) and all(
-        isinstance(turn, Mapping) and "role" in turn for turn in row["conversations"]
-    ):
+    turns = row.get("conversations")
+    has_roles = isinstance(turns, list) and all(isinstance(turn, Mapping) and "role" in turn for turn in turns)
+    if turns and has_roles and "messages" not in row:
         raise BadRow("'conversations' has turns of role and content; set columns to {messages: conversations}")
     for overlap in (frozenset.issubset, lambda columns, row: not columns.isdisjoint(row)):
         for name, form in FORMATS.items():
@@ -210,9 +218,9 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MARKS = ("train", "weight")
 
 
-def _chat(raw: list[Any], tools: Any, column: str) -> Chat:
+def _chat(raw: list[Any], tools: Any, column: str, first: int = 1) -> Chat:
     chat = Chat([], _tools(tools))
-    for number, turn in enumerate(raw, 1):
+    for number, turn in enumerate(raw, first):
         where = f"{column!r} item {number}"
         if not isinstance(turn, Mapping):
             raise BadRow(f"{where} is {_kind(turn)}; an object with 'role' and 'content' is needed")
@@ -230,7 +238,7 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
     role = _string(turn.get("role"), f"{where}: 'role'")
     role = "tool" if role == "function" else role
     if role not in _ROLES:
-        raise BadRow(f"{where}: 'role' is {role!r}; known are {', '.join(_ROLES)}")
+        raise BadRow(f"{where}: 'role' is {_shown(role)}; known are {', '.join(_ROLES)}")
     # Hugging Face leaves keys without a value out as well: templates would print None.
     message = {key: value for key, value in turn.items() if value is not None and key not in _MARKS}
     message["role"] = role
@@ -247,8 +255,8 @@ def _content(value: Any, where: str, may_be_empty: bool) -> str:
     if isinstance(value, list):
         for part in value:
             if not isinstance(part, Mapping) or part.get("type") != "text":
-                kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
-                raise BadRow(f"{where}: 'content' holds a part of type {kind!r}; only text can be trained on")
+                kind = f"of type {_shown(part.get('type'))}" if isinstance(part, Mapping) else f"that is {_kind(part)}"
+                raise BadRow(f"{where}: 'content' holds a part {kind}; only text can be trained on")
         value = "".join(_string(part.get("text"), f"{where}: 'text' of 'content'") for part in value)
     return _string(value, f"{where}: 'content'", empty=may_be_empty)
 
@@ -271,7 +279,7 @@ def _mark(turn: Mapping[str, Any], where: str) -> bool | None:
         if value is None:
             continue
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise BadRow(f"{where}: {key!r} is {value!r}; it must be 1 or true (train on it), or 0 or false")
+            raise BadRow(f"{where}: {key!r} is {_shown(value)}; it must be 1 or true (train on it), or 0 or false")
         # weight: 1 is OpenAI's default for every turn; it makes no user turn supervised.
         return None if key == "weight" and value else bool(value)
     return None
@@ -280,7 +288,7 @@ def _mark(turn: Mapping[str, Any], where: str) -> bool | None:
 def _tools(value: Any) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
         value = _json(value, "'tools'") if value.strip() else None
-    if not value:
+    if value is None or value in ([], {}):
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRow(f"'tools' is {_kind(value)}; a list of objects is needed, or a string that holds one as JSON")
@@ -322,7 +330,7 @@ def _text(row: RawRow, column: str, required: bool = True) -> str:
     if value is None and not required:
         return ""
     if value is None:
-        raise BadRow(f"has no {column!r}; each row needs it (columns here: {', '.join(row) or 'none'})")
+        raise BadRow(f"has no {column!r}; each row needs it (columns here: {', '.join(map(repr, row)) or 'none'})")
     return _string(value, repr(column))
 
 
@@ -345,12 +353,14 @@ def _list(row: RawRow, column: str, required: bool = True) -> list[Any]:
     return value
 
 
-def _integers(row: RawRow, column: str) -> list[int]:
+def _integers(row: RawRow, column: str, may_be_bool: bool = False) -> list[int]:
     value = row.get(column)
-    if not isinstance(value, list) or not all(type(item) is int or type(item) is bool for item in value):
+    if not isinstance(value, list) or not all(
+        type(item) is int or (may_be_bool and type(item) is bool) for item in value
+    ):
         raise BadRow(f"{column!r} is {_kind(value)}; a list of whole numbers is needed")
     if not all(-(2**31) <= item < 2**31 for item in value):
-        raise BadRow(f"{column!r} holds a number that is no token id; the largest is {max(value, key=abs)}")
+        raise BadRow(f"{column!r} holds a number that is no token id; the largest is {_shown(max(value, key=abs))}")
     return [int(item) for item in value]
 
 
@@ -359,6 +369,11 @@ def _json(text: str, what: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"{what} is not JSON ({error})") from error
+
+
+def _shown(value: Any) -> str:
+    # Of a value of any size and depth: repr has no end to the one, and no stack for the other.
+    return repr(value)[:80] if isinstance(value, str | int | float) else _kind(value)
 
 
 def _kind(value: Any) -> str:

@@ -79,7 +79,7 @@ class Preparation:
     def _format(self, source: Source) -> str:
         if source.format != "auto":
             return source.format
-        for place, row in source.rows():
+        for place, row in source.rows(streaming=True):  # no copy of a hub data set for the first row
             if isinstance(row, BadRow):
                 self.refuse(place, row)
                 continue
@@ -143,6 +143,16 @@ class Preparation:
         prepared.lines.extend(self._describe(prepared, tokenization))
         self._check_left(prepared)
         return prepared
+
+    def try_out(self, source: Source) -> None:
+        """Find what is wrong with a source that is not read as a whole, from its first rows.
+
+        Raises:
+            RecipeError: something cannot be read, or a row cannot be used.
+        """
+        tokenization = self.tokenization(source)
+        head = list(islice(source.rows(streaming=True), ROWS_PER_BATCH))
+        self.check([place for place, _ in head], tokenization.encode([row for _, row in head]))
 
     def _tokenize(self, source: Source, tokenization: Tokenization, place: Path) -> None:
         batches: list[Encoded] = []

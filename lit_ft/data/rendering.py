@@ -24,13 +24,13 @@ def prompt_and_answer(chat: Chat, template: ChatTemplate) -> tuple[str, Message,
     """What the model sees before its last answer, the turn it answers, and that answer."""
     last = _answers(chat)[-1]
     chat = _with_tools(chat, template, Counter())
-    prompt = template.render(chat.messages[:last], chat.tools, generation=True)
+    prompt = _before(chat, last, template)
     return prompt, chat.messages[max(last - 1, 0)], chat.messages[last]
 
 
-def text_pieces(text: Text, opening: str, closing: str) -> list[Piece]:
-    """Raw text between the tokens that a sequence opens and closes with."""
-    return [(opening + text.prompt, False), (text.text + closing, True)]
+def text_pieces(text: Text, closing: str) -> list[Piece]:
+    """Raw text, and the token that a sequence closes with."""
+    return [(text.prompt, False), (text.text + closing, True)]
 
 
 def chat_samples(
@@ -58,22 +58,20 @@ def chat_samples(
     turns = _supervised_turns(chat, supervise)
     if not turns:
         return []
-    if chat.messages[-1]["role"] != "assistant":
+    if turns[-1] < len(chat.messages) - 1 and not _is_answer(chat, -1):
         notes["ends without answer"] += 1
-    try:
-        befores = [template.render(chat.messages[:i], chat.tools, _is_answer(chat, i)) for i in turns]
-        throughs = [template.render(chat.messages[: i + 1], chat.tools) for i in turns]
-    except Exception as error:  # a template's own refusals are of any type
-        raise BadRow(f"{template.name} does not render it ({type(error).__name__}: {error})") from error
+    befores = [_before(chat, i, template) for i in turns]
+    throughs = [_render(chat, i + 1, template) for i in turns]
     template.check_seen(chat.messages[: turns[-1]], befores[-1])
     samples: list[list[Piece]] = [[]]
     done = ""
     for i, before, through in zip(turns, befores, throughs, strict=True):
-        before = _opening(chat, i, before, through, template, notes)
-        turn, has_end = template.cut_after_end_of_turn(through[len(before) :])
+        before, turn = _cut(chat, i, before, through, template, notes)
+        turn, has_end = template.cut_after_end_of_turn(turn)
         if not turn.removesuffix(template.end_of_turn).strip():
             raise BadRow(f"{template.name} shows nothing of turn {i + 1} ({chat.messages[i]['role']})")
-        if not has_end:
+        notes["answer left out in part"] += _is_answer(chat, i) and _leaves_out(chat.messages[i], turn)
+        if not has_end and _is_answer(chat, i):
             notes["end of turn added"] += 1
             turn += closing
         if not before.startswith(done):
@@ -83,6 +81,30 @@ def chat_samples(
         samples[-1] += [(before[len(done) :], supervise == "all"), (turn, True)]
         done = before + turn
     return samples
+
+
+def _render(chat: Chat, turns: int, template: ChatTemplate, generation: bool = False) -> str:
+    try:
+        return template.render(chat.messages[:turns], chat.tools, generation)
+    except Exception as error:  # a template's own refusals are of any type
+        raise BadRow(f"{template.name} does not render it ({type(error).__name__}: {error})") from error
+
+
+def _before(chat: Chat, i: int, template: ChatTemplate) -> str:
+    """What stands before the text of a turn: before an answer, what the model sees at inference."""
+    if _is_answer(chat, i):
+        return _render(chat, i, template, generation=True)
+    # Another turn has no generation prompt, and few templates render turns before any question.
+    return _begin(chat, i, template)
+
+
+def _leaves_out(message: Message, turn: str) -> bool:
+    """Whether some of an answer is not in its turn; white space may differ, as templates that move thinking do."""
+    names = [call["function"]["name"] for call in message.get("tool_calls", [])]
+    if any(turn.count(name) < names.count(name) for name in names):
+        return True
+    content = message["content"].strip()
+    return content not in turn and "".join(content.split()) not in "".join(turn.split())
 
 
 def _is_answer(chat: Chat, i: int) -> bool:
@@ -111,15 +133,32 @@ def _supervised_turns(chat: Chat, supervise: Supervise) -> list[int]:
     return sorted(i for i in wanted if chat.marks.get(i, True))
 
 
-def _opening(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, notes: Counter[str]) -> str:
-    """The unsupervised text before a turn: as at inference, where the template itself goes on like that."""
+def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, notes: Counter[str]) -> tuple[str, str]:
+    """The unsupervised text before a turn, that of inference where the template goes on like that; and the turn."""
     if through.startswith(before):
-        return before
-    earlier = template.render(chat.messages[:i], chat.tools)
-    if not through.startswith(earlier):
-        raise BadRow(
-            f"{template.name} writes the turns before turn {i + 1} in another way once it follows, so that its place "
-            "cannot be told; give another template with data.chat_template"
-        )
-    notes["other opening"] += 1
-    return os.path.commonprefix([before, through])  # noqa: RUF071 (characters are what is wanted)
+        return before, through[len(before) :]
+    earlier = _render(chat, i, template)
+    if through.startswith(earlier):
+        notes["other opening"] += 1
+        # No further than the template's opening: an answer may begin as what the generation prompt has there.
+        before = _common([before, through, earlier + template.opening])
+        return before, through[len(before) :]
+    # As Mistral's, which writes a system prompt into the last turn while that is the user's.
+    opened, generation = _begin(chat, i, template), before.removeprefix(earlier)
+    if before.startswith(earlier) and opened.endswith(template.opening) and template.opening.startswith(generation):
+        return before, through[len(opened) - len(template.opening) + len(generation) :]
+    raise BadRow(
+        f"{template.name} writes the turns before turn {i + 1} in another way once it follows, so that its place "
+        "cannot be told; give another template with data.chat_template"
+    )
+
+
+def _begin(chat: Chat, i: int, template: ChatTemplate) -> str:
+    """What stands before the text of a turn, found by giving it another text."""
+    message = chat.messages[i]
+    other = {**message, "content": "b" if message["content"].lstrip().startswith("a") else "a"}
+    return _common([_render(Chat([*chat.messages[:i], m], chat.tools), i + 1, template) for m in (message, other)])
+
+
+def _common(texts: list[str]) -> str:
+    return os.path.commonprefix(texts)  # noqa: RUF071 (characters are what is wanted)

@@ -9,13 +9,15 @@ import gzip
 import hashlib
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from glob import glob, has_magic
+from glob import escape, glob, has_magic
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, Optional
 
+from huggingface_hub import HfApi, is_offline_mode
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.errors import BadRow, RecipeError
@@ -55,6 +57,10 @@ class Source:
     document: Literal["line", "file"] = "line"
     """What a row of a .txt or .md file is: each line, or the whole file."""
 
+    def __post_init__(self) -> None:
+        if self.max_rows is not None and self.max_rows < 1:
+            raise RecipeError(f"{self.path}: max_rows={self.max_rows} must be 1 or more; leave it out for all rows")
+
     @property
     def title(self) -> str:
         """Its name, for curves and reports."""
@@ -91,7 +97,9 @@ class Source:
                 raise RecipeError(f"{self.path}: {path.suffix or 'no suffix'} is not read; give {', '.join(SUFFIXES)}")
             return [path]
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.is_file() and ".cache" not in file.parts)
+            found = sorted(
+                file for file in path.rglob("*") if file.is_file() and ".cache" not in file.relative_to(path).parts
+            )
         elif has_magic(self.path):
             found = sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
         else:
@@ -108,17 +116,18 @@ class Source:
             rank_zero_info(f"{self.path}: {len(left)} files are not data and were left out: {', '.join(left[:5])}")
         return files
 
-    def rows(self, skip: int = 0) -> Iterator[tuple[str, RawRow | BadRow]]:
+    def rows(self, skip: int = 0, streaming: bool = False) -> Iterator[tuple[str, RawRow | BadRow]]:
         """Each row with its place (file and line, or row number); one that does not parse is a ``BadRow``.
 
         Args:
-            skip: rows left out at the top, which are not parsed where that can be avoided.
+            skip: rows left out at the top.
+            streaming: read a hub data set from there, without a copy on disk.
 
         Raises:
             RecipeError: a file as a whole cannot be read.
         """
         if self._saved is not None or self._is_on_hub:
-            rows: Iterator[tuple[str, RawRow | BadRow]] = _arrow_rows(self.path, self.dataset())
+            rows: Iterator[tuple[str, RawRow | BadRow]] = _arrow_rows(self.path, self.dataset(streaming))
         else:
             rows = (row for file in self.files() for row in _file_rows(file, self.document))
         return islice(rows, skip, self.max_rows)
@@ -139,12 +148,15 @@ class Source:
                 raise RecipeError(f"{self.path}: has no split {self.split!r}; its splits are {', '.join(data)}")
             return data[self.split]
         try:
+            # Ask once: where the hub does not answer, `datasets` would ask again and again for half a minute.
+            if not is_offline_mode():
+                HfApi().dataset_info(self.path, timeout=10)
             return datasets.load_dataset(self.path, self.subset, split=self.split, streaming=streaming)
-        except Exception as error:
-            reason = str(error).strip().split("\n")[0]
+        except Exception as error:  # from no name server to a wrong name: all mean that it cannot be had
+            why = str(error).strip().split("\n")[0].rstrip(".:")[:160]
             raise RecipeError(
-                f"{self.path!r} is no file or folder here, and reading it as a hub data set failed "
-                f"({type(error).__name__}: {reason}); mend the path, the name or the split"
+                f"{self.path!r} is no file or folder here, and cannot be had from the hub ({why}); mend the path, or "
+                "the name, split or subset of the data set (HF_HUB_OFFLINE=1 takes one that was downloaded before)"
             ) from error
 
     def content(self) -> list[Path]:
@@ -159,7 +171,7 @@ class Source:
         """Fingerprint of the rows' content."""
         digest = hashlib.blake2b(digest_size=16)
         for file in self.content():
-            digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
+            digest.update(f"\n{file.name} {file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
             with file.open("rb") as stream:
                 while block := stream.read(2**22):
                     digest.update(block)
@@ -183,6 +195,13 @@ def _without_padding(value: Any) -> Any:
 
 
 def _file_rows(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:
+    try:
+        yield from _rows_by_suffix(file, document)
+    except (OSError, EOFError, zlib.error) as error:
+        raise RecipeError(f"{file}: cannot be read ({error}); mend or remove it") from error
+
+
+def _rows_by_suffix(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:
     if file.suffix == ".parquet":
         return _parquet_rows(file)
     if file.stat().st_size == 0:
@@ -207,7 +226,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
 
     try:
         yield from _arrow_rows(
-            str(file), datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+            str(file), datasets.load_dataset("parquet", data_files=escape(str(file)), split="train", streaming=True)
         )
     except (OSError, ValueError) as error:
         raise RecipeError(f"{file}: is not a Parquet file ({str(error).splitlines()[0]}); mend or remove it") from error
@@ -232,8 +251,6 @@ def _document_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
         raise RecipeError(f"{file}:{error.lineno}: is not JSON (column {error.colno}: {error.msg}); mend it") from error
     except (ValueError, RecursionError) as error:
         raise RecipeError(f"{file}: is not JSON that can be read ({error}); mend it") from error
-    if not isinstance(document, list):
-        raise RecipeError(f"{file}: holds a JSON {type(document).__name__}; a list of objects is needed")
     for number, row in enumerate(document, 1):
         yield f"{file}, row {number}", _checked(row)
 
@@ -251,7 +268,8 @@ def _parse_line(line: bytes) -> RawRow | BadRow:
     except UnicodeDecodeError as error:
         return BadRow(f"is not UTF-8 (byte {error.start} of the line); convert the file to UTF-8")
     except json.JSONDecodeError as error:
-        return BadRow(f"is not JSON (column {error.colno}: {error.msg}); each line must be one object")
+        where = f"column {error.colno}: {error.msg}"
+        return BadRow(f"is not JSON ({where}); each line must be one object, or the whole file a list of them")
     except (ValueError, RecursionError) as error:
         return BadRow(f"is not JSON that can be read ({error}); mend the line")
 
@@ -266,20 +284,21 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow
     # Not through pandas or Arrow: they would read an answer of 042 as the number 42, and "NA" as nothing.
     csv.field_size_limit(sys.maxsize)
     with _open(file) as stream:
-        reader = csv.DictReader(_decoded(file, stream), delimiter=delimiter, restkey="", strict=True)
+        reader = csv.reader(_decoded(file, stream), delimiter=delimiter, strict=True)
+        lines = (cells for cells in reader if cells)
         try:
-            for row in reader:
-                place = f"{file}:{reader.line_num}"
-                if None in row.values() or "" in row:
-                    cells = sum(value is not None for value in row.values()) + len(row.get("") or [])
-                    yield (
-                        place,
-                        BadRow(f"has {cells} cells under {len(reader.fieldnames or [])} columns; quote the commas"),
-                    )
+            columns = next(lines, [])
+            if doubled := [name for name in columns if columns.count(name) > 1]:
+                raise RecipeError(f"{file}:1: has two columns {doubled[0]!r}; rename one")
+            for cells in lines:
+                if len(cells) == len(columns):
+                    row: RawRow | BadRow = dict(zip(columns, cells, strict=True))
                 else:
-                    yield place, row
+                    sign = "tabs" if delimiter == "\t" else "commas"
+                    row = BadRow(f"has {len(cells)} cells under {len(columns)} columns; quote cells that hold {sign}")
+                yield f"{file}:{reader.line_num}", row
         except csv.Error as error:
-            raise RecipeError(f"{file}:{reader.line_num}: is not CSV ({error}); mend the quotes") from error
+            raise RecipeError(f"{file}:{max(reader.line_num, 1)}: is not CSV ({error}); mend the quotes") from error
 
 
 def _text_rows(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:

@@ -41,16 +41,17 @@ class MixedRows(Iterator[PlacedRow]):
             place: as ``place`` gave it, to go on from there.
         """
         self.sources, self.mixing = sources, mixing
+        self._ended = False
         start = place or {name: [0] * len(sources) for name in ("drawn", "read", "passes")}
         self._drawn, self._read, self._passes = (list(start[name]) for name in ("drawn", "read", "passes"))
-        self._open = [source.rows(skip=read) for source, read in zip(sources, self._read, strict=True)]
+        self._open = [source.rows(read, streaming=True) for source, read in zip(sources, self._read, strict=True)]
 
     def place(self) -> dict[str, list[int]]:
         """Per source: rows drawn in all, rows read in this pass, passes that are over."""
         return {"drawn": list(self._drawn), "read": list(self._read), "passes": list(self._passes)}
 
     def __next__(self) -> PlacedRow:
-        while True:
+        while not self._ended:
             number = self._choose()
             row = next(self._open[number], None)
             if row is not None:
@@ -61,10 +62,10 @@ class MixedRows(Iterator[PlacedRow]):
                 raise RecipeError(f"{self.sources[number].path!r} holds no rows; at least one is needed")
             self._passes[number] += 1
             self._read[number] = 0
-            if self.mixing.strategy == "first_exhausted" or all(self._passes):
-                raise StopIteration
+            self._ended = self.mixing.strategy == "first_exhausted" or all(self._passes)
             if self.mixing.strategy == "all_exhausted":
-                self._open[number] = self.sources[number].rows()
+                self._open[number] = self.sources[number].rows(streaming=True)
+        raise StopIteration
 
     def _choose(self) -> int:
         if self.mixing.strategy == "concatenate":
@@ -117,21 +118,13 @@ class StreamLoader:
         self.sources, self.preparation, self.plan = sources, preparation, plan
         self.names, self.buffer_rows, self.replica = names, buffer_rows, replica
         self._accumulate, self._workers = accumulate, workers
-        self.sampler = self
-        self.batch_sampler = None
         self.seconds_waited = 0.0
         """Time that the training loop has waited for rows."""
         self.notes: Counter[str] = Counter()
         """What was done to the rows that were read, as ``encoding.NOTES`` names it, and how many there were."""
-        self._epoch = 0
-        self._resume: dict[str, Any] | None = None
-        self._state: dict[str, Any] = {}
-        self._before: dict[str, Any] = {}
+        self._place: dict[str, Any] = {"epoch": 0, "buffer": 0, "position": 0, "rows": None, "left": None}
+        self._is_open = False
         self._tokenizations = [preparation.tokenization(source) for source in sources]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration takes."""
-        self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the micro-batch that trains next.
@@ -139,30 +132,37 @@ class StreamLoader:
         Lightning draws one ahead from a loader without length, to know which is the last; that one
         has not been trained on.
         """
-        return self._before
+        return self._place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place at the next iteration."""
-        self._resume = state or None
+        """Go on from a saved place.
+
+        Raises:
+            RecipeError: rows were drawn already.
+        """
+        if self._is_open and state != self._place:
+            raise RecipeError(
+                "a schedule opened the stream before its place was restored; set trainer.max_epochs to -1"
+            )
+        self._place = state
 
     def __iter__(self) -> Iterator[Row]:
-        resume, self._resume = self._resume, None
-        if resume is None or resume["epoch"] != self._epoch:
-            resume = {"epoch": self._epoch, "buffer": 0, "position": 0, "rows": None, "left": None}
-        position = resume["position"]
+        # From where the last iteration was left: limit_train_batches cuts a stream into parts.
+        self._is_open = True
+        resume = self._place
+        epoch, position = resume["epoch"], resume["position"]
         for number, buffer in enumerate(self._buffers(resume), resume["buffer"]):
             rows = islice(
                 micro_batches(buffer.units, buffer.samples, self.plan, self.replica, self._accumulate()), position, None
             )
             for handed_out, piece in enumerate(rows, position):
-                self._before = {**buffer.start, "epoch": self._epoch, "buffer": number, "position": handed_out}
+                self._place = {**buffer.start, "epoch": epoch, "buffer": number, "position": handed_out}
                 started = time.perf_counter()
                 row = lay_out(piece, buffer.samples)
                 self.seconds_waited += time.perf_counter() - started
                 yield row
             position = 0
-        self._before = {}
-        self._report()
+        self._place = {"epoch": epoch + 1, "buffer": 0, "position": 0, "rows": None, "left": None}
 
     # --- buffers ---------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class StreamLoader:
             if fresh:
                 later = samples.take(np.arange(old, len(samples)))
                 plan = replace(self.plan, mixing=Mixing())  # the stream is mixed already
-                units += [[old + i for i in unit] for unit in plan.units(later, self._epoch, number)]
+                units += [[old + i for i in unit] for unit in plan.units(later, resume["epoch"], number)]
             start = {"rows": rows, "left": _pack(left)}
             ending = ahead is None
             full = len(units) if ending else len(units) // window * window
@@ -231,13 +231,13 @@ class StreamLoader:
                 found.append((int(positions[row]), (source, encoded.ids[span], encoded.labels[span])))
         return [tokens for _, tokens in sorted(found, key=lambda pair: pair[0])]
 
-    def _report(self) -> None:
+    def describe(self) -> list[str]:
+        """A line for each thing that was done to the rows that were read."""
         rows = self.notes["rows"]
-        rank_zero_info(f"the stream ended after {rows:,} rows")
-        for line in self._tokenizations[0].describe(self.notes, rows):
-            rank_zero_info(line)
+        lines = self._tokenizations[0].describe(self.notes, rows)
         if self.notes["skipped"]:
-            rank_zero_info(f"{self.notes['skipped']:,} of {rows:,} rows could not be used and were skipped")
+            lines.append(f"{self.notes['skipped']:,} of {rows:,} rows cannot be used and were skipped")
+        return [f"the stream: {line}" for line in lines]
 
 
 def _samples(tokens: Sequence[Tokens], names: tuple[str, ...], sources: int) -> Samples:

@@ -137,6 +137,12 @@ class ChatTemplate:
         return found.group() if found else ""
 
     @cached_property
+    def opening(self) -> str:
+        """What stands between a question and its answer; a generation prompt may be another."""
+        through, before = self.render([_QUESTION, _ANSWER]), self.render([_QUESTION])
+        return through.removeprefix(before).partition(_ANSWER["content"])[0]
+
+    @cached_property
     def renders_tools(self) -> bool:
         """Whether declared tools, calls and results all show in the text."""
         name, value, result = "probe_tool", "probe_value", "probe_result"
@@ -162,7 +168,7 @@ class ChatTemplate:
     def cut_after_end_of_turn(self, text: str) -> tuple[str, bool]:
         """An assistant turn's text through its end-of-turn token, and whether it has one.
 
-        What a template writes after that token belongs to nobody's turn.
+        What a template writes after that token belongs to nobody's turn, nor does white space where there is none.
         """
         if self.end_of_turn and text.endswith(self.closing):
             return text[
@@ -170,7 +176,8 @@ class ChatTemplate:
             ], True
         tail = self._tail.search(text)
         first = self._special.search(text, tail.start()) if tail else None
-        return (text[: first.end()], True) if first else (text, False)
+        space = self.closing[len(self.closing.rstrip()) :]
+        return (text[: first.end()], True) if first else (text.removesuffix(space), False)
 
     def check_seen(self, messages: Sequence[Message], text: str) -> None:
         """Refuse a rendering that leaves out what a user or a system prompt says.
@@ -193,6 +200,8 @@ def spell_out_tools(chat: Chat) -> Chat:
     """
     messages: list[Message] = []
     marks: dict[int, bool] = {}
+    if chat.tools and chat.messages[0]["role"] == "assistant":  # the functions are no part of its answer
+        messages.append({"role": "system", "content": ""})
     for i, message in enumerate(chat.messages):
         if message["role"] == "tool":
             result = f"<tool_response>\n{message['content']}\n</tool_response>"

@@ -167,9 +167,13 @@ class TextDataModule(LightningDataModule):
         if self.sources["val"]:
             self._load("val")
         if self.streaming:
-            # The first rows show what is wrong with the format and the template.
-            head = [replace(source, max_rows=min(source.max_rows or 100, 100)) for source in self.sources["train"]]
-            self._check_packing(join([self.preparation.prepare(source).arrays for source in head], ()))
+            for source in self.sources["train"]:
+                self.preparation.try_out(source)
+            if self.packing is not None and self.max_length is None:
+                raise RecipeError(
+                    f"data.packing={self.packing} may not hold a sample that is still to come; set data.max_length too"
+                )
+            self._check_packing(self.max_length or 0)
             return
         self._load("train")
         if self.val_fraction:
@@ -179,7 +183,7 @@ class TextDataModule(LightningDataModule):
             self.splits["val"] = replace(train.take(held_out), names=names)
             self.prepared["val"] = self.prepared["train"]
             self.splits["train"] = train.take(~held_out)
-        self._check_packing(self.splits["train"])
+        self._check_packing(int(self.splits["train"].lengths.max()))
 
     def _load(self, split: str) -> None:
         sources = self.sources[split] or (self.sources["val"] if split == "test" else [])
@@ -221,10 +225,7 @@ class TextDataModule(LightningDataModule):
             rank_zero_info(f"{source.path}: {int(chosen[of_row].sum()):,} of {len(rows):,} rows are for validation")
         return held_out
 
-    def _check_packing(self, samples: Samples) -> None:
-        longest = int(samples.lengths.max()) if len(samples) else 0
-        if self.streaming and self.max_length is not None:
-            longest = self.max_length
+    def _check_packing(self, longest: int) -> None:
         if self.packing is not None and longest > self.packing:
             raise RecipeError(
                 f"data.packing={self.packing} tokens cannot hold the longest sample of {longest}; "

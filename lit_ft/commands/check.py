@@ -1,0 +1,243 @@
+"""``check``: what a recipe would train on, and what is wrong with it, without training."""
+
+import argparse
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lit_ft.causal_lm import CausalLM
+from lit_ft.commands.train import TrainingCLI
+from lit_ft.data.inspection import Report, histogram, inspect_split, steps_of, stretches
+from lit_ft.data.text_data import TextDataModule
+from lit_ft.errors import RecipeError
+from lit_ft.loading import load_config
+from lit_ft.reporting import show_progress_on_terminals_only
+from lit_ft.rows import lay_end_to_end
+
+STREAMED_ROWS = 10_000
+"""Rows per source that are looked at where the recipe streams."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse, inspect, print; exit code 1 where something would train wrong."""
+    show_progress_on_terminals_only()
+    parser = argparse.ArgumentParser(
+        prog="python -m lit_ft check",
+        description="Look at the data of a recipe without training. Takes every option of fit "
+        "(python -m lit_ft fit --help); exit code 1 when something would train wrong.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--html", metavar="FILE", help="also write the report as a page")
+    parser.add_argument("--samples", metavar="N", type=int, default=3, help="samples shown (default: 3)")
+    options, rest = parser.parse_known_args(arguments[1:])
+    with _in_the_report_alone():
+        report = CheckCLI(["fit", *rest], options.samples).report
+    show(report, Console(width=None if Console().is_terminal else 120, highlight=False))
+    if options.html:
+        page = Path(options.html)
+        page.write_text(to_html(report), encoding="utf-8")
+        print(f"report: {page}")
+    if report.problems:
+        raise SystemExit(1)
+
+
+@contextmanager
+def _in_the_report_alone() -> Iterator[None]:
+    """What fit says about the data as it loads it is in the report."""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class CheckCLI(TrainingCLI):
+    """``fit`` up to the point where the data is loaded; then it looks at it instead."""
+
+    def __init__(self, arguments: list[str], samples: int) -> None:
+        """Parse and look.
+
+        Args:
+            arguments: as ``fit`` takes them.
+            samples: how many are shown.
+        """
+        self.samples = samples
+        self.report = Report()
+        super().__init__(arguments)
+
+    def before_instantiate_classes(self) -> None:
+        """Make no run folder."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """A trainer that does nothing; the recipe's may want devices that are not here."""
+        return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+    def before_fit(self) -> None:
+        """Load as ``fit`` does, but go on past bad rows, to count them all."""
+        if not isinstance(self.datamodule, TextDataModule):
+            raise RecipeError(
+                f"check looks at lit_ft.TextDataModule; the recipe's data is {type(self.datamodule).__name__}"
+            )
+        data = self.datamodule
+        asked = data.preparation
+        overlong = "drop" if asked.overlong == "error" else asked.overlong
+        data.preparation = replace(asked, on_bad_row="skip", overlong=overlong)
+        if data.streaming:
+            data.streaming = False
+            data.sources["train"] = [
+                replace(source, max_rows=min(source.max_rows or STREAMED_ROWS, STREAMED_ROWS))
+                for source in data.sources["train"]
+            ]
+            self.report.facts["streaming"] = f"looked at the first {STREAMED_ROWS:,} rows of each source"
+        self._check("fit")
+        for prepared in [one for split in data.prepared.values() for one in split]:
+            if prepared.bad_rows and asked.on_bad_row == "error":
+                self.report.problems.append(f"{prepared.bad_rows:,} rows cannot be used: {'; '.join(prepared.bad)}")
+            if prepared.notes["dropped"] and asked.overlong == "error":
+                self.report.problems.append(f"{prepared.notes['dropped']:,} rows are too long (data.overlong=error)")
+
+    def fit(self, **_: Any) -> None:
+        """Look at the data."""
+        data, report = self.datamodule, self.report
+        assert isinstance(data, TextDataModule)
+        tokenizer = data.preparation.tokenizer
+        for split, samples in data.splits.items():
+            inspect_split(split, data.prepared[split], samples, data.preparation, report)
+        train = data.splits["train"]
+        report.histogram = histogram(train.lengths)
+        trainer = self.options.trainer
+        devices = trainer.devices if isinstance(trainer.devices, int) and trainer.devices > 0 else 1
+        plan = data.plan(replicas=devices * trainer.num_nodes)
+        report.facts |= steps_of(train, plan, trainer.accumulate_grad_batches)
+        if "val" in data.splits and (both := np.intersect1d(train.digests(), data.splits["val"].digests()).size):
+            report.warnings.append(f"{both:,} different samples are in the training and in the validation data")
+        if isinstance(self.model, CausalLM):
+            end = tokenizer.eos_token
+            report.facts["end-of-sequence token"] = f"{end!r}" if end else "none"
+            leak = leak_probe(self.model)
+            report.facts["leak probe"] = f"a sample's losses move by {leak:.1g} when its neighbour in the row changes"
+            if leak > 0:
+                report.problems.append("samples of one row see each other; set model.attn_implementation to auto")
+        chosen = np.random.default_rng(0).permutation(len(train))[: self.samples]
+        report.examples = [stretches(*train[int(i)], tokenizer) for i in sorted(chosen)]
+
+
+def leak_probe(module: CausalLM) -> float:
+    """Largest change of a sample's token losses when the sample before it in the row changes.
+
+    Taken on the recipe's architecture and attention with two layers, a small vocabulary and random weights.
+    """
+    config = load_config(module.pretrained)
+    text = config.get_text_config()
+    text.vocab_size = 64
+    text.num_hidden_layers = min(2, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, token, None)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        small = CausalLM(folder, init="random", dtype="float32", attn_implementation=module.attn_implementation)
+        small.configure_model()
+    ids = np.arange(1, 25) * 7 % 64
+    with torch.no_grad():
+        one, other = (
+            small(lay_end_to_end([(first, first), (ids, ids)])).per_token[len(first) - 1 :]
+            for first in (ids, ids[::-1])
+        )
+    return float((one - other).abs().max())
+
+
+# --- showing ---------------------------------------------------------------------------------------
+
+_COLUMNS = ("source", "format", "rows", "samples", "tokens", "supervised", "longest", "duplicates", "ends supervised")
+
+
+def _cells(report: Report) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{split}: {one.name}",
+            one.format,
+            f"{one.rows:,}",
+            f"{one.samples:,}",
+            f"{one.tokens:,}",
+            f"{one.supervised / max(one.tokens, 1):.1%}",
+            f"{one.longest:,}",
+            f"{one.duplicates:,}",
+            "" if np.isnan(one.closed) else f"{one.closed:.1%}",
+        )
+        for split, sources in report.sources.items()
+        for one in sources
+    ]
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a report; supervised text is green."""
+    table = Table(*_COLUMNS, box=None)
+    for cells in _cells(report):
+        table.add_row(*cells)
+    console.print(table)
+    most = max((count for _, count in report.histogram), default=1)
+    console.print("\ntokens per sample (training data)")
+    for bound, count in report.histogram:
+        console.print(f"  up to {bound:>7,} {'#' * round(50 * count / most):<50} {count:,}")
+    console.print()
+    for name, fact in report.facts.items():
+        console.print(Text(f"{name}: {fact}"), soft_wrap=True)
+    for number, example in enumerate(report.examples, 1):
+        console.print(Text(f"\nsample {number} (supervised tokens in green, between » and «)"))
+        parts = [(f"»{text}«" if supervised else text, "green" if supervised else "") for text, supervised in example]
+        console.print(Text.assemble(*parts), soft_wrap=True)
+    console.print()
+    for line in report.warnings:
+        console.print(Text(f"note: {line}"), style="yellow", soft_wrap=True)
+    for line in report.problems:
+        console.print(Text(f"wrong: {line}"), style="red", soft_wrap=True)
+    console.print("something would train wrong" if report.problems else "nothing would train wrong")
+
+
+def to_html(report: Report) -> str:
+    """A report as a page that needs nothing else."""
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in _cells(report))
+    most = max((count for _, count in report.histogram), default=1)
+    bars = "".join(
+        f"<tr><td>up to {bound:,}</td><td><div style='width:{300 * count / most:.0f}px'></div></td>"
+        f"<td>{count:,}</td></tr>"
+        for bound, count in report.histogram
+    )
+    facts = "".join(f"<li>{escape(name)}: {escape(fact)}</li>" for name, fact in report.facts.items())
+    lines = [("note", line) for line in report.warnings] + [("wrong", line) for line in report.problems]
+    notes = "".join(f"<li class={kind}>{escape(line)}</li>" for kind, line in lines)
+    examples = "".join(
+        "<pre>" + "".join(f"<b>{escape(text)}</b>" if on else escape(text) for text, on in example) + "</pre>"
+        for example in report.examples
+    )
+    heads = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    verdict = "Something would train wrong." if report.problems else "Nothing would train wrong."
+    return (
+        f"<!doctype html><meta charset=utf-8><title>lit_ft check</title><style>{_STYLE}</style>"
+        f"<h1>{verdict}</h1><ul>{notes}</ul><h2>Sources</h2><table><tr>{heads}</tr>{rows}</table>"
+        f"<h2>Tokens per sample</h2><table class=bars>{bars}</table><h2>Facts</h2><ul>{facts}</ul>"
+        f"<h2>Samples</h2><p>Supervised tokens are <b>green</b>.</p>{examples}\n"
+    )
+
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "td,th{text-align:left;padding:.1em .8em}.bars div{background:#2a6;height:.9em}.wrong{color:#c00}.note{color:#960}"
+    "pre{white-space:pre-wrap;background:#f6f6f6;padding:.8em}b{color:#063;background:#cfe8cf;font-weight:normal}"
+)
