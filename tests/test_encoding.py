@@ -3,6 +3,7 @@
 import pickle
 import random
 from collections import Counter
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -151,7 +152,7 @@ BORDERS: dict[str, tuple[list[Piece], list[str]]] = {
     "space in the answer": ([("[INST] the cup:", False), (" red</s>", True)], ["▁red", "</s>"]),
     "space in the prompt": ([("the cup: ", False), ("red</s>", True), (" a", False)], ["▁red", "</s>"]),
     "bytes": ([("[INST]海[/INST]", False), ("山</s>", True)], ["▁", "<0xE5>", "<0xB1>", "<0xB1>", "</s>"]),
-    "no space": ([("the cup:", False), ("red</s>", True)], ["r", "ed", "</s>"]),
+    "no space": ([("the cup:", False), ("red</s>", True)], ["re", "d", "</s>"]),
     "empty prompt": ([("", False), ("red</s>", True)], ["▁red", "</s>"]),
     "nothing at the end": ([("[INST]", False), ("red</s>", True), ("", False)], ["▁red", "</s>"]),
 }
@@ -251,15 +252,15 @@ def fit(
     *masks: str,
     max_length: int | None,
     overlong: Overlong,
-    whole: set[int] = frozenset(),
-    bos: int | None = None,  # type: ignore[assignment]
+    whole: Iterable[int] = (),
+    bos: int | None = None,
 ) -> tuple[list[tuple[int, str]], dict[str, int]]:
-    """Fit samples whose ids count up from 0 in each; returns each as (row, e.g. ``"0 1 2x"``: 2 is a target), and notes."""
+    """Fit samples whose ids count up from 0; returns each as (row, e.g. ``"0 1 2x"``: 2 is a target), and notes."""
     lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
     ids = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     labels = np.where(np.array(list("".join(masks))) == "x", ids, np.int32(IGNORE_INDEX))
     encoded = Encoded(ids, labels, lengths, np.arange(len(masks)), len(masks))
-    fitted = fit_to_length(encoded, max_length, overlong, whole, bos)
+    fitted = fit_to_length(encoded, max_length, overlong, set(whole), bos)
     assert fitted is encoded
     assert not fitted.too_long or overlong == "error"
     found, start = [], 0

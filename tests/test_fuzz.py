@@ -15,8 +15,8 @@ from conftest import make_tokenizer
 from lit_ft import RecipeError, TextDataModule
 from lit_ft.rows import IGNORE_INDEX
 
-ROWS_PER_FORMAT = int(__import__("os").environ.get("FZ", "400"))
-START, END = "<|im_start|>", "<|im_end|>"
+ROWS_PER_FORMAT = 350
+END = "<|im_end|>"
 DEEP = "@deep@"
 """Stands for a list nested deeper than any parser goes; json.dumps could not write it."""
 
@@ -270,7 +270,7 @@ TEXTS = [
     "\n",
     END,
     f"a{END}\n",
-    f"{START}user\n",
+    "<|im_start|>user\n",
     "\x00",
     "\ufeff",
     "e\u0301🙂",
@@ -390,7 +390,7 @@ def attempt(load: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[
 @pytest.mark.parametrize("form", SEEDS)
 def test_mutated_rows(tmp_path: Path, form: Any) -> None:
     oracle, seeds = SEEDS[form]
-    rng, tokenizer = random.Random(f"{form} " + __import__("os").environ.get("SEED", "1")), make_tokenizer()
+    rng, tokenizer = random.Random(f"{form} 1"), make_tokenizer()
     lines: list[bytes] = []
     wanted: list[list[Any] | None] = []
     while len(lines) < ROWS_PER_FORMAT:
@@ -430,7 +430,7 @@ def test_mutated_rows(tmp_path: Path, form: Any) -> None:
     data = read(path, lines, on_bad_row="skip")
     (prepared,), samples = data.prepared["train"], data.splits["train"]
     bad = [number for number, want in enumerate(wanted, 1) if want is None]
-    assert 50 < len(bad)
+    assert 50 < len(bad) < 300
     assert (prepared.rows, prepared.bad_rows) == (len(lines), len(bad))
     assert [re.match(r".*\.jsonl:\d+: ", text).group() for text in prepared.bad] == [f"{path}:{n}: " for n in bad[:5]]  # type: ignore[union-attr]
     assert samples.rows.tolist() == [row for row, want in enumerate(wanted) if want]

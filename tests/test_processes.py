@@ -1,6 +1,7 @@
 """Real processes: two ranks equal one; a stopped run, resumed, equals one that was not stopped."""
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.processes
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def recipe(tmp_path: Path, model_folder: str, data: str, **trainer: Any) -> list[str]:
+def recipe(tmp_path: Path, model_folder: str, data: str | None, **trainer: Any) -> list[str]:
     """Options of ``fit``: LoRA with dropout, SGD, a ragged last window in each epoch."""
     content = {
         "seed_everything": 3,
@@ -55,9 +56,9 @@ def lit_ft(*arguments: str, timeout: float = 180) -> subprocess.CompletedProcess
     )
 
 
-def losses(run_dir: Path) -> dict[int, float]:
+def losses(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
     with (run_dir / "metrics.csv").open() as file:
-        return {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]}
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row[name]}
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -76,9 +77,10 @@ def assert_same_run(got: Path, wanted: Path, tolerance: float) -> None:
 @pytest.mark.parametrize("join", ["true", "false"])
 def test_two_ranks_equal_one_process(tmp_path: Path, model_folder: str, write_rows: Any, join: str) -> None:
     # 21 rows in steps of 8: the last step of an epoch holds 5, which two ranks of micro-batch 2 cannot share evenly.
-    data = write_rows(count=21)
+    sources = [{"path": write_rows(count=count, name=f"{name}.json")} for name, count in (("a", 9), ("b", 12))]
     one, two = tmp_path / "one", tmp_path / "two"
-    arguments = recipe(tmp_path, model_folder, data, max_epochs=2)
+    arguments = recipe(tmp_path, model_folder, None, max_epochs=2)
+    arguments += ["--data.sources", json.dumps(sources), "--data.val_sources", json.dumps(sources)]
     done = lit_ft(*arguments, "--run_dir", str(one), "--trainer.accumulate_grad_batches", "4")
     assert done.returncode == 0, done.stderr
     options = [
@@ -93,6 +95,9 @@ def test_two_ranks_equal_one_process(tmp_path: Path, model_folder: str, write_ro
     assert done.returncode == 0, done.stderr
     assert len(losses(one)) == 6
     assert_same_run(two, one, 1e-6)
+    for name in ("train/loss/a", "train/loss/b", "val/loss/a", "val/loss/b"):
+        assert losses(two, name) == pytest.approx(losses(one, name), rel=1e-6)
+        assert losses(one, name)
 
 
 def stop_after(run_dir: Path, arguments: list[str], steps: int, number: signal.Signals, ranks: int = 1) -> str:

@@ -39,7 +39,7 @@ def test_parses_and_opens_with_its_command(path: Path, capsys: pytest.CaptureFix
 def test_generated_data_is_what_is_bundled(tmp_path: Path) -> None:
     generator = REPOSITORY / "recipes" / "data" / "generate.py"
     subprocess.run([sys.executable, str(generator), "quickstart", "--out", str(tmp_path)], check=True)
-    for name in ("quickstart_train.json", "quickstart_val.json"):
+    for name in ("quickstart_train.json", "quickstart_val.json", "mixture_text.txt"):
         assert (tmp_path / name).read_bytes() == (generator.parent / name).read_bytes()
 
 

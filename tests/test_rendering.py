@@ -244,7 +244,9 @@ def prompts(tokenizer: Any, messages: list[Any], **more: Any) -> list[list[int]]
     """What the model is given at inference, before each answer."""
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     return [
-        tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, **more)["input_ids"] for i in places
+        tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, **more)["input_ids"]
+        for i in places
+        if i
     ]
 
 
@@ -600,6 +602,19 @@ def test_a_supervised_question_where_no_text_can_stand_before_it(name: str, open
     assert noted(encoded).get("ends without answer", 0) == 0
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_conversation_that_the_assistant_begins(name: str) -> None:
+    tokenizer = of_case(name)
+    chat = turns("assistant:a lamp", "user:under", "assistant:red")
+    if name == "mistral":
+        chat[0]["train"] = False
+    encoded = encode(tokenizer, {"messages": chat})
+    said = "".join(map("".join, spelled(tokenizer, encoded)))
+    assert (said.count("a lamp"), said.count("red")) == (int(name != "mistral"), 1)
+    ids, labels = samples(encoded)[-1]
+    assert ids[: runs(labels)[-1][0]] == prompts(tokenizer, chat)[-1]
+
+
 def test_a_mark_moves_with_the_system_prompt_of_the_recipe() -> None:
     tokenizer = of_case("chatml")
     row = {"messages": turns("user:a", "assistant:b", "user:c", "assistant:d", b={"train": False})}
@@ -732,6 +747,13 @@ def test_spelled_out_functions_follow_a_system_prompt_and_are_never_in_an_answer
     assert f"{listing}{START}user\nthe cup{END}" in first
     assert second.startswith(f"{START}system\nYou may call the functions below.")
     assert f"{listing}{START}assistant\n[a{END}]\n{START}user\nthe cup{END}" in second
+
+
+def test_nothing_is_counted_of_a_row_that_is_refused() -> None:
+    tokenizer = make(REFUSED["drops the system text"][0])
+    encoded = encode(tokenizer, {"messages": [CHAT[0], *TOOL_CHAT]}, {"messages": TOOL_CHAT})
+    assert [row for row, _ in encoded.bad] == [0]
+    assert noted(encoded) == {"tools spelled out": 1}
 
 
 def test_marks_stay_with_their_turns_when_tools_are_spelled_out() -> None:

@@ -357,3 +357,11 @@ def test_real_data_loads_without_options(name: str) -> None:
         labels[labels != IGNORE_INDEX].tolist() == ids[labels != IGNORE_INDEX].tolist()
         for ids, labels in (samples[i] for i in range(0, len(samples), 7))
     )
+
+
+def test_a_row_nested_too_deep_is_bad_in_either_file(tmp_path: Path) -> None:
+    deep = '{"text": "a", "x": ' + "[" * 200 + "]" * 200 + "}"
+    for name, content in (("a.json", f"[{deep}]"), ("a.jsonl", deep)):
+        (tmp_path / name).write_text(content)
+        ((_, row),) = Source(str(tmp_path / name)).rows()
+        assert str(row) == "is nested more than 100 deep, which no format is; mend the row"

@@ -57,7 +57,7 @@ NOTES = {
     "dropped": "rows are longer than data.max_length={max_length} tokens and were dropped (data.overlong={overlong})",
     "continued": "rows of raw text are longer than data.max_length={max_length} tokens and go on in further samples",
     "nothing supervised": "rows had no supervised token left and were dropped",
-    "split": "answers became samples of their own, because {template} rewrites earlier turns once more follow",
+    "split": "answers became samples of their own, because {template} writes earlier turns otherwise than the last",
     "end of turn added": "answers were closed with {closing!r}, because {template} closes them with no special token",
     "other opening": "answers begin in another way than {template} opens the assistant's turn at inference; they are "
     "trained as the template writes them",
@@ -178,15 +178,17 @@ class Tokenization:
         samples: list[list[Piece]] = []
         owners: list[int] = []
         for i, example in examples.items():
+            noted: Counter[str] = Counter()  # of no account if the row is refused
             try:
                 if isinstance(example, Chat):
-                    own = chat_samples(example, self.template, self.supervise, closing, notes)
+                    own = chat_samples(example, self.template, self.supervise, closing, noted)
                 else:
                     own = [text_pieces(example, closing)]  # type: ignore[arg-type]
                 check_encodable(own)
             except BadRow as error:
                 bad[i] = str(error)
                 continue
+            notes.update(noted)
             notes["nothing supervised"] += not own
             notes["special tokens in text"] += any(map(self.encoder.has_special, contents_of(example)))
             samples += own
@@ -291,20 +293,23 @@ class TextEncoder:
 
     def _by_offset(self, samples: Sequence[Sequence[Piece]]) -> tuple[list[int], np.ndarray, list[int]]:
         texts = ["".join(text for text, _ in sample) for sample in samples]
-        ids: list[int] = []
-        flags: list[np.ndarray] = []
-        lengths = []
-        for sample, encoding in zip(samples, self._backend.encode_batch(texts, add_special_tokens=False), strict=True):
-            # (characters,); one more for a token of none at the end
-            of_character = np.repeat([flag for _, flag in sample] + [False], [len(text) for text, _ in sample] + [1])
-            starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-            # A word that takes in the space before an answer is of the answer, and so is a special token at the end
-            # of an answer that takes in the space behind it; one that opens the turn is not.
-            is_mark = np.isin(encoding.ids, self._right_stripping)
-            flags.append(of_character[starts] | (of_character[np.maximum(ends - 1, starts)] & ~is_mark))
-            ids += encoding.ids
-            lengths.append(len(encoding.ids))
-        return ids, np.concatenate([*flags, np.zeros(0, dtype=bool)]), lengths
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        ids = [encoding.ids for encoding in encodings]
+        lengths = list(map(len, ids))
+        flat = list(chain.from_iterable(ids))
+        # All texts end to end, each with one character more: a token of no character may be at the end.
+        pieces = [piece for sample in samples for piece in (*sample, ("\0", False))]
+        flags = np.array([flag for _, flag in pieces], dtype=bool)
+        of_character = np.repeat(flags, np.array([len(text) for text, _ in pieces], dtype=np.int64))
+        begins = np.cumsum([0, *(len(text) + 1 for text in texts)])[:-1]
+        offsets = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
+        starts, ends = np.fromiter(offsets, np.int64).reshape(-1, 2).T + np.repeat(begins, lengths)
+        # A word that takes in the space before an answer is of the answer. A special token that takes in the space
+        # behind it is where it starts: it ends an answer, or opens its turn.
+        at_end = of_character[np.maximum(ends - 1, starts)]
+        if self._right_stripping:
+            at_end &= ~np.isin(flat, self._right_stripping)
+        return flat, of_character[starts] | at_end, lengths
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -212,6 +212,15 @@ def find_format(row: RawRow) -> str:
     )
 
 
+def renamed(row: RawRow, columns: Mapping[str, str] | None) -> RawRow:
+    """The row under the names that a format knows; ``columns`` says what each is called in the row."""
+    if not columns:
+        return row
+    theirs = set(columns.values())
+    ours = {name: row[column] for name, column in columns.items() if column in row}
+    return {**{name: value for name, value in row.items() if name not in theirs}, **ours}
+
+
 # --- conversations ---------------------------------------------------------------------------------
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

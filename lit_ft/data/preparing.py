@@ -12,7 +12,7 @@ import numpy as np
 
 from lit_ft.data import token_cache
 from lit_ft.data.encoding import Encoded, Overlong, Tokenization, encode_batches
-from lit_ft.data.formats import find_format
+from lit_ft.data.formats import find_format, renamed
 from lit_ft.data.indexed import read_documents
 from lit_ft.data.rendering import Supervise
 from lit_ft.data.samples import TokenArrays, collect, read_arrays, write_arrays
@@ -77,14 +77,18 @@ class Preparation:
         )
 
     def _format(self, source: Source) -> str:
-        if source.format != "auto":
+        if source.format != "auto" and not source.columns:
             return source.format
         for place, row in source.rows(streaming=True):  # no copy of a hub data set for the first row
             if isinstance(row, BadRow):
                 self.refuse(place, row)
                 continue
+            if missing := [name for name in (source.columns or {}).values() if name not in row]:
+                raise RecipeError(
+                    f"{place}: columns names {missing[0]!r}, but the row has {', '.join(map(repr, row)) or 'none'}; mend it"
+                )
             try:
-                return find_format({**row, **(source.columns or {})})
+                return source.format if source.format != "auto" else find_format(renamed(row, source.columns))
             except BadRow as error:
                 raise RecipeError(f"{place}: {error}") from error
         raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed")
@@ -178,7 +182,7 @@ class Preparation:
         write_arrays(place, arrays)
         notes = sum((batch.notes for batch in batches), Counter[str]())
         meta = {"rows": rows, "notes": notes, "bad": bad, "bad_rows": bad_rows}
-        (place / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
+        (place / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
     def _workers(self, source: Source) -> int:
         if self.workers is not None:

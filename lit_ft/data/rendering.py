@@ -70,7 +70,8 @@ def chat_samples(
         turn, has_end = template.cut_after_end_of_turn(turn)
         if not turn.removesuffix(template.end_of_turn).strip():
             raise BadRow(f"{template.name} shows nothing of turn {i + 1} ({chat.messages[i]['role']})")
-        notes["answer left out in part"] += _is_answer(chat, i) and _leaves_out(chat.messages[i], turn)
+        if _is_answer(chat, i) and _leaves_out(chat.messages[i], turn):
+            notes["answer left out in part"] += 1
         if not has_end and _is_answer(chat, i):
             notes["end of turn added"] += 1
             turn += closing
@@ -93,8 +94,12 @@ def _render(chat: Chat, turns: int, template: ChatTemplate, generation: bool = F
 def _before(chat: Chat, i: int, template: ChatTemplate) -> str:
     """What stands before the text of a turn: before an answer, what the model sees at inference."""
     if _is_answer(chat, i):
-        return _render(chat, i, template, generation=True)
-    # Another turn has no generation prompt, and few templates render turns before any question.
+        try:
+            return _render(chat, i, template, generation=True)
+        except BadRow:
+            if i > 0:
+                raise
+    # A question has no generation prompt, and few templates render what comes before the first turn.
     return _begin(chat, i, template)
 
 

@@ -29,6 +29,8 @@ FormatName = Literal[
 
 TEXT_FILES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".md")
 """Suffixes read here; each may be followed by .gz."""
+DEEPEST = 100
+"""Lists and objects within each other; deeper ones break templates and process pools."""
 SUFFIXES = (*TEXT_FILES, *(f"{suffix}.gz" for suffix in TEXT_FILES), ".parquet")
 
 
@@ -277,7 +279,17 @@ def _parse_line(line: bytes) -> RawRow | BadRow:
 def _checked(row: Any) -> RawRow | BadRow:
     if not isinstance(row, dict):
         return BadRow(f"is a JSON {type(row).__name__}; each row must be an object")
-    return row
+    level: list[Any] = [row]
+    for _ in range(DEEPEST):
+        level = [
+            item
+            for holder in level
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return row
+    return BadRow(f"is nested more than {DEEPEST} deep, which no format is; mend the row")
 
 
 def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow]]:

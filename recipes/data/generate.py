@@ -184,6 +184,9 @@ def write_quickstart(out: Path, seed: int, train_rows: int = 2400, val_rows: int
     for name, split in (("val", values[:val_rows]), ("train", values[val_rows:])):
         text = json.dumps(split, ensure_ascii=False, indent=1) + "\n"
         (out / f"quickstart_{name}.json").write_text(text, encoding="utf-8")
+    # Raw text of the base model's kind, for recipes that mix sources; the corpus itself has another seed.
+    lines = [text.replace("\n", " ") for text in corpus_documents(400, seed + 1)]
+    (out / "mixture_text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_tokenizer(documents: list[str], out: Path) -> None:
