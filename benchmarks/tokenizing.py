@@ -12,7 +12,6 @@ import json
 import os
 import statistics
 import time
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ def main() -> None:
     for _, row in rows:
         example = tokenization.example(row)
         assert isinstance(example, Chat)
-        (pieces,) = chat_samples(example, tokenization.template, "assistant", "", Counter())
+        (pieces,) = chat_samples(example, tokenization.template, "assistant", "", [])
         texts.append("".join(text for text, _ in pieces))
     rows, texts = rows * options.repeat, texts * options.repeat
     seconds: dict[str, list[float]] = {"bare": [], "lit_ft": []}
@@ -95,12 +94,14 @@ def main() -> None:
             tokens[name] = made
     assert tokens["bare"] == tokens["lit_ft"], tokens
     print(
-        f"{Path(options.data).name} x {options.repeat}: {len(rows):,} rows, {tokens['bare']:,} tokens, {options.workers} workers"
+        f"{Path(options.data).name} x {options.repeat}: {len(rows):,} rows, {tokens['bare']:,} tokens, "
+        f"{options.workers} workers"
     )
     for name, times in seconds.items():
         best = statistics.median(times)
         print(
-            f"  {name:<7} {tokens[name] / best:>10,.0f} tokens/s (median {best:.2f} s, {min(times):.2f} to {max(times):.2f})"
+            f"  {name:<7} {tokens[name] / best:>10,.0f} tokens/s "
+            f"(median {best:.2f} s, {min(times):.2f} to {max(times):.2f})"
         )
     print(
         f"  lit_ft at {statistics.median(seconds['bare']) / statistics.median(seconds['lit_ft']):.0%} of the bare rate"

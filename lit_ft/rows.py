@@ -49,12 +49,13 @@ def lay_end_to_end(
     lengths = [len(ids) for ids, _ in samples]
     ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
     labels = np.concatenate([labels for _, labels in samples]).astype(np.int64)
-    labels[np.cumsum([0, *lengths[:-1]])] = IGNORE_INDEX
+    starts = np.cumsum([0, *lengths[:-1]])
+    labels[starts] = IGNORE_INDEX
     supervised = np.flatnonzero(labels != IGNORE_INDEX)
     of_token = np.repeat(np.zeros(len(lengths), dtype=np.int64) if sources is None else sources, lengths)
     return Row(
         input_ids=torch.from_numpy(ids)[None],
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        position_ids=torch.from_numpy(np.arange(len(ids)) - np.repeat(starts, lengths))[None],
         segment_lengths=lengths,
         predict_at=torch.from_numpy(supervised - 1),
         targets=torch.from_numpy(labels[supervised]),

@@ -28,7 +28,7 @@ def write(prefix: Path, vocabulary: int = 320, documents: Any = DOCUMENTS) -> Pa
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(65_499, np.uint16), (65_500, np.int32)])
 def test_what_is_written_is_read(tmp_path: Path, vocabulary: int, dtype: Any) -> None:
     ids, spans = read_documents(write(tmp_path / "data", vocabulary))
-    assert isinstance(ids, np.memmap)
+    assert isinstance(ids.base, np.memmap)
     assert ids.dtype == dtype
     assert [ids[start:end].tolist() for start, end in spans] == DOCUMENTS
 
@@ -86,7 +86,7 @@ def test_as_training_data_without_a_copy(tmp_path: Path, name: str) -> None:
     data = TextDataModule(str(tmp_path / name), max_length=40)
     data.load(make_tokenizer())
     samples = data.splits["train"]
-    assert isinstance(samples.parts[0].ids, np.memmap)
+    assert isinstance(samples.parts[0].ids.base, np.memmap)
     pieces = [samples[i][0].tolist() for i in range(len(samples))]
     long = DOCUMENTS[3]
     assert pieces == [DOCUMENTS[0], DOCUMENTS[2], long[:40], long[39:]]  # one token alone predicts nothing

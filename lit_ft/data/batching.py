@@ -142,6 +142,10 @@ class _Rows(Dataset[Row]):
         return lay_out(piece, self.samples)
 
 
+def _as_it_is(row: Row) -> Row:
+    return row
+
+
 class RowLoader:
     """Iterates one replica's micro-batches, an epoch at a time, and remembers its place.
 
@@ -224,6 +228,7 @@ class RowLoader:
                 _Rows(self.samples),
                 batch_size=None,
                 sampler=sampler,
+                collate_fn=_as_it_is,
                 num_workers=self._workers,
                 pin_memory=self._pin_memory,
             )

@@ -4,6 +4,7 @@
 fingerprint from it.
 """
 
+import gc
 import multiprocessing
 import re
 from collections import Counter, deque
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lit_ft.data.formats import FORMATS, Chat, Example, Text
+from lit_ft.data.formats import FORMATS, Chat, Example, Text, renamed
 from lit_ft.data.rendering import Piece, Supervise, chat_samples, text_pieces
 from lit_ft.data.sources import RawRow
 from lit_ft.data.templates import ChatTemplate
@@ -120,11 +121,7 @@ class Tokenization:
         """
         if isinstance(row, BadRow):
             raise row
-        if self.columns:
-            theirs = self.columns.values()
-            renamed = {ours: row[name] for ours, name in self.columns.items() if name in row}
-            row = {**{name: value for name, value in row.items() if name not in theirs}, **renamed}
-        example = FORMATS[self.format].read(row)
+        example = FORMATS[self.format].read(renamed(row, self.columns))
         if self.system and isinstance(example, Chat) and example.messages[0]["role"] not in ("system", "developer"):
             marks = {i + 1: mark for i, mark in example.marks.items()}
             return Chat([{"role": "system", "content": self.system}, *example.messages], example.tools, marks)
@@ -178,7 +175,7 @@ class Tokenization:
         samples: list[list[Piece]] = []
         owners: list[int] = []
         for i, example in examples.items():
-            noted: Counter[str] = Counter()  # of no account if the row is refused
+            noted: list[str] = []  # of no account if the row is refused
             try:
                 if isinstance(example, Chat):
                     own = chat_samples(example, self.template, self.supervise, closing, noted)
@@ -188,9 +185,12 @@ class Tokenization:
             except BadRow as error:
                 bad[i] = str(error)
                 continue
-            notes.update(noted)
-            notes["nothing supervised"] += not own
-            notes["special tokens in text"] += any(map(self.encoder.has_special, contents_of(example)))
+            if not own:
+                noted.append("nothing supervised")
+            if any(map(self.encoder.has_special, contents_of(example))):
+                noted.append("special tokens in text")
+            if noted:
+                notes.update(noted)
             samples += own
             owners += [i] * len(own)
         return samples, owners
@@ -246,7 +246,8 @@ class TextEncoder:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.vocabulary = len(tokenizer)
+        self.vocabulary = max(tokenizer.get_vocab().values()) + 1
+        """Token ids reach up to it; some may be unused."""
         special = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = _any_of(token.content for token in special.values())
         self._ids = {
@@ -410,6 +411,7 @@ _tokenizations: Sequence[Tokenization]
 def _start_worker(tokenizations: Sequence[Tokenization]) -> None:
     global _tokenizations
     _tokenizations = tokenizations
+    gc.freeze()  # what the parent had is not searched for garbage again and again
 
 
 def _encode_in_worker(batch: list[tuple[int, RawRow | BadRow]]) -> list[Part]:

@@ -94,7 +94,9 @@ def sharegpt(row: RawRow) -> Chat:
             messages.append({"role": "assistant", "content": "", "tool_calls": calls, **mark})
         else:
             messages.append({"role": role, "content": text, **mark})
-    if (system := _text(row, "system", required=False)) and not (messages and messages[0]["role"] == "system"):
+    if system := _text(row, "system", required=False):
+        if messages[0]["role"] == "system":
+            raise BadRow("has a 'system' and a system turn in 'conversations'; keep one")
         return _chat(_system(system) + messages, row.get("tools"), "conversations", first=0)
     return _chat(messages, row.get("tools"), "conversations")
 
@@ -301,7 +303,11 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRow(f"'tools' is {_kind(value)}; a list of objects is needed, or a string that holds one as JSON")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+    return [tool if "function" in tool else _as_tool(tool) for tool in value]
+
+
+def _as_tool(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {key: part for key, part in function.items() if key != "type"}}
 
 
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
@@ -313,7 +319,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f"{where}: a tool call is {_kind(call)} without a name; it needs 'name' and 'arguments'")
-        arguments = function.get("arguments", {})
+        arguments = {} if function.get("arguments") in (None, "") else function["arguments"]
         # OpenAI spells the arguments as JSON in a string; templates write JSON themselves.
         arguments = _json(arguments, f"{where}: 'arguments'") if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict):

@@ -57,7 +57,7 @@ def read_documents(prefix: Path) -> tuple[np.ndarray, np.ndarray]:
     ends = np.append(pointers // dtype.itemsize + lengths, 0)
     filled = documents[:-1] < documents[1:]
     spans = np.stack([begins[documents[:-1][filled]], ends[documents[1:][filled] - 1]], axis=1)
-    ids = np.memmap(tokens, dtype=dtype, mode="r") if len(spans) else np.zeros(0, dtype=dtype)
+    ids = np.memmap(tokens, dtype=dtype, mode="r").view(np.ndarray) if len(spans) else np.zeros(0, dtype=dtype)
     return ids, spans[spans[:, 0] < spans[:, 1]].astype(np.int64)
 
 

@@ -1,6 +1,5 @@
 """What a data set looks like to the model: numbers about its samples, and what is wrong with them."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -112,13 +111,14 @@ def round_trip(tokenization: Tokenization, prepared: Prepared) -> tuple[int, int
             if not isinstance(example, Chat):
                 return 0, 0, ""
             closing = tokenization.tokenizer.eos_token or ""
-            pieces = chat_samples(example, tokenization.template, tokenization.supervise, closing, Counter())
+            pieces = chat_samples(example, tokenization.template, tokenization.supervise, closing, [])
         except BadRow:
             continue  # counted where the rows were read
         for sample in pieces:
             text = "".join(part for part, _ in sample)
             ids, _, _ = tokenization.encoder.encode([sample])
-            same = tokenization.tokenizer.decode(ids, clean_up_tokenization_spaces=False).lstrip() == text.lstrip()
+            decoded = tokenization.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            same = decoded.split() == text.split()  # some tokenizers write a space behind a special token
             right, count = right + same, count + 1
             first = first or ("" if same else text)
         if count >= ROUND_TRIP_ROWS:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lit_ft.data import token_cache
-from lit_ft.data.encoding import Encoded, Overlong, Tokenization, encode_batches
+from lit_ft.data.encoding import Encoded, Overlong, TextEncoder, Tokenization, encode_batches
 from lit_ft.data.formats import find_format, renamed
 from lit_ft.data.indexed import read_documents
 from lit_ft.data.rendering import Supervise
@@ -84,8 +84,9 @@ class Preparation:
                 self.refuse(place, row)
                 continue
             if missing := [name for name in (source.columns or {}).values() if name not in row]:
+                names = ", ".join(map(repr, row))
                 raise RecipeError(
-                    f"{place}: columns names {missing[0]!r}, but the row has {', '.join(map(repr, row)) or 'none'}; mend it"
+                    f"{place}: columns names {missing[0]!r}, but the row's are {names or 'none'}; mend it"
                 )
             try:
                 return source.format if source.format != "auto" else find_format(renamed(row, source.columns))
@@ -215,7 +216,7 @@ class Preparation:
         rows = np.arange(len(spans))
         if len(spans) == 0:
             raise RecipeError(f"{source.path!r} holds no documents; at least one is needed")
-        largest, last = int(ids[spans[0, 0] : spans[-1, 1]].max()), len(self.tokenizer) - 1
+        largest, last = int(ids[spans[0, 0] : spans[-1, 1]].max()), TextEncoder(self.tokenizer).vocabulary - 1
         if largest > last:
             raise RecipeError(
                 f"{source.path}: holds the token id {largest}, those of the tokenizer are 0 to {last}; set "

@@ -7,7 +7,6 @@ tokens are given and the answer's are produced.
 """
 
 import os
-from collections import Counter
 from typing import Literal
 
 from lit_ft.data.formats import Chat, Message, Text
@@ -23,7 +22,7 @@ Supervise = Literal["assistant", "last", "all"]
 def prompt_and_answer(chat: Chat, template: ChatTemplate) -> tuple[str, Message, Message]:
     """What the model sees before its last answer, the turn it answers, and that answer."""
     last = _answers(chat)[-1]
-    chat = _with_tools(chat, template, Counter())
+    chat = _with_tools(chat, template, [])
     prompt = _before(chat, last, template)
     return prompt, chat.messages[max(last - 1, 0)], chat.messages[last]
 
@@ -34,7 +33,7 @@ def text_pieces(text: Text, closing: str) -> list[Piece]:
 
 
 def chat_samples(
-    chat: Chat, template: ChatTemplate, supervise: Supervise, closing: str, notes: Counter[str]
+    chat: Chat, template: ChatTemplate, supervise: Supervise, closing: str, notes: list[str]
 ) -> list[list[Piece]]:
     """Cut a conversation into supervised and unsupervised text.
 
@@ -44,7 +43,7 @@ def chat_samples(
         supervise: assistant is every assistant turn that is not marked otherwise; last is the last one;
             all is every token through the last answer.
         closing: the end-of-sequence token, for templates that close an assistant's turn with none.
-        notes: counts what was not as expected.
+        notes: is given the names of what was not as expected.
 
     Returns:
         One sample, or several where the template rewrites earlier turns once more follow (as templates do
@@ -59,7 +58,7 @@ def chat_samples(
     if not turns:
         return []
     if turns[-1] < len(chat.messages) - 1 and not _is_answer(chat, -1):
-        notes["ends without answer"] += 1
+        notes.append("ends without answer")
     befores = [_before(chat, i, template) for i in turns]
     throughs = [_render(chat, i + 1, template) for i in turns]
     template.check_seen(chat.messages[: turns[-1]], befores[-1])
@@ -71,12 +70,12 @@ def chat_samples(
         if not turn.removesuffix(template.end_of_turn).strip():
             raise BadRow(f"{template.name} shows nothing of turn {i + 1} ({chat.messages[i]['role']})")
         if _is_answer(chat, i) and _leaves_out(chat.messages[i], turn):
-            notes["answer left out in part"] += 1
+            notes.append("answer left out in part")
         if not has_end and _is_answer(chat, i):
-            notes["end of turn added"] += 1
+            notes.append("end of turn added")
             turn += closing
         if not before.startswith(done):
-            notes["split"] += 1
+            notes.append("split")
             samples.append([])
             done = ""
         samples[-1] += [(before[len(done) :], supervise == "all"), (turn, True)]
@@ -116,13 +115,16 @@ def _is_answer(chat: Chat, i: int) -> bool:
     return bool(chat.messages[i]["role"] == "assistant")
 
 
-def _with_tools(chat: Chat, template: ChatTemplate, notes: Counter[str]) -> Chat:
+def _with_tools(chat: Chat, template: ChatTemplate, notes: list[str]) -> Chat:
     if not chat.tools and not any(m["role"] == "tool" or "tool_calls" in m for m in chat.messages):
         return chat
     if template.renders_tools:
         return chat
-    notes["tools spelled out"] += 1
-    return spell_out_tools(chat)
+    notes.append("tools spelled out")
+    try:
+        return spell_out_tools(chat)
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"its tools cannot be written as JSON ({error}); keep them as JSON in a string") from error
 
 
 def _answers(chat: Chat) -> list[int]:
@@ -138,13 +140,13 @@ def _supervised_turns(chat: Chat, supervise: Supervise) -> list[int]:
     return sorted(i for i in wanted if chat.marks.get(i, True))
 
 
-def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, notes: Counter[str]) -> tuple[str, str]:
+def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, notes: list[str]) -> tuple[str, str]:
     """The unsupervised text before a turn, that of inference where the template goes on like that; and the turn."""
     if through.startswith(before):
         return before, through[len(before) :]
     earlier = _render(chat, i, template)
     if through.startswith(earlier):
-        notes["other opening"] += 1
+        notes.append("other opening")
         # No further than the template's opening: an answer may begin as what the generation prompt has there.
         before = _common([before, through, earlier + template.opening])
         return before, through[len(before) :]

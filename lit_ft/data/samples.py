@@ -59,7 +59,8 @@ def write_arrays(folder: Path, arrays: TokenArrays) -> None:
 
 def read_arrays(folder: Path) -> TokenArrays:
     """Map what ``write_arrays`` saved; nothing is read before it is used."""
-    return TokenArrays(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS})
+    # As plain arrays over the mapping: each slice of a np.memmap costs more than laying out a sample.
+    return TokenArrays(**{name: np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in ARRAYS})
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,10 @@ class ChatTemplate:
             )
         # What apply_chat_template does for plain turns, without the copies that cost more than tokenising a short row.
         variables = {**self._variables, "messages": messages, "add_generation_prompt": generation}
-        return "".join(self._compiled.root_render_func(self._compiled.new_context(variables, shared=True)))
+        context = self._compiled.environment.context_class(
+            self._compiled.environment, variables, None, self._compiled.blocks
+        )
+        return "".join(self._compiled.root_render_func(context))
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -200,13 +203,15 @@ def spell_out_tools(chat: Chat) -> Chat:
     """
     messages: list[Message] = []
     marks: dict[int, bool] = {}
-    if chat.tools and chat.messages[0]["role"] == "assistant":  # the functions are no part of its answer
+    if chat.tools and (chat.messages[0]["role"] == "assistant" or chat.marks.get(0)):
+        # The functions are no part of what is trained on.
         messages.append({"role": "system", "content": ""})
     for i, message in enumerate(chat.messages):
         if message["role"] == "tool":
             result = f"<tool_response>\n{message['content']}\n</tool_response>"
             if chat.messages[i - 1]["role"] == "tool":  # several results are one turn, as several calls are
                 messages[-1]["content"] += f"\n{result}"
+                marks[len(messages) - 1] = marks.get(len(messages) - 1, False) or chat.marks.get(i, False)
                 continue
             spelled = {"role": "user", "content": result}
         else:
