@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import make_rows
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_processes import recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,7 +70,9 @@ def test_a_run_leaves_what_the_readme_says(
     caplog.set_level("INFO", "lightning.pytorch")
     run(capsys, *arguments, *options)
     assert "training LORA of" in caplog.text
-    assert "optimiser steps; an epoch is 18 rows" in caplog.text
+    assert "optimiser steps; an epoch is 18 samples" in caplog.text
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert b"^train/loss/.*$" in events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     names = {path.name for path in run_dir.iterdir()}
     assert names >= {"config.yaml", "metrics.csv", "tensorboard", "checkpoints", "adapter", "merged"}
     with (run_dir / "metrics.csv").open() as file:

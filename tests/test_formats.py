@@ -68,8 +68,22 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
     ),
     "sharegpt, system turn first": (
         "sharegpt",
-        share(("system", "mine"), ("human", "q"), ("gpt", "a"), system="s"),
+        share(("system", "mine"), ("human", "q"), ("gpt", "a")),
         Chat([turn("system", "mine"), ASK, SAY]),
+    ),
+    "messages, a call without arguments": (
+        "messages",
+        {
+            "messages": [ASK, turn("assistant", "a", tool_calls=[{"name": "f", "arguments": ""}])],
+            "tools": [{"type": "function", "name": "f"}],
+        },
+        Chat(
+            [
+                ASK,
+                turn("assistant", "a", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {}}}]),
+            ],
+            [{"type": "function", "function": {"name": "f"}}],
+        ),
     ),
     "sharegpt, parallel calls": (
         "sharegpt",
@@ -252,6 +266,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ),
         (share(("human", "")), "'conversations' item 1: 'content' is empty; remove it, or the row"),
         (share(("human", "q"), ("gpt", ""), system="s"), "'conversations' item 2: 'content' is empty"),
+        (share(("system", "s"), ("human", "q"), system="s"), "has a 'system' and a system turn in 'conversations'"),
         (share(("human", "q")), "'conversations' holds no assistant turn; there is nothing to learn from this row"),
         (share(("human", "q"), ("system", "s")), "item 2: 'role' is 'system' after other turns; it must come first"),
         (share(("function_call", "{")), "'conversations' item 1: 'value' of a function_call is not JSON ("),
@@ -303,10 +318,6 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         (
             chat(turn("assistant", "a", tool_calls=[{"name": "f", "arguments": [1]}])),
             "item 1: 'arguments' of 'f' is a list of int; an object is needed",
-        ),
-        (
-            chat(turn("assistant", "a", tool_calls=[{"name": "f", "arguments": None}])),
-            "item 1: 'arguments' of 'f' is missing; an object is needed",
         ),
         (
             chat(ASK, turn("assistant", "a", train="yes")),
