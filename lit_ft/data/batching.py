@@ -142,7 +142,7 @@ class _Rows(Dataset[Row]):
         return lay_out(piece, self.samples)
 
 
-def _as_it_is(row: Row) -> Row:
+def _as_it_is(row: Any) -> Any:
     return row
 
 

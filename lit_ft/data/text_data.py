@@ -49,6 +49,7 @@ class TextDataModule(LightningDataModule):
         on_bad_row: OnBadRow = "error",
         micro_batch_size: int = 1,
         join_micro_batches: bool = True,
+        micro_batch_tokens: int | None = None,
         packing: int | bool | Literal["off"] | None = None,
         shuffle: bool = True,
         streaming: bool = False,
@@ -82,7 +83,9 @@ class TextDataModule(LightningDataModule):
             on_bad_row: a row that cannot be used is an error, or skip it, with a count.
             micro_batch_size: samples (with packing: packed rows) per device and forward pass.
             join_micro_batches: run micro-batches of one optimiser step together while they fit in
-                micro_batch_size x max_length tokens, the memory that the recipe allows. Same numbers, fewer passes.
+                micro_batch_tokens. Same numbers, fewer passes.
+            micro_batch_tokens: tokens of a forward pass; by default micro_batch_size x max_length (with packing, x
+                packing), the memory that the recipe allows anyway.
             packing: token budget of a packed row, or off. A sample longer than it is an error.
             shuffle: new order each epoch, from the seed.
             streaming: read training data while training, for data larger than memory; set trainer.max_steps.
@@ -125,6 +128,7 @@ class TextDataModule(LightningDataModule):
         self.max_length = max_length
         self.packing = packing if isinstance(packing, int) and packing else None  # YAML reads off as false
         self.micro_batch_size, self.join_micro_batches = micro_batch_size, join_micro_batches
+        self.micro_batch_tokens = micro_batch_tokens
         self.shuffle, self.num_workers = shuffle, num_workers
         self.streaming, self.shuffle_buffer = streaming, shuffle_buffer
         self.preparation = Preparation(
@@ -261,6 +265,8 @@ class TextDataModule(LightningDataModule):
     @property
     def token_budget(self) -> int | None:
         """Most tokens of a micro-batch that the recipe allows; None without a limit."""
+        if self.micro_batch_tokens is not None:
+            return self.micro_batch_tokens
         per_unit = self.packing if self.packing is not None else self.max_length
         return None if per_unit is None else per_unit * self.micro_batch_size
 
