@@ -98,11 +98,14 @@ def configure_optimizers(
             "lr_scheduler": {"scheduler": scheduler, "monitor": getattr(scheduler, "monitor", None)},
         }
     if scheduler.total_steps is None:
-        trainer = module.trainer
-        # Asking Lightning opens the training data, before a resumed run has told it its place.
-        by_steps = trainer.max_epochs == -1 and trainer.max_steps != -1
-        steps = trainer.max_steps if by_steps else trainer.estimated_stepping_batches
-        if math.isinf(steps):
-            raise RecipeError(f"{type(scheduler).__name__} needs the run's length; set trainer.max_steps or max_epochs")
+        trainer: Any = module.trainer
+        # Asking Lightning opens the training data, before a resumed run has told a stream its place.
+        has_no_length = trainer.max_epochs == -1 or getattr(trainer.datamodule, "streaming", False)
+        steps = trainer.max_steps if has_no_length else trainer.estimated_stepping_batches
+        if math.isinf(steps) or steps < 0:
+            raise RecipeError(
+                f"{type(scheduler).__name__} needs the run's length; set trainer.max_steps, or max_epochs where the "
+                "data has a length"
+            )
         scheduler.total_steps = int(steps)
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

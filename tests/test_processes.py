@@ -74,12 +74,15 @@ def assert_same_run(got: Path, wanted: Path, tolerance: float) -> None:
         torch.testing.assert_close(weights(got)[name], tensor, atol=tolerance, rtol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("join", ["true", "false"])
-def test_two_ranks_equal_one_process(tmp_path: Path, model_folder: str, write_rows: Any, join: str) -> None:
+@pytest.mark.parametrize("dealt", ["joined", "apart", "streamed"])
+def test_two_ranks_equal_one_process(tmp_path: Path, model_folder: str, write_rows: Any, dealt: str) -> None:
     # 21 rows in steps of 8: the last step of an epoch holds 5, which two ranks of micro-batch 2 cannot share evenly.
     sources = [{"path": write_rows(count=count, name=f"{name}.json")} for name, count in (("a", 9), ("b", 12))]
     one, two = tmp_path / "one", tmp_path / "two"
-    arguments = recipe(tmp_path, model_folder, None, max_epochs=2)
+    length = {"max_steps": 6} if dealt == "streamed" else {"max_epochs": 2}
+    arguments = recipe(tmp_path, model_folder, None, **length)
+    if dealt == "streamed":
+        arguments += ["--data.streaming", "true", "--data.shuffle_buffer", "7", "--data.mixing", "first_exhausted"]
     arguments += ["--data.sources", json.dumps(sources), "--data.val_sources", json.dumps(sources)]
     done = lit_ft(*arguments, "--run_dir", str(one), "--trainer.accumulate_grad_batches", "4")
     assert done.returncode == 0, done.stderr
@@ -91,7 +94,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path, model_folder: str, write_ro
         "--trainer.accumulate_grad_batches",
         "2",
     ]
-    done = lit_ft(*arguments, "--run_dir", str(two), *options, "--data.join_micro_batches", join)
+    done = lit_ft(*arguments, "--run_dir", str(two), *options, "--data.join_micro_batches", str(dealt != "apart"))
     assert done.returncode == 0, done.stderr
     assert len(losses(one)) == 6
     assert_same_run(two, one, 1e-6)

@@ -143,6 +143,9 @@ def test_bad_rows_stop_a_stream_or_are_counted(sources: list[Source]) -> None:
 def test_what_streaming_cannot_do(sources: list[Source], make_trainer: Any, model_folder: str) -> None:
     with pytest.raises(RecipeError, match="set data.max_length too"):
         TextDataModule(sources[0].path, streaming=True, packing=64, max_length=None).load(make_tokenizer())
+    module = CausalLM(model_folder, lr_scheduler=lambda optimizer: ConstantWithWarmup(optimizer, warmup=0.1))
+    with pytest.raises(RecipeError, match="ConstantWithWarmup needs the run's length; set trainer.max_steps"):
+        make_trainer(max_epochs=1).fit(module, TextDataModule(sources[0].path, streaming=True))
     trainer = make_trainer(max_steps=4, accumulate_grad_batches=2, limit_train_batches=5)
     with pytest.raises(RecipeError, match="ends a stream within an optimiser step of 2 micro-batches; set it to 6"):
         trainer.fit(CausalLM(model_folder), TextDataModule(sources[0].path, streaming=True))
@@ -164,7 +167,7 @@ def test_training_that_max_steps_ended_goes_on_with_more_steps(
             max_length=64,
             tokenize_workers=0,
         )
-        trainer = make_trainer(max_steps=max_steps, max_epochs=-1, accumulate_grad_batches=2)
+        trainer = make_trainer(max_steps=max_steps, max_epochs=9, accumulate_grad_batches=2)
         module = CausalLM(model_folder, lr_scheduler=schedule)
         trainer.fit(module, data, ckpt_path=checkpoint)
         trainer.save_checkpoint(tmp_path / f"{max_steps}.ckpt")
