@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_ft.causal_lm import CausalLM
+    from lit_ft.data.sources import Source
     from lit_ft.data.text_data import TextDataModule
     from lit_ft.errors import RecipeError
     from lit_ft.evaluation import ExactMatch
 
 __version__ = "0.1.0"
-__all__ = ["CausalLM", "ExactMatch", "RecipeError", "TextDataModule"]
+__all__ = ["CausalLM", "ExactMatch", "RecipeError", "Source", "TextDataModule"]
 
 _HOME = {
     "CausalLM": "lit_ft.causal_lm",
     "ExactMatch": "lit_ft.evaluation",
     "RecipeError": "lit_ft.errors",
+    "Source": "lit_ft.data.sources",
     "TextDataModule": "lit_ft.data.text_data",
 }
 

@@ -13,8 +13,10 @@ from conftest import WORDS, make_rows, make_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lit_ft.data.encoding import Encoded, Overlong, TextEncoder, Tokenization, encode_batches, fit_to_length
+from lit_ft.data.encoding import Tokenization, encode_batches
+from lit_ft.data.lengths import Encoded, Overlong, fit_to_length
 from lit_ft.data.rendering import Piece
+from lit_ft.data.text_encoder import TextEncoder
 from lit_ft.errors import BadRow
 from lit_ft.rows import IGNORE_INDEX
 

@@ -10,7 +10,8 @@ import pytest
 from conftest import make_tokenizer
 
 from lit_ft import RecipeError
-from lit_ft.data.encoding import NOTES, Encoded, Tokenization
+from lit_ft.data.encoding import NOTES, Tokenization
+from lit_ft.data.lengths import Encoded
 from lit_ft.data.preparing import Preparation
 from lit_ft.data.templates import BUILT_IN, ChatTemplate, set_chat_template
 from lit_ft.rows import IGNORE_INDEX

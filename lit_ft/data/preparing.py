@@ -11,12 +11,14 @@ from typing import Any, Literal
 import numpy as np
 
 from lit_ft.data import token_cache
-from lit_ft.data.encoding import Encoded, Overlong, TextEncoder, Tokenization, encode_batches
+from lit_ft.data.encoding import Tokenization, encode_batches
 from lit_ft.data.formats import find_format, renamed
 from lit_ft.data.indexed import read_documents
+from lit_ft.data.lengths import Encoded, Overlong
 from lit_ft.data.rendering import Supervise
 from lit_ft.data.samples import TokenArrays, collect, read_arrays, write_arrays
 from lit_ft.data.sources import Source
+from lit_ft.data.text_encoder import TextEncoder
 from lit_ft.errors import BadRow, RecipeError
 
 OnBadRow = Literal["error", "skip"]

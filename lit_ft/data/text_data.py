@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
 from lit_ft.data.batching import BatchPlan, RowLoader
-from lit_ft.data.encoding import Overlong
 from lit_ft.data.formats import Chat
+from lit_ft.data.lengths import Overlong
 from lit_ft.data.mixing import Strategy, check_weights
 from lit_ft.data.preparing import OnBadRow, Preparation, Prepared
 from lit_ft.data.rendering import Supervise, prompt_and_answer

@@ -19,7 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.data import encoding, formats, indexed, rendering, samples, sources, templates
+from lit_ft.data import encoding, formats, indexed, lengths, rendering, samples, sources, templates, text_encoder
 from lit_ft.data.encoding import Tokenization
 from lit_ft.errors import RecipeError
 
@@ -36,7 +36,7 @@ def fingerprint(source_digest: str, tokenization: Tokenization, **more: Any) -> 
     """Name of the entry: a digest of the rows' content, of how they become tokens, and of the code that does it."""
     tokenizer = tokenization.tokenizer
     settings = {f.name: getattr(tokenization, f.name) for f in fields(tokenization) if f.name != "tokenizer"}
-    code = (encoding, formats, indexed, rendering, samples, sources, templates)
+    code = (encoding, formats, indexed, lengths, rendering, samples, sources, templates, text_encoder)
     ingredients = {
         "rows": source_digest,
         "settings": {**settings, **more},
