@@ -12,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lit_callbacks.merge_check import check_files, compare, logits_of, sample_ids
+
 
 class AdapterMerger(Callback):
     """At the end of training, write the adapter and, if asked to, the merged model.
@@ -76,7 +78,8 @@ def save_adapter(model: Any, folder: Path, tokenizer: Any = None) -> None:
 def save_merged(model: Any, folder: Path, tokenizer: Any = None, dtype: torch.dtype | None = None) -> None:
     """Write a model with its adapter merged, for ``AutoModelForCausalLM.from_pretrained``.
 
-    The model itself is left as it is: a copy on the CPU is merged.
+    The model itself is left as it is: a copy on the CPU is merged. Before the folder appears, the copy's logits on
+    some prompts are compared with those before merging, and the files are read back.
 
     Args:
         model: a ``PeftModel`` or ``PreTrainedModel``.
@@ -86,15 +89,32 @@ def save_merged(model: Any, folder: Path, tokenizer: Any = None, dtype: torch.dt
 
     Raises:
         ValueError: the tuning method cannot be merged, or the base is quantised.
+        MergeFailed: the merged model is not the trained one; nothing is left in ``folder``'s place.
     """
     if is_peft(model):
         _check_mergeable(model)
-        merged = copy.deepcopy(model).cpu().merge_and_unload(safe_merge=True)
+        merged = _merge(model, dtype, tokenizer)
     else:
-        merged = model
-    if dtype is not None and dtype != merged.dtype:
-        merged = (merged if merged is not model else copy.deepcopy(model)).to(dtype)
-    _write_whole(folder, lambda temporary: merged.save_pretrained(temporary), tokenizer)
+        merged = model if dtype in (None, model.dtype) else copy.deepcopy(model).to(dtype)
+
+    def write(temporary: Path) -> None:
+        merged.save_pretrained(temporary)
+        check_files(temporary, merged)
+
+    _write_whole(folder, write, tokenizer)
+
+
+def _merge(model: Any, dtype: torch.dtype | None, tokenizer: Any) -> Any:
+    merged = copy.deepcopy(model).cpu().eval()
+    base = merged.get_base_model()
+    if base.config._attn_implementation not in ("eager", "sdpa"):
+        base.set_attn_implementation("sdpa")  # attention of a device or of a training loop, which takes other arguments
+    ids = sample_ids(base, tokenizer)
+    wanted = logits_of(merged, ids)
+    merged = merged.merge_and_unload(safe_merge=True)
+    merged = merged.to(dtype) if dtype is not None else merged
+    rank_zero_info(f"merge verified: {compare(wanted, logits_of(merged, ids), merged.dtype)}")
+    return merged
 
 
 def _check_mergeable(model: Any) -> None:

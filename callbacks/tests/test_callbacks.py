@@ -1,6 +1,7 @@
 """The callbacks on a plain Lightning module: nothing of lit_ft is imported here."""
 
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -156,6 +157,78 @@ def test_a_method_that_cannot_be_merged_leaves_nothing_behind(tmp_path: Path) ->
     with pytest.raises(ValueError, match="PROMPT_TUNING adds no weights that could be merged"):
         save_merged(model, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+def lora(base: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_merge_says_how_exact_it_is(tmp_path: Path, dtype: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from lit_callbacks.adapter_merger import save_merged
+
+    caplog.set_level("INFO", "lightning.pytorch")
+    save_merged(lora(llama()), tmp_path / "merged", dtype=dtype)
+    (line,) = [record.getMessage() for record in caplog.records if "merge verified" in record.getMessage()]
+    difference = float(re.search(r"differ by (\S+) at most", line).group(1))  # type: ignore[union-attr]
+    assert (difference < 1e-5) is (dtype is None)
+
+
+def test_a_merge_that_went_wrong_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lit_callbacks.adapter_merger import save_merged
+    from lit_callbacks.merge_check import MergeFailed
+
+    peft = pytest.importorskip("peft")
+    model = lora(llama())
+    monkeypatch.setattr(peft.LoraModel, "merge_and_unload", lambda self, safe_merge: self.unload())
+    with pytest.raises(MergeFailed, match="the merged model is not what was trained: logits differ by"):
+        save_merged(model, tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _lose(tensors: dict[str, Any]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def _break(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"][3] = float("nan")
+
+
+def _cut(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:0]
+
+
+def _add(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.bias"] = torch.zeros(32)
+
+
+def _cast(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_lose, "model.norm.weight is missing"),
+        (_break, "model.norm.weight holds values that are not finite"),
+        (_cut, r"model.norm.weight is \(0,\), the config says \(32,\)"),
+        (_add, "model.norm.bias is not in LlamaForCausalLM"),
+        (_cast, "model.norm.weight is torch.float16, not torch.float32"),
+    ],
+)
+def test_files_that_are_wrong_are_found(tmp_path: Path, damage: Any, message: str) -> None:
+    from lit_callbacks.merge_check import MergeFailed, check_files
+    from safetensors.torch import load_file, save_file
+
+    model = llama()
+    model.save_pretrained(tmp_path)
+    check_files(tmp_path, model)
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MergeFailed, match=message):
+        check_files(tmp_path, model)
 
 
 def test_a_module_without_a_model() -> None:
