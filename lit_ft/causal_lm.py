@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft import loading, process
+from lit_ft import loading, process, prompt_learning
 from lit_ft.checkpoints_io import check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
@@ -78,6 +78,8 @@ class CausalLM(LightningModule):
             raise RecipeError(
                 "model.quantization is set without model.peft; quantised weights cannot be trained, add a method"
             )
+        if quantization is not None and peft is not None:
+            loading.check_quantisable(peft)
         self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
         self.init, self.base_dtype = init, dtype
         self.attn_implementation, self.peft, self.adapter_dtype = attn_implementation, peft, adapter_dtype
@@ -125,9 +127,10 @@ class CausalLM(LightningModule):
             return
         # New weights are a function of the seed alone, not of what drew random numbers before.
         torch.manual_seed(process.seed())
-        base = loading.load_base(
-            self.pretrained, self.init, self.base_dtype, self.attn_implementation, self.quantization
-        )
+        attention = self.attn_implementation
+        if attention == "auto" and self.peft is not None and self.peft.peft_type.value == prompt_learning.PREFIX:
+            attention = "sdpa"  # packed attention knows no keys from before the row
+        base = loading.load_base(self.pretrained, self.init, self.base_dtype, attention, self.quantization)
         if self.gradient_checkpointing:
             base.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = self._with_peft(base)
@@ -178,12 +181,14 @@ class CausalLM(LightningModule):
             self._check_isolation()
         decoder = getattr(base, base.base_model_prefix)
         self._segment_lengths = lengths
-        hidden = decoder(
-            input_ids=row["input_ids"],
-            position_ids=row["position_ids"],
-            use_cache=False,
-            **({"segment_lengths": lengths} if base.config._attn_implementation == loading.PACKED else {}),
-        ).last_hidden_state[0]
+        is_packed = base.config._attn_implementation == loading.PACKED
+        options = {"segment_lengths": prompt_learning.virtual_lengths(self.model, lengths)} if is_packed else {}
+        if prompt_learning.method_of(self.model) is not None:
+            hidden = prompt_learning.hidden_states(self.model, decoder, row, **options)[0]
+        else:
+            hidden = decoder(
+                input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, **options
+            ).last_hidden_state[0]
         return token_cross_entropy(
             hidden[row["predict_at"]],
             self._head,

@@ -24,8 +24,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
 
-_ACT_DURING_FORWARD = {"ADALORA", "XLORA", "POLY"}
-"""PEFT methods that need calls of their own in the training loop or in ``PeftModel.forward``."""
+_NEEDS_CALLS = "needs calls of its own while training, which are not made here"
+_REFUSED = {
+    **dict.fromkeys(("ADALORA", "XLORA", "POLY", "MULTITASK_PROMPT_TUNING", "CPT", "CARTRIDGE"), _NEEDS_CALLS),
+    "SHADOW": "runs a second model beside the base, which padding-free rows pass by",
+    "LILY": "averages its routing over all tokens of a row, so that samples would see each other (peft 0.21)",
+    "FROD": "cannot be built without weights, so that a recipe could not be checked before they are read (peft 0.21)",
+}
+"""PEFT methods that do not train right here, and why."""
 
 Init = Literal["pretrained", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -176,14 +182,38 @@ def add_peft(
     Raises:
         RecipeError: the method's target modules match nothing.
     """
-    if peft.is_prompt_learning or peft.peft_type.value in _ACT_DURING_FORWARD:
-        raise RecipeError(
-            f"model.peft: {peft.peft_type.value} acts outside the model's layers, which padding-free rows pass by, and "
-            "would not train; take a method that adds weights to layers, e.g. peft.LoraConfig"
-        )
+    if (reason := _REFUSED.get(peft.peft_type.value)) is not None:
+        raise RecipeError(f"model.peft: {peft.peft_type.value} {reason}; take another method, e.g. peft.LoraConfig")
     check_target_modules(model, peft)
     wrapped = get_peft_model(model, copy.deepcopy(peft), autocast_adapter_dtype=adapter_dtype == "float32")
     return wrapped.train()
+
+
+def check_quantisable(peft: PeftConfig) -> None:
+    """Refuse methods that do not compute on a quantised base what they do on the dequantised one.
+
+    Raises:
+        RecipeError: it names a method that does.
+    """
+    method, init = peft.peft_type.value, getattr(peft, "init_lora_weights", True)
+    if method not in _ON_QUANTISED:
+        why = f"{method} works on the base's own weights, which are packed"
+    elif isinstance(init, str) and init.startswith(_CHANGING_THE_BASE):
+        why = f"init_lora_weights={init!r} changes the base's weights, which would be rounded again"
+    else:
+        return
+    raise RecipeError(
+        f"model.peft: {why} when model.quantization is set; take peft.LoraConfig with its default init, or leave "
+        "model.quantization out"
+    )
+
+
+_ON_QUANTISED = {
+    *("LORA", "IA3", "OFT", "BOFT", "VERA", "PVERA", "FOURIERFT", "WAVEFT", "LN_TUNING", "MISS", "RANDLORA", "VBLORA"),
+    *("HIRA", "ROAD", "SHIRA", "BEFT", "TRAINABLE_TOKENS", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"),
+}
+"""Methods that were compared on an NF4 base and on the same base dequantised (tests/test_methods.py)."""
+_CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
 
+from lit_ft import prompt_learning
 from lit_ft.causal_lm import CausalLM
 from lit_ft.data.batching import RowLoader
 from lit_ft.data.streaming import StreamLoader
@@ -63,7 +64,8 @@ class RunReport(Callback):
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
         seconds = time.perf_counter() - self._started
         rank_zero_info(f"done: {trainer.global_step:,} optimiser steps in {seconds:.0f} s{ending}; see {self.run.root}")
-        if self.run.merged.exists():
+        module: Any = pl_module
+        if self.run.merged.exists() or prompt_learning.method_of(getattr(module, "model", None)):
             rank_zero_info(f"next: python -m lit_ft predict --config {self.run.config} --ckpt_path last")
         else:
             rank_zero_info(f"next: python -m lit_ft export --run {self.run.root} --merge")

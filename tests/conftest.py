@@ -44,11 +44,22 @@ differences: dict[str, tuple[float, float]] = {}
 """For each parity test: the largest relative difference of a step's loss, and the largest of a weight."""
 
 
+methods: dict[str, dict[str, str]] = {}
+"""For each tuning method, what the tests found of it."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--numerics", help="write the table of largest differences to this file")
+    parser.addoption("--methods", help="write the table of tuning methods to this file")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if path := session.config.getoption("--methods"):
+        columns = ("config", "trains", "packing", "merge", "gradient checkpointing", "bf16", "quantised")
+        heads = ("method", "`peft.`", "weights trained", "packed rows", "merge", *columns[4:6], "NF4 base")
+        lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+        lines += [f"| {name} | {' | '.join(row.get(c, '') for c in columns)} |" for name, row in methods.items()]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
     if not (path := session.config.getoption("--numerics")):
         return
     lines = ["| test | loss, relative | weights, absolute |", "|---|---|---|"]

@@ -2,7 +2,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
@@ -186,13 +185,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_target_modules_that_match_nothing(model_folder: str, options: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         CausalLM(model_folder, **options).check()
-
-
-@pytest.mark.parametrize("method", ["PromptTuningConfig", "PrefixTuningConfig", "AdaLoraConfig"])
-def test_methods_that_rows_would_pass_by_are_refused(model_folder: str, method: str) -> None:
-    options = {"total_step": 10} if method == "AdaLoraConfig" else {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM"}
-    with pytest.raises(RecipeError, match="acts outside the model's layers.*would not train"):
-        CausalLM(model_folder, peft=getattr(peft, method)(**options)).check()
 
 
 def test_a_quantised_base_trains_through_a_validation(make_trainer: Any, model_folder: str, write_rows: Any) -> None:

@@ -13,7 +13,9 @@ import pytest
 from lit_ft.cli import main
 
 REPOSITORY = Path(__file__).parents[1]
-RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
+RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
+FRAGMENTS = sorted((REPOSITORY / "recipes").glob("*/*.yaml"))
+"""Laid on top of a recipe."""
 HUANHUAN = Path(os.environ.get("LIT_FT_TEST_DATA", ".")) / "huanhuan.json"
 """A real data set, used in place of generated rows where that folder has it."""
 
@@ -34,6 +36,35 @@ def test_parses_and_opens_with_its_command(path: Path, capsys: pytest.CaptureFix
     finally:
         again.unlink()
     assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_fragments_run_on_top_of_the_quickstart(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("LIT_FT_RUN_DIR", "")
+    caplog.set_level("INFO", "lightning.pytorch")
+    name = path.relative_to(REPOSITORY)
+    assert f"python -m lit_ft fit --config recipes/quickstart.yaml --config {name}" in path.read_text()
+    with pytest.raises(SystemExit) as stop:
+        main(
+            [
+                *(
+                    "fit",
+                    "--config",
+                    "recipes/quickstart.yaml",
+                    "--config",
+                    str(name),
+                    "--run_dir",
+                    str(tmp_path / "run"),
+                ),
+                *("--trainer.max_steps", "2", "--trainer.callbacks", "[]", "--trainer.limit_val_batches", "1"),
+            ]
+        )
+    assert stop.value.code == 0
+    assert "done: 2 optimiser steps" in caplog.text
+    assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
 
 
 def test_generated_data_is_what_is_bundled(tmp_path: Path) -> None:

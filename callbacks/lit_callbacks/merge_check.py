@@ -41,7 +41,7 @@ class MergeReport:
 def sample_ids(model: Any, tokenizer: Any = None) -> list[Tensor]:
     """Token ids of some prompts, each ``(1, tokens)``; arbitrary ids where there is no tokenizer."""
     if tokenizer is None:
-        rows = model.get_input_embeddings().num_embeddings
+        rows = model.config.get_text_config().vocab_size
         return [torch.arange(start, start + 64, 4)[None] % rows for start in range(3)]
     return [torch.tensor([tokenizer(prompt)["input_ids"]]) for prompt in PROMPTS]
 

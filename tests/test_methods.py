@@ -1,0 +1,220 @@
+"""Every tuning method of PEFT: trains as PEFT itself computes it, saves, reloads in plain PEFT, merges."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import make_tokenizer, methods
+from lit_callbacks.adapter_merger import save_adapter, save_merged
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.rows import lay_end_to_end
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+LAYERS = {"target_modules": ["q_proj", "v_proj"]}
+METHODS: dict[str, peft.PeftConfig] = {
+    "LoRA": peft.LoraConfig(r=4, **LAYERS, **CAUSAL),
+    "rsLoRA": peft.LoraConfig(r=4, use_rslora=True, **LAYERS, **CAUSAL),
+    "DoRA": peft.LoraConfig(r=4, use_dora=True, **LAYERS, **CAUSAL),
+    "PiSSA": peft.LoraConfig(r=4, init_lora_weights="pissa", **LAYERS, **CAUSAL),
+    "OLoRA": peft.LoraConfig(r=4, init_lora_weights="olora", **LAYERS, **CAUSAL),
+    "LoHa": peft.LoHaConfig(r=4, **LAYERS, **CAUSAL),
+    "LoKr": peft.LoKrConfig(r=4, **LAYERS, **CAUSAL),
+    "IA3": peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
+    ),
+    "OFT": peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"], **CAUSAL),
+    "BOFT": peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj"], **CAUSAL),
+    "VeRA": peft.VeraConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+    "FourierFT": peft.FourierFTConfig(n_frequency=20, target_modules=["q_proj"], **CAUSAL),
+    "LN tuning": peft.LNTuningConfig(target_modules=["input_layernorm"], **CAUSAL),
+    "HRA": peft.HRAConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+    "MiSS": peft.MissConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+    "RandLoRA": peft.RandLoraConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+    "PVeRA": peft.PveraConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+    "TinyLoRA": peft.TinyLoraConfig(r=4, **LAYERS, **CAUSAL),
+    "UniLoRA": peft.UniLoraConfig(r=4, **LAYERS, **CAUSAL),
+    "VB-LoRA": peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=4, **LAYERS, **CAUSAL),
+    "GraLoRA": peft.GraloraConfig(r=4, **LAYERS, **CAUSAL),
+    "GLoRA": peft.GloraConfig(r=4, **LAYERS, **CAUSAL),
+    "DeLoRA": peft.DeloraConfig(r=4, **LAYERS, **CAUSAL),
+    "DEFT": peft.DeftConfig(r=4, **LAYERS, **CAUSAL),
+    "HiRA": peft.HiraConfig(r=4, **LAYERS, **CAUSAL),
+    "PSOFT": peft.PsoftConfig(r=4, **LAYERS, **CAUSAL),
+    "PEANuT": peft.PeanutConfig(r=4, **LAYERS, **CAUSAL),
+    "RoAd": peft.RoadConfig(group_size=8, **LAYERS, **CAUSAL),
+    "SHiRA": peft.ShiraConfig(r=4, **LAYERS, **CAUSAL),
+    "C3A": peft.C3AConfig(block_size=4, **LAYERS, **CAUSAL),
+    "WaveFT": peft.WaveFTConfig(n_frequency=20, **LAYERS, **CAUSAL),
+    "OSF": peft.OSFConfig(**LAYERS, **CAUSAL),
+    "BEFT": peft.BeftConfig(**LAYERS, **CAUSAL),
+    "Supertuning": peft.SupertuningConfig(**LAYERS, **CAUSAL),
+    "trainable tokens": peft.TrainableTokensConfig(token_indices=[3, 4, 5], **CAUSAL),
+    "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=5, **CAUSAL),
+    "P-tuning": peft.PromptEncoderConfig(num_virtual_tokens=5, encoder_hidden_size=16, **CAUSAL),
+    "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=5, **CAUSAL),
+}
+UNMERGEABLE = ("prompt tuning", "P-tuning", "prefix tuning")
+NOT_ON_QUANTISED = {
+    "PiSSA": "init_lora_weights='pissa' changes the base's weights",
+    "OLoRA": "init_lora_weights='olora' changes the base's weights",
+    **dict.fromkeys(
+        "LoHa LoKr HRA TinyLoRA UniLoRA GraLoRA GLoRA DeLoRA DEFT PSOFT PEANuT C3A OSF Supertuning".split(),
+        "works on the base's own weights, which are packed",
+    ),
+}
+
+
+def note(method: str, **findings: str) -> None:
+    """Keep what a test found, for the table that --methods writes."""
+    methods.setdefault(method, {}).update(findings)
+
+
+@pytest.fixture(params=METHODS)
+def trained(request: pytest.FixtureRequest, make_trainer: Any, model_folder: str, write_rows: Any) -> Any:
+    """A method's name and a module that was trained on packed rows for four steps."""
+    module = CausalLM(
+        model_folder,
+        peft=METHODS[request.param],
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-2),
+    )
+    data = TextDataModule(write_rows(), packing=128, max_length=96)
+    make_trainer(max_steps=4).fit(module, data)
+    return request.param, module.eval()
+
+
+def samples() -> list[torch.Tensor]:
+    texts = ("the cup is red", "a book under the lamp was blue and green", "红 书")
+    return [torch.tensor(make_tokenizer()(text)["input_ids"]) for text in texts]
+
+
+def test_a_packed_row_is_what_peft_computes_sample_by_sample(trained: Any, model_folder: str, tmp_path: Path) -> None:
+    name, module = trained
+    save_adapter(module.model, tmp_path / "adapter")
+    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    wanted, untrained = [], []
+    with torch.no_grad():
+        for ids in samples():
+            for model, losses in ((plain.eval(), wanted), (base, untrained)):
+                logits = model(input_ids=ids[None]).logits[0, -len(ids) :]
+                losses.append(cross_entropy(logits[:-1], ids[1:], reduction="none"))
+        got = module(lay_end_to_end([(ids.numpy(), ids.numpy()) for ids in samples()])).per_token
+    torch.testing.assert_close(got, torch.cat(wanted), atol=2e-5, rtol=1e-5, msg=name)
+    assert (got - torch.cat(untrained)).abs().max() > 1e-3  # it has learned something
+    trains = sum(p.numel() for p in module.trainable_parameters().values())
+    note(name, config=f"`{type(METHODS[name]).__name__}`", trains=f"{trains:,}", packing="runs")
+
+
+def test_merged_or_refused(trained: Any, tmp_path: Path) -> None:
+    name, module = trained
+    if name in UNMERGEABLE:
+        with pytest.raises(ValueError, match="adds no weights that could be merged"):
+            save_merged(module.model, tmp_path / "merged")
+        note(name, merge="refused: no weights to merge")
+        return
+    save_merged(module.model, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        wanted = module(lay_end_to_end([(ids.numpy(), ids.numpy()) for ids in samples()])).per_token
+        logits = [(merged(input_ids=ids[None]).logits[0], ids) for ids in samples()]
+    got = torch.cat([cross_entropy(part[:-1], ids[1:], reduction="none") for part, ids in logits])
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5, msg=name)
+    note(name, merge="exact")
+
+
+@pytest.mark.parametrize("method", ["prompt tuning", "P-tuning", "prefix tuning"])
+def test_virtual_tokens_answer_and_keep_samples_apart(
+    make_trainer: Any, model_folder: str, write_rows: Any, method: str
+) -> None:
+    module = CausalLM(model_folder, peft=METHODS[method])
+    make_trainer(max_steps=1).fit(module, TextDataModule(write_rows(), micro_batch_size=3))
+    assert len(module.answer(["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"], 3)) == 1
+    first, second, third = (ids.numpy() for ids in samples())
+    with torch.no_grad():
+        one = module.eval()(lay_end_to_end([(first, first), (second, second)])).per_token[len(first) - 1 :]
+        other = module(lay_end_to_end([(third, third), (second, second)])).per_token[len(third) - 1 :]
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
+    "AdaLoRA": (peft.AdaLoraConfig(total_step=10, **LAYERS, **CAUSAL), "needs calls of its own while training"),
+    "X-LoRA": (peft.XLoraConfig(hidden_size=48, adapters={"a": "a"}, **CAUSAL), "needs calls of its own"),
+    "Poly": (peft.PolyConfig(**LAYERS, **CAUSAL), "needs calls of its own while training"),
+    "multitask prompt tuning": (
+        peft.MultitaskPromptTuningConfig(num_virtual_tokens=5, num_tasks=2, **CAUSAL),
+        "needs calls of its own while training",
+    ),
+    "CPT": (
+        peft.CPTConfig(cpt_token_ids=[3], cpt_mask=[1], cpt_tokens_type_mask=[1], **CAUSAL),
+        "needs calls of its own",
+    ),
+    "Shadow": (peft.ShadowConfig(**CAUSAL), "runs a second model beside the base"),
+    "Lily": (peft.LilyConfig(r=4, **LAYERS, **CAUSAL), "averages its routing over all tokens of a row"),
+    "FRoD": (peft.FrodConfig(**LAYERS, **CAUSAL), "cannot be built without weights"),
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_methods_that_would_not_train_right_are_refused(model_folder: str, method: str) -> None:
+    config, reason = REFUSED[method]
+    with pytest.raises(RecipeError, match=reason) as error:
+        CausalLM(model_folder, peft=config).check()
+    said = str(error.value).split(f"{config.peft_type.value} ")[1].split(";")[0]
+    note(method, config=f"`{type(config).__name__}`", packing=f"refused: {said}")
+
+
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "bf16": {"dtype": "bfloat16"},
+}
+
+
+def train(make_trainer: Any, module: CausalLM, path: str, max_steps: int = 2) -> None:
+    make_trainer(max_steps=max_steps).fit(module, TextDataModule(path, packing=128, max_length=96))
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in module.trainable_parameters().values())
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("method", METHODS)
+def test_conditions(make_trainer: Any, model_folder: str, write_rows: Any, method: str, condition: str) -> None:
+    module = CausalLM(model_folder, peft=METHODS[method], optimizer=sgd, **CONDITIONS[condition])
+    if (method, condition) == ("prefix tuning", "gradient checkpointing"):
+        with pytest.raises(RecipeError, match="PREFIX_TUNING does not work with gradient checkpointing"):
+            train(make_trainer, module, write_rows())
+        note(method, **{condition: "refused by PEFT"})
+        return
+    train(make_trainer, module, write_rows())
+    note(method, **{condition: "runs"})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_on_a_quantised_base_it_computes_what_it_does_on_the_dequantised_one(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, method: str
+) -> None:
+    if method in NOT_ON_QUANTISED:
+        with pytest.raises(RecipeError, match=NOT_ON_QUANTISED[method]):
+            CausalLM(model_folder, peft=METHODS[method], quantization=NF4)
+        note(method, quantised=f"refused: {NOT_ON_QUANTISED[method].split(',')[0]}")
+        return
+    module = CausalLM(model_folder, peft=METHODS[method], optimizer=sgd, quantization=NF4)
+    train(make_trainer, module, write_rows())
+    save_adapter(module.model, tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(model_folder, quantization_config=NF4, device_map={"": "cpu"})
+    plain = peft.PeftModel.from_pretrained(base.dequantize(), tmp_path / "adapter").eval()
+    row = lay_end_to_end([(ids.numpy(), ids.numpy()) for ids in samples()])
+    with torch.no_grad():
+        got = module.eval()(row).per_token
+        logits = [(plain(input_ids=ids[None]).logits[0, -len(ids) :], ids) for ids in samples()]
+    wanted = torch.cat([cross_entropy(part[:-1], ids[1:], reduction="none") for part, ids in logits])
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4, msg=method)
+    note(method, quantised="runs")
