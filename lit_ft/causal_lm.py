@@ -48,6 +48,8 @@ class CausalLM(LightningModule):
         attn_implementation: str = "auto",
         peft: PeftConfig | None = None,
         adapter_dtype: Literal["float32", "auto"] = "float32",
+        trainable: list[str] | None = None,
+        lr_factors: dict[str, float] | None = None,
         quantization: QuantizationConfigMixin | None = None,
         gradient_checkpointing: bool = False,
         neftune_alpha: float | None = None,
@@ -65,6 +67,10 @@ class CausalLM(LightningModule):
             attn_implementation: auto is lit_ft's packed attention; or sdpa, eager, flash_attention_2, ...
             peft: tuning method, any PEFT config by class_path; null trains all weights.
             adapter_dtype: of the weights that peft adds; auto is the base's dtype.
+            trainable: without peft, train only the weights whose names match one of these regular expressions, e.g.
+                ["layers\\.2[0-3]\\.", "norm"]; the others are frozen.
+            lr_factors: factors on the learning rate, by regular expressions for names of weights; the first that
+                matches counts. {lora_B: 16} is LoRA+ (Hayou et al. 2024, arXiv:2402.12354).
             quantization: quantise the frozen base while reading it, a transformers config by class_path.
             gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
             neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
@@ -78,11 +84,17 @@ class CausalLM(LightningModule):
             raise RecipeError(
                 "model.quantization is set without model.peft; quantised weights cannot be trained, add a method"
             )
+        if trainable is not None and peft is not None:
+            raise RecipeError(
+                "model.trainable is set with model.peft, which freezes the base; layers that train beside the adapter "
+                "are named by the config's modules_to_save"
+            )
         if quantization is not None and peft is not None:
             loading.check_quantisable(peft)
         self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
         self.init, self.base_dtype = init, dtype
         self.attn_implementation, self.peft, self.adapter_dtype = attn_implementation, peft, adapter_dtype
+        self.trainable, self.lr_factors = trainable, lr_factors or {}
         self.quantization, self.gradient_checkpointing = quantization, gradient_checkpointing
         self.neftune_alpha, self.max_new_tokens = neftune_alpha, max_new_tokens
         self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-4)
@@ -141,6 +153,8 @@ class CausalLM(LightningModule):
 
     def _with_peft(self, base: PreTrainedModel) -> PreTrainedModel | PeftModel:
         if self.peft is None:
+            if self.trainable is not None:
+                loading.freeze_all_but(base, self.trainable)
             return base
         try:
             return loading.add_peft(base, self.peft, self.adapter_dtype)
@@ -313,7 +327,7 @@ class CausalLM(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer over the trainable parameters, and the schedule."""
-        return configure_optimizers(self, self.optimizer, self.lr_scheduler)
+        return configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors)
 
     def configure_gradient_clipping(
         self,

@@ -1,7 +1,7 @@
 """From a name or folder to a tokenizer, a config, a model: the Hugging Face side of a run."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
+from lit_ft.name_patterns import matching
 
 _NEEDS_CALLS = "needs calls of its own while training, which are not made here"
 _REFUSED = {
@@ -187,6 +188,22 @@ def add_peft(
     check_target_modules(model, peft)
     wrapped = get_peft_model(model, copy.deepcopy(peft), autocast_adapter_dtype=adapter_dtype == "float32")
     return wrapped.train()
+
+
+def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze each parameter whose name no pattern is found in.
+
+    Args:
+        model: changed in place.
+        patterns: regular expressions.
+
+    Raises:
+        RecipeError: a pattern is none, or is found in no name.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    found = matching(patterns, names, "model.trainable")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in found)
 
 
 def check_quantisable(peft: PeftConfig) -> None:

@@ -1,6 +1,7 @@
 """Learning-rate schedules with warm-up, by optimiser step."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_ft.errors import RecipeError
+from lit_ft.name_patterns import matching
 
 
 class WarmupSchedule(LambdaLR):
@@ -78,17 +80,30 @@ class CosineWithWarmup(WarmupSchedule):
 
 
 def configure_optimizers(
-    module: LightningModule, optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable | None = None
+    module: LightningModule,
+    optimizer: OptimizerCallable,
+    lr_scheduler: LRSchedulerCallable | None = None,
+    lr_factors: Mapping[str, float] | None = None,
 ) -> OptimizerLRScheduler:
     """What ``LightningModule.configure_optimizers`` returns for an optimizer and schedule from a recipe.
 
-    Frozen parameters get no optimiser state. Warm-up schedules step by optimiser step; others by epoch,
-    as LightningCLI has it.
+    Frozen parameters get no optimiser state; each of ``lr_factors`` makes a parameter group. Warm-up schedules
+    step by optimiser step; others by epoch, as LightningCLI has it.
 
     Raises:
-        RecipeError: the schedule needs the run's length and there is none.
+        RecipeError: the schedule needs the run's length and there is none, or a factor is for no weight.
     """
-    built = optimizer([p for p in module.parameters() if p.requires_grad])
+    trains = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    factors = lr_factors or {}
+    found = matching(factors, list(trains), "model.lr_factors")
+    members: dict[str | None, list[Any]] = {pattern: [] for pattern in (None, *factors)}
+    for name, parameter in trains.items():
+        members[found.get(name)].append(parameter)
+    members = {pattern: group for pattern, group in members.items() if group}
+    built = optimizer([{"params": group} for group in members.values()])
+    for pattern, group in zip(members, built.param_groups, strict=True):
+        if pattern is not None:
+            group["lr"] *= factors[pattern]
     if lr_scheduler is None:
         return built
     scheduler = lr_scheduler(built)

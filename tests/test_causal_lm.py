@@ -223,3 +223,52 @@ def test_folders_that_hold_no_model(tmp_path: Path, model_folder: str) -> None:
 def test_a_hub_id_that_cannot_be_reached() -> None:
     with pytest.raises(RecipeError, match="cannot be had from the hub .*hf download .*quickstart"):
         CausalLM("nobody/no-such-model-here").check()
+
+
+def test_only_the_weights_that_patterns_name_train(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    module = CausalLM(model_folder, trainable=[r"layers\.1\.", r"^model\.norm\."])
+    before = {name: p.clone() for name, p in CausalLM(model_folder).check().named_parameters()}
+    make_trainer(max_steps=2).fit(module, TextDataModule(write_rows()))
+    named = {name for name in before if "layers.1." in name or name == "model.norm.weight"}
+    assert {name.removeprefix("model.") for name in module.trainable_parameters()} == named
+    assert all(p.grad is None for name, p in module.named_parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"trainable": ["layers.9."]},
+            "model.trainable: 'layers.9.' is found in no weight's name; names are like model",
+        ),
+        ({"trainable": ["("]}, "model.trainable: '\\(' is no regular expression"),
+        ({"trainable": ["norm"], "peft": LoraConfig()}, "layers that train beside the adapter"),
+    ],
+)
+def test_patterns_that_make_no_sense(model_folder: str, options: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        CausalLM(model_folder, **options).check()
+
+
+def test_learning_rates_by_pattern(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    options: dict[str, Any] = {
+        "peft": lora(init_lora_weights=False),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    }
+    changes = []
+    for factors in ({}, {"lora_B": 16.0, r"layers\.0\.": 0.0}):
+        module = CausalLM(model_folder, lr_factors=factors, **options)
+        data = TextDataModule(write_rows(), micro_batch_size=8)
+        trainer = make_trainer(max_steps=1)
+        trainer.fit(module, data)
+        rates = [0.01, *(0.01 * factor for factor in factors.values())]
+        assert [group["lr"] for group in trainer.optimizers[0].param_groups] == rates
+        changes.append({name: p.detach().clone() for name, p in module.trainable_parameters().items()})
+    start = CausalLM(model_folder, **options)
+    start.configure_model()
+    for name, at_first in start.trainable_parameters().items():
+        plain, scaled = (after[name] - at_first for after in changes)
+        factor = 16.0 if "lora_B" in name else 0.0 if "layers.0." in name else 1.0
+        torch.testing.assert_close(scaled, factor * plain, atol=1e-6, rtol=1e-4)
+    with pytest.raises(RecipeError, match="model.lr_factors: 'lora_C' is found in no weight's name"):
+        make_trainer(max_steps=1).fit(CausalLM(model_folder, lr_factors={"lora_C": 2.0}, **options), data)
