@@ -68,7 +68,7 @@ class CausalLM(LightningModule):
             peft: tuning method, any PEFT config by class_path; null trains all weights.
             adapter_dtype: of the weights that peft adds; auto is the base's dtype.
             trainable: without peft, train only the weights whose names match one of these regular expressions, e.g.
-                ["layers\\.2[0-3]\\.", "norm"]; the others are frozen.
+                ["layers.2[0-3].", norm]; the others are frozen.
             lr_factors: factors on the learning rate, by regular expressions for names of weights; the first that
                 matches counts. {lora_B: 16} is LoRA+ (Hayou et al. 2024, arXiv:2402.12354).
             quantization: quantise the frozen base while reading it, a transformers config by class_path.
