@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft import loading, process, prompt_learning
+from lit_ft import loading, process, prompt_learning, quantisation
 from lit_ft.checkpoints_io import check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
@@ -90,7 +90,7 @@ class CausalLM(LightningModule):
                 "are named by the config's modules_to_save"
             )
         if quantization is not None and peft is not None:
-            loading.check_quantisable(peft)
+            quantisation.check_quantisable(peft)
         self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
         self.init, self.base_dtype = init, dtype
         self.attn_implementation, self.peft, self.adapter_dtype = attn_implementation, peft, adapter_dtype
