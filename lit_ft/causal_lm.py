@@ -6,11 +6,13 @@ supervised tokens of all its micro-batches and ranks (``losses.loss_weight``).
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftConfig, PeftModel
@@ -19,8 +21,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft import loading, process, prompt_learning, quantisation
-from lit_ft.checkpoints_io import check_fit, shapes_of, trainable_shapes
+from lit_ft import adapter_start, loading, method_calls, process, prompt_learning, quantisation
+from lit_ft.adapter_start import Start
+from lit_ft.checkpoints_io import check_fit, saved_start, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
@@ -52,6 +55,7 @@ class CausalLM(LightningModule):
         lr_factors: dict[str, float] | None = None,
         quantization: QuantizationConfigMixin | None = None,
         gradient_checkpointing: bool = False,
+        init_rows: int = 64,
         neftune_alpha: float | None = None,
         max_new_tokens: int = 256,
         optimizer: OptimizerCallable | None = None,
@@ -73,6 +77,7 @@ class CausalLM(LightningModule):
                 matches counts. {lora_B: 16} is LoRA+ (Hayou et al. 2024, arXiv:2402.12354).
             quantization: quantise the frozen base while reading it, a transformers config by class_path.
             gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+            init_rows: micro-batches of training data that inits of LoRA look at (EVA, CorDA, LoRA-GA).
             neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
             max_new_tokens: longest answer of `predict`, in tokens.
             optimizer: makes the optimizer from the trainable parameters; a recipe gives it at the top level.
@@ -91,12 +96,14 @@ class CausalLM(LightningModule):
             )
         if quantization is not None and peft is not None:
             quantisation.check_quantisable(peft)
+        if peft is not None:
+            adapter_start.check_start(peft, is_quantised=quantization is not None)
         self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
         self.init, self.base_dtype = init, dtype
         self.attn_implementation, self.peft, self.adapter_dtype = attn_implementation, peft, adapter_dtype
         self.trainable, self.lr_factors = trainable, lr_factors or {}
         self.quantization, self.gradient_checkpointing = quantization, gradient_checkpointing
-        self.neftune_alpha, self.max_new_tokens = neftune_alpha, max_new_tokens
+        self.init_rows, self.neftune_alpha, self.max_new_tokens = init_rows, neftune_alpha, max_new_tokens
         self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-4)
         self.lr_scheduler = lr_scheduler
         self.model: PreTrainedModel | PeftModel | None = None
@@ -106,6 +113,9 @@ class CausalLM(LightningModule):
                 for stage in ("fit", "val", "test")
             }
         )
+        self.start: Start | None = None
+        """What the adapter's init found in an earlier run, where it is not to be done again."""
+        self._fp32_buffers: dict[str, Tensor] = {}
         self._window_tokens = 1
         self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
 
@@ -131,12 +141,16 @@ class CausalLM(LightningModule):
                 f"the tokenizer of {self.tokenizer_name!r} has {len(self.tokenizer)} tokens, the model {rows} "
                 "embeddings; set model.tokenizer to one that belongs to the model"
             )
-        return self._with_peft(skeleton)
+        if self.peft is None or not adapter_start.needs_start(self.peft):
+            return self._with_peft(skeleton, self.peft)
+        return self._with_peft(skeleton, adapter_start.plain(self.peft, self.start))
 
     def configure_model(self) -> None:
         """Build the model; Lightning calls it once the strategy is ready."""
         if self.model is not None:
             return
+        if self.start is None and (ckpt_path := getattr(self._trainer, "ckpt_path", None)) is not None:
+            self.start = saved_start(ckpt_path)
         # New weights are a function of the seed alone, not of what drew random numbers before.
         torch.manual_seed(process.seed())
         attention = self.attn_implementation
@@ -145,19 +159,49 @@ class CausalLM(LightningModule):
         base = loading.load_base(self.pretrained, self.init, self.base_dtype, attention, self.quantization)
         if self.gradient_checkpointing:
             base.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model = self._with_peft(base)
+        self.model, self._head = base, loading.head_of(base)
+        self.model = self._adapted(base)
         self._fp32_buffers = {n: b.clone() for n, b in self.model.named_buffers() if b.dtype == torch.float32}
         self._head = loading.head_of(self.base_model)
         if self.neftune_alpha is not None:
             self.base_model.get_input_embeddings().register_forward_hook(self._add_noise)
 
-    def _with_peft(self, base: PreTrainedModel) -> PreTrainedModel | PeftModel:
-        if self.peft is None:
+    def _adapted(self, base: PreTrainedModel) -> PreTrainedModel | PeftModel:
+        if self.peft is None or not adapter_start.needs_start(self.peft):
+            return self._with_peft(base, self.peft)
+        if self.start is not None:
+            return adapter_start.restore(self._with_peft(base, adapter_start.plain(self.peft, self.start)), self.start)
+        model, self.start = adapter_start.begin(
+            base,
+            self.peft,
+            wrap=partial(self._with_peft, base),
+            rows=self._rows_for_init(base),
+            forward=self,
+            unquantised=lambda: loading.load_base(self.pretrained, self.init, self.base_dtype),
+        )
+        return model
+
+    def _rows_for_init(self, base: PreTrainedModel) -> list[Row]:
+        init = adapter_start.init_of(self.peft)
+        if init not in adapter_start.FROM_DATA:
+            return []
+        first_rows = getattr(getattr(self._trainer, "datamodule", None), "first_rows", None)
+        if first_rows is None:
+            raise RecipeError(
+                f"model.peft: init_lora_weights={init!r} looks at training data, which there is in `fit` with data "
+                "that hands out first_rows(count), as lit_ft.TextDataModule does; take another init"
+            )
+        device = self.trainer.strategy.root_device
+        base.to(device)
+        return [move_data_to_device(row, device) for row in first_rows(self.init_rows)]
+
+    def _with_peft(self, base: PreTrainedModel, peft: PeftConfig | None) -> Any:
+        if peft is None:
             if self.trainable is not None:
                 loading.freeze_all_but(base, self.trainable)
             return base
         try:
-            return loading.add_peft(base, self.peft, self.adapter_dtype)
+            return loading.add_peft(base, peft, self.adapter_dtype)
         except RecipeError:
             raise
         except ValueError as error:
@@ -253,6 +297,9 @@ class CausalLM(LightningModule):
             replicas, _ = process.replica(self.trainer)
             weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=replicas)
             loss = result.loss_sum * weight
+        if batch_idx % accumulate == 0 and (term := method_calls.regularisation(self.model)) is not None:
+            loss = loss + accumulate * term  # once in an optimiser step, over whose micro-batches Lightning averages
+            self.log("train/regularization", term)
         if (batch_idx + 1) % accumulate == 0 or self.trainer.is_last_batch:
             self._log_train()
         return loss
@@ -329,6 +376,15 @@ class CausalLM(LightningModule):
         """Optimizer over the trainable parameters, and the schedule."""
         return configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors)
 
+    def on_train_start(self) -> None:
+        """Say where a method's schedule is not that of the run."""
+        method_calls.check_schedule(self.model, self.trainer.estimated_stepping_batches)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Take the step; the tuning method may look at its gradients before they are gone."""
+        super().optimizer_step(*args, **kwargs)
+        method_calls.after_optimizer_step(self.model, self.trainer.global_step + 1)
+
     def configure_gradient_clipping(
         self,
         optimizer: torch.optim.Optimizer,
@@ -346,11 +402,22 @@ class CausalLM(LightningModule):
 
     # --- checkpoints -----------------------------------------------------------------------------
 
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter for ``PeftModel.from_pretrained`` on the base as it is published."""
+        assert isinstance(self.model, PeftModel), "the model has an adapter"
+        if self.start is not None and self.start["taken"]:
+            adapter_start.save_as_plain_lora(self.model, self.start, folder)
+        else:
+            self.model.save_pretrained(folder)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the trainable weights only: the frozen base is where it came from."""
         trains = trainable_shapes(self)
         checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in trains}
+        checkpoint["method_state"] = method_calls.state_of(self.model)
+        checkpoint["adapter_start"] = self.start
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model."""
         check_fit(shapes_of(checkpoint["state_dict"]), trainable_shapes(self))
+        method_calls.load_state(self.model, checkpoint.get("method_state", {}))

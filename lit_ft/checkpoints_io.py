@@ -1,6 +1,7 @@
 """What a checkpoint holds: the weights that train, and nothing that can be had elsewhere."""
 
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,24 @@ def saved_shapes(ckpt_path: str) -> Shapes:
     Raises:
         RecipeError: the file is no Lightning checkpoint.
     """
+    return shapes_of(_read(ckpt_path)["state_dict"])
+
+
+def saved_start(ckpt_path: str) -> Any:
+    """What the adapter's init found (``adapter_start.Start``); None where there was nothing to find.
+
+    Raises:
+        RecipeError: the file is no Lightning checkpoint.
+    """
+    return _read(ckpt_path).get("adapter_start")
+
+
+def _read(ckpt_path: str) -> dict[str, Any]:
     try:
-        return shapes_of(torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)["state_dict"])
-    except (OSError, RuntimeError, KeyError, ValueError, UnpicklingError) as error:
+        checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
+        checkpoint["state_dict"]
+        return checkpoint
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, UnpicklingError) as error:
         raise RecipeError(
             f"ckpt_path={ckpt_path!r} is no Lightning checkpoint ({type(error).__name__}); name a .ckpt file of a run"
         ) from error

@@ -21,18 +21,10 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from lit_ft import peft_methods
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
 from lit_ft.name_patterns import matching
-
-_NEEDS_CALLS = "needs calls of its own while training, which are not made here"
-_REFUSED = {
-    **dict.fromkeys(("ADALORA", "XLORA", "POLY", "MULTITASK_PROMPT_TUNING", "CPT", "CARTRIDGE"), _NEEDS_CALLS),
-    "SHADOW": "runs a second model beside the base, which padding-free rows pass by",
-    "LILY": "averages its routing over all tokens of a row, so that samples would see each other (peft 0.21)",
-    "FROD": "cannot be built without weights, so that a recipe could not be checked before they are read (peft 0.21)",
-}
-"""PEFT methods that do not train right here, and why."""
 
 Init = Literal["pretrained", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -183,8 +175,8 @@ def add_peft(
     Raises:
         RecipeError: the method's target modules match nothing.
     """
-    if (reason := _REFUSED.get(peft.peft_type.value)) is not None:
-        raise RecipeError(f"model.peft: {peft.peft_type.value} {reason}; take another method, e.g. peft.LoraConfig")
+    peft_methods.check_method(peft)
+    peft_methods.adapt_to_architecture(model, peft)
     check_target_modules(model, peft)
     wrapped = get_peft_model(model, copy.deepcopy(peft), autocast_adapter_dtype=adapter_dtype == "float32")
     return wrapped.train()

@@ -1,5 +1,6 @@
 """Every tuning method of PEFT: trains as PEFT itself computes it, saves, reloads in plain PEFT, merges."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 from conftest import make_tokenizer, methods
 from lit_callbacks.adapter_merger import save_adapter, save_merged
+from peft.tuners.lora.config import BdLoraConfig, CordaConfig, VeloraConfig
+from ranks import on_ranks
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.bottleneck import BottleneckConfig
 from lit_ft.rows import lay_end_to_end
 
 CAUSAL = {"task_type": "CAUSAL_LM"}
@@ -24,6 +28,24 @@ METHODS: dict[str, peft.PeftConfig] = {
     "OLoRA": peft.LoraConfig(r=4, init_lora_weights="olora", **LAYERS, **CAUSAL),
     "LoHa": peft.LoHaConfig(r=4, **LAYERS, **CAUSAL),
     "LoKr": peft.LoKrConfig(r=4, **LAYERS, **CAUSAL),
+    "PiSSA, fast": peft.LoraConfig(r=4, init_lora_weights="pissa_niter_4", **LAYERS, **CAUSAL),
+    "CorDA": peft.LoraConfig(
+        r=4, init_lora_weights="corda", corda_config=CordaConfig(verbose=False), **LAYERS, **CAUSAL
+    ),
+    "LoRA-GA": peft.LoraConfig(
+        r=4, init_lora_weights="lora_ga", lora_ga_config=peft.LoraGAConfig(), **LAYERS, **CAUSAL
+    ),
+    "EVA": peft.LoraConfig(r=4, init_lora_weights="eva", eva_config=peft.EvaConfig(), **LAYERS, **CAUSAL),
+    "orthogonal": peft.LoraConfig(r=4, init_lora_weights="orthogonal", **LAYERS, **CAUSAL),
+    "KaSA": peft.LoraConfig(r=4, kasa_config=peft.KasaConfig(), **LAYERS, **CAUSAL),
+    "VeLoRA": peft.LoraConfig(r=4, velora_config=VeloraConfig(init_type="random", num_groups=4), **LAYERS, **CAUSAL),
+    "BD-LoRA": peft.LoraConfig(
+        r=4,
+        use_bdlora=BdLoraConfig(target_modules_bd_a=["v_proj"], target_modules_bd_b=["q_proj"], nblocks=2),
+        **LAYERS,
+        **CAUSAL,
+    ),
+    "AdaLoRA": peft.AdaLoraConfig(init_r=6, target_r=3, tinit=1, tfinal=1, total_step=4, **LAYERS, **CAUSAL),
     "IA3": peft.IA3Config(
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
     ),
@@ -53,12 +75,15 @@ METHODS: dict[str, peft.PeftConfig] = {
     "OSF": peft.OSFConfig(**LAYERS, **CAUSAL),
     "BEFT": peft.BeftConfig(**LAYERS, **CAUSAL),
     "Supertuning": peft.SupertuningConfig(**LAYERS, **CAUSAL),
+    "AdaMSS": peft.AdamssConfig(r=8, num_subspaces=2, **LAYERS, **CAUSAL),
+    "bottleneck": BottleneckConfig(target_modules=["o_proj", "down_proj"], bottleneck_size=8, **CAUSAL),
+    "LLaMA-Adapter": peft.AdaptionPromptConfig(adapter_len=5, adapter_layers=2, **CAUSAL),
     "trainable tokens": peft.TrainableTokensConfig(token_indices=[3, 4, 5], **CAUSAL),
     "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=5, **CAUSAL),
     "P-tuning": peft.PromptEncoderConfig(num_virtual_tokens=5, encoder_hidden_size=16, **CAUSAL),
     "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=5, **CAUSAL),
 }
-UNMERGEABLE = ("prompt tuning", "P-tuning", "prefix tuning")
+UNMERGEABLE = ("bottleneck", "LLaMA-Adapter", "prompt tuning", "P-tuning", "prefix tuning")
 NOT_ON_QUANTISED = {
     "PiSSA": "init_lora_weights='pissa' changes the base's weights",
     "OLoRA": "init_lora_weights='olora' changes the base's weights",
@@ -94,7 +119,7 @@ def samples() -> list[torch.Tensor]:
 
 def test_a_packed_row_is_what_peft_computes_sample_by_sample(trained: Any, model_folder: str, tmp_path: Path) -> None:
     name, module = trained
-    save_adapter(module.model, tmp_path / "adapter")
+    module.save_adapter(tmp_path / "adapter")
     plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     wanted, untrained = [], []
@@ -113,7 +138,7 @@ def test_a_packed_row_is_what_peft_computes_sample_by_sample(trained: Any, model
 def test_merged_or_refused(trained: Any, tmp_path: Path) -> None:
     name, module = trained
     if name in UNMERGEABLE:
-        with pytest.raises(ValueError, match="adds no weights that could be merged"):
+        with pytest.raises(ValueError, match="adds no weights that could be merged|are not linear"):
             save_merged(module.model, tmp_path / "merged")
         note(name, merge="refused: no weights to merge")
         return
@@ -125,6 +150,53 @@ def test_merged_or_refused(trained: Any, tmp_path: Path) -> None:
     got = torch.cat([cross_entropy(part[:-1], ids[1:], reduction="none") for part, ids in logits])
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5, msg=name)
     note(name, merge="exact")
+
+
+def weights_after(
+    make_trainer: Any, model_folder: str, data: str, method: str, **options: Any
+) -> dict[str, torch.Tensor]:
+    """What four steps on packed rows make of a method's weights."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    module = CausalLM(model_folder, peft=METHODS[method], optimizer=adamw)
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer = make_trainer(**{"max_steps": 4, "use_distributed_sampler": False, **options})
+    trainer.fit(module, TextDataModule(data, packing=128, max_length=96), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
+    return {name: p.detach().clone() for name, p in module.trainable_parameters().items()}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=2e-2, eps=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_is_the_run(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, method: str
+) -> None:
+    data = write_rows()
+    whole = weights_after(make_trainer, model_folder, data, method)
+    weights_after(make_trainer, model_folder, data, method, max_steps=2)
+    resumed = weights_after(make_trainer, model_folder, data, method, ckpt_path=tmp_path / "saved.ckpt")
+    for name, weight in whole.items():
+        assert torch.equal(resumed[name], weight), name
+    note(method, resume="runs")
+
+
+def weights_of_all(make_trainer: Any, model_folder: str, data: str) -> dict[str, dict[str, torch.Tensor]]:
+    options = {"strategy": "ddp", "devices": 2}
+    return {name: weights_after(make_trainer, model_folder, data, name, **options) for name in METHODS}
+
+
+@pytest.mark.processes
+def test_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    data = write_rows(count=24)
+    two = on_ranks(2, weights_of_all, make_trainer, model_folder, data)
+    for method in METHODS:
+        one = weights_after(make_trainer, model_folder, data, method, accumulate_grad_batches=2)
+        for name, weight in one.items():
+            torch.testing.assert_close(two[0][method][name], weight, atol=1e-4, rtol=1e-3, msg=f"{method}: {name}")
+            assert torch.equal(two[0][method][name], two[1][method][name]), (method, name)
+        note(method, ddp="runs")
 
 
 @pytest.mark.parametrize("method", ["prompt tuning", "P-tuning", "prefix tuning"])
@@ -142,7 +214,6 @@ def test_virtual_tokens_answer_and_keep_samples_apart(
 
 
 REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
-    "AdaLoRA": (peft.AdaLoraConfig(total_step=10, **LAYERS, **CAUSAL), "needs calls of its own while training"),
     "X-LoRA": (peft.XLoraConfig(hidden_size=48, adapters={"a": "a"}, **CAUSAL), "needs calls of its own"),
     "Poly": (peft.PolyConfig(**LAYERS, **CAUSAL), "needs calls of its own while training"),
     "multitask prompt tuning": (

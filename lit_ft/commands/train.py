@@ -25,7 +25,7 @@ from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.causal_lm import CausalLM
-from lit_ft.checkpoints_io import check_fit, saved_shapes, trainable_shapes
+from lit_ft.checkpoints_io import check_fit, saved_shapes, saved_start, trainable_shapes
 from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
@@ -204,6 +204,8 @@ class TrainingCLI(LightningCLI):
 
     def _check(self, stage: str) -> None:
         if isinstance(self.model, CausalLM):
+            if self.options.ckpt_path is not None:
+                self.model.start = saved_start(self.options.ckpt_path)
             skeleton = self.model.check()
             if self.options.ckpt_path is not None:
                 wanted = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}

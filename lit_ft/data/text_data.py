@@ -1,6 +1,7 @@
 """The LightningDataModule: data sets of any format in, padding-free rows out."""
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from lit_ft.data.sources import FormatName, Source
 from lit_ft.data.streaming import StreamLoader
 from lit_ft.data.templates import set_chat_template
 from lit_ft.errors import RecipeError
+from lit_ft.rows import Row
 
 
 class TextDataModule(LightningDataModule):
@@ -296,6 +298,11 @@ class TextDataModule(LightningDataModule):
         if self._place:
             self._train_loader.load_state_dict(self._place)
         return self._train_loader
+
+    def first_rows(self, count: int) -> list[Row]:
+        """The first ``count`` micro-batches of the training data, the same on every rank."""
+        rows = self._stream(1, 0) if self.streaming else self._loader("train", self.plan(), 1.0)
+        return list(islice((row for row in rows if row["segment_lengths"]), count))
 
     def _stream(self, replicas: int, replica: int) -> StreamLoader:
         trainer: Any = self.trainer

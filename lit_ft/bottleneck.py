@@ -1,0 +1,152 @@
+"""Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751), which PEFT does not have: a method like its others.
+
+After the layers it targets, a small two-layer network is added to their output: ``y + s up(act(down(y)))``. With
+``target_modules: [o_proj, down_proj]`` these are the outputs of attention and feed-forward block (Houlsby); with
+``[down_proj]``, of the feed-forward block alone (Pfeiffer et al. 2021, arXiv:2005.00247).
+
+Importing this module makes the method known to PEFT, so that ``PeftModel.from_pretrained`` reads its adapters.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+
+class _Type(str):
+    """A PEFT type beside those of PEFT's enumeration, which cannot be added to; like its members it is a string."""
+
+    @property
+    def value(self) -> str:
+        """The name."""
+        return str(self)
+
+
+BOTTLENECK = _Type("BOTTLENECK")
+"""What ``adapter_config.json`` has as ``peft_type``."""
+
+
+@dataclass
+class BottleneckConfig(PeftConfig):
+    """Bottleneck adapters after linear layers."""
+
+    target_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Layers after which adapters sit, e.g. [o_proj, down_proj]."}
+    )
+    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Layers to leave out."})
+    bottleneck_size: int = field(default=64, metadata={"help": "Width of the hidden layer."})
+    activation: str = field(default="gelu", metadata={"help": "Non-linearity, by its name in transformers."})
+    scaling: float = field(default=1.0, metadata={"help": "Factor on the adapter's output."})
+    modules_to_save: list[str] | None = field(default=None, metadata={"help": "Layers that train in full."})
+    init_weights: bool = field(default=True, metadata={"help": "Start as the identity."})
+
+    def __post_init__(self) -> None:
+        """Set the type.
+
+        Raises:
+            ValueError: a size or name that cannot be.
+        """
+        super().__post_init__()
+        self.peft_type: Any = BOTTLENECK
+        if self.bottleneck_size < 1:
+            raise ValueError(f"bottleneck_size={self.bottleneck_size} must be at least 1")
+        if self.activation not in ACT2FN:
+            raise ValueError(f"activation={self.activation!r} is none of {', '.join(sorted(ACT2FN))}")
+
+
+class BottleneckLayer(nn.Module, BaseTunerLayer):
+    """A linear layer with adapters after it."""
+
+    adapter_layer_names = ("bottleneck_down", "bottleneck_up")
+    other_param_names = ()
+    # What BaseTunerLayer, which has no type hints, brings along.
+    get_base_layer: Any
+    set_adapter: Any
+    active_adapters: Any
+    disable_adapters: Any
+    _move_adapter_to_device_of_base_layer: Any
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: BottleneckConfig) -> None:
+        """Wrap ``base_layer``, whose outputs have ``out_features``."""
+        super().__init__()
+        self.base_layer = base_layer
+        self.bottleneck_down, self.bottleneck_up = nn.ModuleDict(), nn.ModuleDict()
+        self.configs: dict[str, BottleneckConfig] = {}
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, config)
+
+    def update_layer(self, adapter_name: str, config: BottleneckConfig) -> None:
+        """Add an adapter; its last layer is zero, so that it begins as the identity."""
+        width = self.get_base_layer().out_features
+        down, up = nn.Linear(width, config.bottleneck_size), nn.Linear(config.bottleneck_size, width)
+        if config.init_weights:
+            nn.init.normal_(down.weight, std=1e-2)  # Houlsby et al., section 2.1
+            for zero in (down.bias, up.weight, up.bias):
+                nn.init.zeros_(zero)
+        self.bottleneck_down[adapter_name], self.bottleneck_up[adapter_name] = down, up
+        self.configs[adapter_name] = config
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's output ``(..., out_features)``, adapted."""
+        base: Any = self.base_layer
+        y = base(x, *args, **kwargs)
+        for name in [] if self.disable_adapters else self.active_adapters:
+            if name in self.bottleneck_down:
+                config, down, up = self.configs[name], self.bottleneck_down[name], self.bottleneck_up[name]
+                hidden = ACT2FN[config.activation](down(y.to(down.weight.dtype)))
+                y = y + (config.scaling * up(hidden)).to(y.dtype)
+        return y
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refuse.
+
+        Raises:
+            ValueError: always; an activation lies between the adapter's layers.
+        """
+        raise ValueError(
+            "BOTTLENECK adapters are not linear and cannot be merged into the base; use the adapter as it is"
+        )
+
+    def unmerge(self) -> None:
+        """Nothing was merged."""
+
+
+class BottleneckModel(BaseTuner):
+    """Puts the adapters into a model."""
+
+    prefix = "bottleneck_"
+    tuner_layer_cls = BottleneckLayer
+    target_module_mapping: ClassVar = {
+        kind: ["o_proj", "down_proj"] for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")
+    }
+
+    def _create_and_replace(
+        self,
+        peft_config: BottleneckConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **_: Any,
+    ) -> None:
+        if isinstance(target, BottleneckLayer):
+            target.update_layer(adapter_name, peft_config)
+            return
+        if not isinstance(getattr(target, "weight", None), torch.Tensor) or not hasattr(target, "out_features"):
+            raise ValueError(f"{current_key} is a {type(target).__name__}; adapters sit after linear layers")
+        self._replace_module(parent, target_name, BottleneckLayer(target, adapter_name, peft_config), target)
+
+
+PEFT_TYPE_TO_CONFIG_MAPPING[BOTTLENECK] = BottleneckConfig
+PEFT_TYPE_TO_TUNER_MAPPING[BOTTLENECK] = BottleneckModel
+PEFT_TYPE_TO_PREFIX_MAPPING[BOTTLENECK] = "bottleneck_"

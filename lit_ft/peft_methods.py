@@ -1,0 +1,81 @@
+"""PEFT's methods: which are refused and why, and what some of them must be told of the model."""
+
+from typing import Any, cast
+
+from peft import LoraConfig, PeftConfig
+from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
+from torch import nn
+
+from lit_ft.errors import RecipeError
+
+_NEEDS_CALLS = "needs calls of its own while training, which are not made here"
+_REFUSED = {
+    **dict.fromkeys(("XLORA", "POLY", "MULTITASK_PROMPT_TUNING", "CPT", "CARTRIDGE"), _NEEDS_CALLS),
+    "SHADOW": "runs a second model beside the base, which padding-free rows pass by",
+    "LILY": "averages its routing over all tokens of a row, so that samples would see each other (peft 0.21)",
+    "FROD": "cannot be built without weights, so that a recipe could not be checked before they are read (peft 0.21)",
+}
+"""Methods that do not train right here, and why."""
+
+
+def check_method(peft: PeftConfig) -> None:
+    """Refuse methods, and variants of LoRA, that would not train right.
+
+    Raises:
+        RecipeError: it says why.
+    """
+    name = peft.peft_type.value
+    reason = _REFUSED.get(name)
+    if name == "LORA":
+        name, reason = _refused_variant(cast(LoraConfig, peft))
+    options: Any = peft
+    if name == "ADALORA" and options.target_r >= options.init_r:
+        raise RecipeError(
+            f"model.peft: AdaLoRA lowers ranks from init_r={options.init_r} to target_r={options.target_r} on average; "
+            "raise init_r"
+        )
+    if name == "ADAMSS" and options.use_asa:
+        name, reason = (
+            "use_asa=true",
+            "freezes weights while training, which the optimizer and checkpoints know nothing of",
+        )
+    if reason is not None:
+        raise RecipeError(f"model.peft: {name} {reason}; take another method, e.g. peft.LoraConfig")
+
+
+def _refused_variant(lora: LoraConfig) -> tuple[str, str | None]:
+    if lora.alora_invocation_tokens is not None:
+        return "alora_invocation_tokens", "has to find its tokens in each sample of a row, which PEFT does not"
+    if lora.arrow_config is not None:
+        return "arrow_config", "routes between adapters that are there; it trains none"
+    if lora.monteclora_config is not None:
+        return "monteclora_config", "draws its noise ahead of time, so that a resumed run would be another one"
+    if lora.velora_config is not None and _get(lora.velora_config, "init_type") != "random":
+        return "velora_config", "projects gradients on the mean of a micro-batch (set its init_type to random)"
+    return "LORA", None
+
+
+def _get(config: Any, name: str) -> Any:
+    return config[name] if isinstance(config, dict) else getattr(config, name)
+
+
+def adapt_to_architecture(model: nn.Module, peft: PeftConfig) -> None:
+    """Tell PEFT what LLaMA-Adapter needs to know of the model's attention; PEFT lists three architectures.
+
+    Raises:
+        RecipeError: its attention is not built like Llama's.
+    """
+    kind: str = cast(Any, model).config.model_type
+    if peft.peft_type.value != "ADAPTION_PROMPT" or kind in TRANSFORMERS_MODEL_CONFIG:
+        return
+    config = cast(Any, model).config.get_text_config()
+    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not {"self_attn", "q_proj", "k_proj", "v_proj", "o_proj"} <= names or "q_norm" in names:
+        why = "its attention is not built like Llama's (self_attn with q_proj, k_proj, v_proj and o_proj, no q_norm)"
+    elif width * config.num_attention_heads != config.hidden_size:
+        why = f"its {config.num_attention_heads} heads of {width} are not its hidden size of {config.hidden_size}"
+    else:
+        TRANSFORMERS_MODEL_CONFIG[kind] = TRANSFORMERS_MODEL_CONFIG["llama"]
+        return
+    raise RecipeError(f"model.peft: LLaMA-Adapter does not fit {type(model).__name__}: {why}; take peft.LoraConfig")

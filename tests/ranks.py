@@ -1,0 +1,104 @@
+"""Runs a function in several processes that form a group, and brings back what each returned."""
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def on_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300, local_world: int | None = None
+) -> list[Any]:
+    """What ``function(*arguments)`` returns in each of ``world`` processes, forked from this one.
+
+    Lightning finds its rank in the environment, as with ``torchrun``. A process that is still there after
+    ``timeout`` seconds is killed, and the others with it; so are all when the test is.
+
+    Args:
+        world: number of processes.
+        function: what each runs; it may fit models with ``devices=world``.
+        arguments: for the function.
+        timeout: seconds.
+        local_world: processes per pretended node; None puts all on one.
+    """
+    port = free_port()
+    local = local_world or world
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [_start(rank, world, local, port, Path(folder), function, arguments) for rank in range(world)]
+        codes = _wait(processes, time.monotonic() + timeout)
+        reports = [(Path(folder) / str(rank)) for rank in range(world)]
+        failures = [
+            f"--- rank {rank}, exit {code}\n{_error(path)}"
+            for rank, (code, path) in enumerate(zip(codes, reports, strict=True))
+            if code != 0
+        ]
+        assert not failures, "\n".join(failures)
+        return [pickle.loads(path.read_bytes()) for path in reports]
+
+
+def _start(
+    rank: int, world: int, local: int, port: int, folder: Path, function: Callable[..., Any], arguments: Any
+) -> int:
+    parent = os.getpid()
+    if (process := os.fork()) != 0:
+        return process
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % local),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(local),
+            "NODE_RANK": str(rank // local),
+            "GROUP_RANK": str(rank // local),
+            "TORCHELASTIC_RUN_ID": "tests",
+        }
+        (folder / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
+        code = 0
+    except BaseException:
+        Path(folder / f"{rank}.error").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def _wait(processes: list[int], deadline: float) -> list[int]:
+    codes: dict[int, int] = {}
+    while len(codes) < len(processes):
+        for process in processes:
+            if process not in codes:
+                done, status = os.waitpid(process, os.WNOHANG)
+                if done:
+                    codes[process] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline or any(codes.values()):
+            time.sleep(1)  # let the others report what they saw
+            for process in set(processes) - set(codes):
+                os.kill(process, signal.SIGKILL)
+            for process in set(processes) - set(codes):
+                codes[process] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        time.sleep(0.02)
+    return [codes[process] for process in processes]
+
+
+def _error(path: Path) -> str:
+    report = path.with_name(f"{path.name}.error")
+    return report.read_text() if report.exists() else "(killed)"
