@@ -3,16 +3,30 @@
 import copy
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lit_callbacks.merge_check import check_files, compare, logits_of, sample_ids
+from lit_callbacks.merge_check import (
+    BOUNDS,
+    DEQUANTISED_BOUND,
+    Layout,
+    MergeReport,
+    check_same,
+    compare,
+    logits_of,
+    read_back,
+    sample_ids,
+)
+
+Kind = Literal["adapter", "merged"]
+Texts = Callable[[Kind, Trainer, LightningModule], Mapping[str, str]]
+"""From what a folder is for to the text files that go into it, by name: a model card, say."""
 
 
 class AdapterMerger(Callback):
@@ -20,18 +34,23 @@ class AdapterMerger(Callback):
 
     The module must hold a ``peft.PeftModel`` or, for full fine-tuning, a
     ``transformers.PreTrainedModel`` somewhere; its ``tokenizer``, where it has one, is saved with the
-    weights. Folders appear whole or not at all.
+    weights. A module that must write its adapter in its own way has a method ``save_adapter(folder)``.
+    Folders appear whole or not at all.
     """
 
-    def __init__(self, adapter_dir: str | Path, merged_dir: str | Path | None = None) -> None:
+    def __init__(
+        self, adapter_dir: str | Path, merged_dir: str | Path | None = None, texts: Texts | None = None
+    ) -> None:
         """Choose where to write.
 
         Args:
             adapter_dir: folder for ``PeftModel.from_pretrained``; not written in full fine-tuning.
             merged_dir: folder for ``AutoModelForCausalLM.from_pretrained``; None does not merge.
+            texts: gives text files that go into the folders, a ``README.md`` in place of PEFT's template, say.
         """
         self.adapter_dir = Path(adapter_dir)
         self.merged_dir = None if merged_dir is None else Path(merged_dir)
+        self.texts: Texts = texts or (lambda *_: {})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the folders, on rank 0."""
@@ -39,10 +58,11 @@ class AdapterMerger(Callback):
             return
         model, tokenizer = find_model(pl_module), getattr(pl_module, "tokenizer", None)
         if is_peft(model):
-            save_adapter(model, self.adapter_dir, tokenizer)
+            write = getattr(pl_module, "save_adapter", None)
+            save_adapter(model, self.adapter_dir, tokenizer, self.texts("adapter", trainer, pl_module), write)
             rank_zero_info(f"adapter: {self.adapter_dir}")
         if self.merged_dir is not None:
-            save_merged(model, self.merged_dir, tokenizer)
+            save_merged(model, self.merged_dir, tokenizer, texts=self.texts("merged", trainer, pl_module))
             rank_zero_info(f"merged model: {self.merged_dir}")
 
 
@@ -70,70 +90,173 @@ def is_peft(model: nn.Module) -> bool:
     return isinstance(model, PeftModel)
 
 
-def save_adapter(model: Any, folder: Path, tokenizer: Any = None) -> None:
-    """Write a ``PeftModel``'s adapter, with the tokenizer, for ``PeftModel.from_pretrained``."""
-    _write_whole(folder, lambda temporary: model.save_pretrained(temporary), tokenizer)
+def save_adapter(
+    model: Any,
+    folder: Path,
+    tokenizer: Any = None,
+    texts: Mapping[str, str] | None = None,
+    write: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a ``PeftModel``'s adapter, with the tokenizer, for ``PeftModel.from_pretrained``.
+
+    Args:
+        model: holds the adapter.
+        folder: where to; an earlier folder there is replaced.
+        tokenizer: saved with it.
+        texts: files that go with it, by name.
+        write: writes the adapter, in place of ``model.save_pretrained``.
+    """
+    _write_whole(folder, write or model.save_pretrained, tokenizer, texts)
 
 
-def save_merged(model: Any, folder: Path, tokenizer: Any = None, dtype: torch.dtype | None = None) -> None:
+def save_merged(
+    model: Any,
+    folder: Path,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    quantized_base: Literal["dequantize", "keep"] | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> None:
     """Write a model with its adapter merged, for ``AutoModelForCausalLM.from_pretrained``.
 
-    The model itself is left as it is: a copy on the CPU is merged. Before the folder appears, the copy's logits on
-    some prompts are compared with those before merging, and the files are read back.
+    The model itself is left as it is: a copy on the CPU is merged. Before the folder appears, the files are read
+    back, and the logits of what was read are compared with those of base and adapter on some prompts.
 
     Args:
         model: a ``PeftModel`` or ``PreTrainedModel``.
         folder: where to; an earlier folder there is replaced.
         tokenizer: saved with it, chat template included.
         dtype: of the saved weights; None keeps theirs.
+        quantized_base: of a base in 4 or 8 bits: dequantize it and merge into that, or keep it quantised and round
+            the merged weights again. What it costs is measured and said.
+        texts: files that go with it, by name.
 
     Raises:
-        ValueError: the tuning method cannot be merged, or the base is quantised.
+        ValueError: the tuning method cannot be merged, or ``quantized_base`` does not fit the base.
         MergeFailed: the merged model is not the trained one; nothing is left in ``folder``'s place.
     """
-    if is_peft(model):
-        _check_mergeable(model)
-        merged = _merge(model, dtype, tokenizer)
-    else:
-        merged = model if dtype in (None, model.dtype) else copy.deepcopy(model).to(dtype)
+    _check_mergeable(model, dtype, quantized_base)
 
     def write(temporary: Path) -> None:
-        merged.save_pretrained(temporary)
-        check_files(temporary, merged)
+        if is_peft(model):
+            _write_merged(model, temporary, tokenizer, dtype, quantized_base)
+            return
+        layout = Layout.of(model)
+        whole = model if dtype in (None, model.dtype) else copy.deepcopy(model).to(dtype)
+        whole.save_pretrained(temporary)
+        check_same(read_back(temporary, layout.saved_as(whole)), whole)
 
-    _write_whole(folder, write, tokenizer)
+    _write_whole(folder, write, tokenizer, texts)
 
 
-def _merge(model: Any, dtype: torch.dtype | None, tokenizer: Any) -> Any:
-    merged = copy.deepcopy(model).cpu().eval()
-    base = merged.get_base_model()
+def _write_merged(
+    model: Any, folder: Path, tokenizer: Any, dtype: torch.dtype | None, quantized_base: str | None
+) -> None:
+    trained = copy.deepcopy(model).cpu().eval()
+    base = trained.get_base_model()
     if base.config._attn_implementation not in ("eager", "sdpa"):
         base.set_attn_implementation("sdpa")  # attention of a device or of a training loop, which takes other arguments
-    ids = sample_ids(base, tokenizer)
-    wanted = logits_of(merged, ids)
-    merged = merged.merge_and_unload(safe_merge=True)
+    layout, ids = Layout.of(base), sample_ids(base, tokenizer)
+    wanted = logits_of(trained, ids)
+    trained_mib = base.get_memory_footprint() / 2**20
+    if quantized_base == "dequantize":
+        trained = _dequantised(trained, dtype or base.dtype)
+    _part_embeddings(trained.get_base_model())
+    merged = trained.merge_and_unload(safe_merge=True)
     merged = merged.to(dtype) if dtype is not None else merged
-    rank_zero_info(f"merge verified: {compare(wanted, logits_of(merged, ids), merged.dtype)}")
-    return merged
+    merged.save_pretrained(folder)
+    layout, merged_dtype = layout.saved_as(merged), merged.dtype
+    mib, in_memory = merged.get_memory_footprint() / 2**20, logits_of(merged, ids) if quantized_base == "keep" else None
+    del base, trained, merged  # what is read back takes their place in memory
+
+    again = read_back(folder, layout)
+    got = logits_of(again, ids)
+    if in_memory is not None:
+        compare(in_memory, got, BOUNDS[torch.float32])  # the files hold what was merged
+        _say("merged and rounded to the base's bits again", compare(wanted, got, float("inf")), mib, trained_mib)
+    elif quantized_base == "dequantize":
+        name = str(merged_dtype).removeprefix("torch.")
+        _say(f"dequantised to {name} and merged", compare(wanted, got, DEQUANTISED_BOUND), mib, trained_mib)
+    else:
+        rank_zero_info(f"merge verified: {compare(wanted, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]))}")
 
 
-def _check_mergeable(model: Any) -> None:
-    if not hasattr(model.base_model, "merge_and_unload"):
+def _say(what: str, report: MergeReport, mib: float, trained_mib: float) -> None:
+    rank_zero_info(
+        f"{what}: against the quantised model that was trained, {report}; {mib:,.1f} MiB of weights, "
+        f"{trained_mib:,.1f} MiB in training"
+    )
+
+
+def _dequantised(model: Any, dtype: torch.dtype) -> Any:
+    """The adapter on the dequantised base; PEFT's layers for quantised weights cannot be merged into others."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    adapter, config = get_peft_model_state_dict(model, save_embedding_layers=False), model.active_peft_config
+    base = model.unload()
+    plain = get_peft_model(base.dequantize(dtype).to(dtype), config)
+    set_peft_model_state_dict(plain, adapter)
+    return plain.eval()
+
+
+def _part_embeddings(base: Any) -> None:
+    """Give a tied head weights of its own where an adapter changes one side: a merge would change both.
+
+    Trainable tokens change both sides themselves.
+    """
+    sides = base.get_input_embeddings(), base.get_output_embeddings()
+    if sides[1] is None or not any(
+        hasattr(side, "base_layer") and not hasattr(side, "trainable_tokens_delta") for side in sides
+    ):
+        return
+    embedding, head = (getattr(side, "base_layer", side) for side in sides)
+    if embedding.weight is head.weight:
+        head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+
+
+def _check_mergeable(model: Any, dtype: torch.dtype | None, quantized_base: str | None) -> None:
+    if is_peft(model) and not hasattr(model.base_model, "merge_and_unload"):
         method = model.active_peft_config.peft_type.value
         raise ValueError(f"{method} adds no weights that could be merged into the base; use the adapter as it is")
-    if getattr(model.get_base_model(), "is_quantized", False):
-        raise ValueError("the base is quantised; merge the adapter into the unquantised base model instead")
+    base = model.get_base_model() if is_peft(model) else model
+    is_quantised = getattr(base, "is_quantized", False)
+    if is_quantised and quantized_base is None:
+        raise ValueError(
+            "the base is quantised, and an adapter that is merged into it is rounded with it; choose quantized_base: "
+            "dequantize (exact to the merged dtype, 2 to 4 times the size) or keep (small, and further from what was "
+            "trained)"
+        )
+    if not is_quantised and quantized_base is not None:
+        raise ValueError(f"quantized_base={quantized_base}, but the base is not quantised; leave it out")
+    if quantized_base == "keep" and dtype is not None:
+        raise ValueError(f"quantized_base=keep leaves weights in their bits; leave dtype={dtype} out")
 
 
-def _write_whole(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
+def _write_whole(
+    folder: Path, write: Callable[[Path], None], tokenizer: Any, texts: Mapping[str, str] | None = None
+) -> None:
+    _check_replaceable(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         write(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+        for name, text in (texts or {}).items():
+            (temporary / name).write_text(text, encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_replaceable(folder: Path) -> None:
+    if not folder.exists():
+        return
+    held = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"}
+    if held and not held & {"config.json", "adapter_config.json"}:
+        raise ValueError(
+            f"{str(folder)!r} holds other things than a model ({', '.join(sorted(held)[:3])}), which would be lost; "
+            "name a new folder"
+        )

@@ -107,14 +107,11 @@ class Wrapped(LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
 
 
-def llama() -> Any:
+def llama(**options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-        )
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes, **options))
 
 
 def test_adapter_and_merged_model_give_the_trained_models_logits(tmp_path: Path) -> None:
@@ -199,6 +196,10 @@ def _cut(tensors: dict[str, Any]) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:0]
 
 
+def _shorten(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:16]
+
+
 def _add(tensors: dict[str, Any]) -> None:
     tensors["model.norm.bias"] = torch.zeros(32)
 
@@ -212,23 +213,139 @@ def _cast(tensors: dict[str, Any]) -> None:
     [
         (_lose, "model.norm.weight is missing"),
         (_break, "model.norm.weight holds values that are not finite"),
-        (_cut, r"model.norm.weight is \(0,\), the config says \(32,\)"),
+        (_cut, r"model.norm.weight is empty, \(0,\)"),
+        (_shorten, "do not load|size mismatch"),
         (_add, "model.norm.bias is not in LlamaForCausalLM"),
         (_cast, "model.norm.weight is torch.float16, not torch.float32"),
     ],
 )
-def test_files_that_are_wrong_are_found(tmp_path: Path, damage: Any, message: str) -> None:
-    from lit_callbacks.merge_check import MergeFailed, check_files
+@pytest.mark.parametrize("tied", [False, True])
+def test_files_that_are_wrong_are_found(tmp_path: Path, damage: Any, message: str, tied: bool) -> None:
+    from lit_callbacks.merge_check import Layout, MergeFailed, read_back
     from safetensors.torch import load_file, save_file
 
-    model = llama()
+    model = llama(tie_word_embeddings=tied)
+    layout = Layout.of(model).saved_as(model)
     model.save_pretrained(tmp_path)
-    check_files(tmp_path, model)
+    read_back(tmp_path, layout)
     tensors = load_file(tmp_path / "model.safetensors")
     damage(tensors)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(MergeFailed, match=message):
-        check_files(tmp_path, model)
+        read_back(tmp_path, layout)
+
+
+def test_a_tied_head_that_the_files_part_is_found(tmp_path: Path) -> None:
+    """transformers#45127: the config ties what the files hold twice."""
+    from lit_callbacks.merge_check import Layout, MergeFailed, read_back
+    from safetensors.torch import load_file, save_file
+
+    model = llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MergeFailed, match="the config ties them to one"):
+        read_back(tmp_path, Layout.of(model).saved_as(model))
+
+
+def test_resized_embeddings_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files fit the config that was written with them, and not the base."""
+    from lit_callbacks.adapter_merger import save_merged
+    from lit_callbacks.merge_check import MergeFailed
+
+    peft = pytest.importorskip("peft")
+    unload = peft.LoraModel.merge_and_unload
+
+    def resized(self: Any, safe_merge: bool) -> Any:
+        merged = unload(self, safe_merge=safe_merge)
+        merged.resize_token_embeddings(60)
+        return merged
+
+    monkeypatch.setattr(peft.LoraModel, "merge_and_unload", resized)
+    with pytest.raises(MergeFailed, match=r"lm_head.weight is \(60, 32\), in the base \(64, 32\)"):
+        save_merged(lora(llama()), tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_experts_that_files_name_in_another_way(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from lit_callbacks.adapter_merger import save_merged
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+    config = transformers.Qwen2MoeConfig(vocab_size=64, num_key_value_heads=2, **sizes, **experts)
+    model = transformers.Qwen2MoeForCausalLM(config)
+    for name, change in (("full", lambda model: model), ("lora", lora)):
+        save_merged(change(model), tmp_path / name)
+        assert "mlp.experts.3.up_proj" in (tmp_path / name / "model.safetensors").read_bytes()[:20_000].decode("latin1")
+
+
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "trainable tokens": {"trainable_token_indices": [3, 4]},
+    "embeddings, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "embeddings": {"modules_to_save": ["embed_tokens"]},
+    "both": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "LoRA of the head": {"target_modules": ["q_proj", "lm_head"]},
+    "LoRA of the embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "LoRA of both": {"target_modules": ["embed_tokens", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("case", EMBEDDINGS)
+def test_embeddings_that_train_under_a_tied_head(tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers#45127: the merged model is read back, and is tied exactly where training left it so."""
+    peft = pytest.importorskip("peft")
+    from lit_callbacks.adapter_merger import save_adapter, save_merged
+    from transformers import AutoModelForCausalLM
+
+    caplog.set_level("INFO", "lightning.pytorch")
+    base = tmp_path / "base"
+    llama(tie_word_embeddings=True, initializer_range=0.2).save_pretrained(base)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False, **EMBEDDINGS[case]})
+    module = Wrapped(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config))
+    trainer(tmp_path, enable_checkpointing=False).fit(module, loader())
+    save_adapter(module.model, tmp_path / "adapter")
+    save_merged(module.model, tmp_path / "merged")
+    ids = torch.arange(64)[None]
+    wanted = module.model.eval()(input_ids=ids).logits
+    adapter = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(adapter(input_ids=ids).logits, wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(merged(input_ids=ids).logits, wanted, atol=2e-5, rtol=1e-5)
+    is_tied = merged.lm_head.weight.data_ptr() == merged.model.embed_tokens.weight.data_ptr()
+    assert is_tied is merged.config.tie_word_embeddings is (case in ("trainable tokens", "embeddings, tied"))
+    assert ("training has parted them" in caplog.text) is not is_tied
+
+
+def test_other_things_in_the_folder_are_not_replaced(tmp_path: Path) -> None:
+    from lit_callbacks.adapter_merger import save_merged
+
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "diary.txt").write_text("dear")
+    with pytest.raises(ValueError, match=r"holds other things than a model \(diary.txt\), which would be lost"):
+        save_merged(llama(), tmp_path / "letters")
+    assert (tmp_path / "letters" / "diary.txt").read_text() == "dear"
+
+
+def test_texts_go_into_the_folders_in_place_of_templates(tmp_path: Path) -> None:
+    module = Wrapped(lora(llama()))
+    merger = AdapterMerger(tmp_path / "a", tmp_path / "m", texts=lambda kind, _, __: {"README.md": f"# {kind}"})
+    trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(module, loader())
+    assert (tmp_path / "a" / "README.md").read_text() == "# adapter"
+    assert (tmp_path / "m" / "README.md").read_text() == "# merged"
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_a_module_writes_its_adapter_in_its_own_way(tmp_path: Path) -> None:
+    class Own(Wrapped):
+        def save_adapter(self, folder: Path) -> None:
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text("{}")
+
+    merger = AdapterMerger(tmp_path / "adapter")
+    trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(Own(lora(llama())), loader())
+    assert [path.name for path in (tmp_path / "adapter").iterdir()] == ["adapter_config.json"]
 
 
 def test_a_module_without_a_model() -> None:
