@@ -85,17 +85,13 @@ class CausalLM(LightningModule):
             lr_scheduler: makes the schedule from the optimizer; a recipe gives it at the top level.
         """
         super().__init__()
-        if quantization is not None and peft is None:
-            raise RecipeError(
-                "model.quantization is set without model.peft; quantised weights cannot be trained, add a method"
-            )
+        if quantization is not None:
+            quantisation.check_requested(quantization, peft)
         if trainable is not None and peft is not None:
             raise RecipeError(
                 "model.trainable is set with model.peft, which freezes the base; layers that train beside the adapter "
                 "are named by the config's modules_to_save"
             )
-        if quantization is not None and peft is not None:
-            quantisation.check_quantisable(peft)
         if peft is not None:
             adapter_start.check_start(peft, is_quantised=quantization is not None)
         self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
@@ -135,6 +131,7 @@ class CausalLM(LightningModule):
         Raises:
             RecipeError: config, tokenizer or tuning method do not fit.
         """
+        self._check_stored_quantisation()
         skeleton = loading.skeleton(self.pretrained)
         if len(self.tokenizer) > (rows := skeleton.get_input_embeddings().num_embeddings):
             raise RecipeError(
@@ -145,12 +142,20 @@ class CausalLM(LightningModule):
             return self._with_peft(skeleton, self.peft)
         return self._with_peft(skeleton, adapter_start.plain(self.peft, self.start))
 
+    def _check_stored_quantisation(self) -> None:
+        if self.init == "pretrained":
+            config = loading.load_config(self.pretrained)
+            is_packed = quantisation.check_stored(self.pretrained, config, self.quantization, self.peft)
+            if is_packed and self.peft is not None:
+                adapter_start.check_start(self.peft, is_quantised=True)
+
     def configure_model(self) -> None:
         """Build the model; Lightning calls it once the strategy is ready."""
         if self.model is not None:
             return
         if self.start is None and (ckpt_path := getattr(self._trainer, "ckpt_path", None)) is not None:
             self.start = saved_start(ckpt_path)
+        self._check_stored_quantisation()
         # New weights are a function of the seed alone, not of what drew random numbers before.
         torch.manual_seed(process.seed())
         attention = self.attn_implementation

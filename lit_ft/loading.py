@@ -21,7 +21,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft import peft_methods
+from lit_ft import peft_methods, quantisation
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
 from lit_ft.name_patterns import matching
@@ -124,7 +124,7 @@ def load_base(
         quantization: quantise the weights while reading them.
 
     Raises:
-        RecipeError: there are no weights to read.
+        RecipeError: weights are missing, or quantised in a way that does not train.
     """
     config = load_config(pretrained)
     options: dict[str, Any] = {
@@ -134,25 +134,30 @@ def load_base(
     if init == "random":
         if quantization is not None:
             raise RecipeError("model.quantization needs weights to quantise; set model.init to pretrained")
+        config.quantization_config = None  # drawn weights are dense, whatever the checkpoint's are
         options["dtype"] = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
         model = AutoModelForCausalLM.from_config(config, **options)
         if (Path(pretrained) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(pretrained)
         return model.train()
-    if quantization is not None:
-        options |= {"quantization_config": quantization, "device_map": {"": "cpu"}}
+    options |= quantisation.reading_options(config, quantization)
     try:
-        model = AutoModelForCausalLM.from_pretrained(pretrained, config=config, **options)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            pretrained, config=config, output_loading_info=True, **options
+        )
     except OSError as error:
         raise RecipeError(
             f"model.pretrained={pretrained!r} has no weights that load ({_first_line(error)}); add "
             "model.safetensors, or train from scratch with --model.init random"
         ) from error
-    for module in model.modules():
-        # An eval pass on CPUs with AVX512-BF16 repacks 4-bit weights in place, after which training is wrong.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    return model.train()
+    if missing := sorted(report["missing_keys"]):
+        raise RecipeError(
+            f"model.pretrained={pretrained!r} lacks weights of the model, which would be random "
+            f"({len(missing)}: {', '.join(missing[:3])}, ...); name a checkpoint that has them all"
+        )
+    model.train()
+    quantisation.prepare_for_training(model)
+    return model
 
 
 def skeleton(pretrained: str) -> PreTrainedModel:
@@ -178,7 +183,9 @@ def add_peft(
     peft_methods.check_method(peft)
     peft_methods.adapt_to_architecture(model, peft)
     check_target_modules(model, peft)
-    wrapped = get_peft_model(model, copy.deepcopy(peft), autocast_adapter_dtype=adapter_dtype == "float32")
+    peft = copy.deepcopy(peft)
+    quantisation.name_all_linear(model, peft)
+    wrapped = get_peft_model(model, peft, autocast_adapter_dtype=adapter_dtype == "float32")
     return wrapped.train()
 
 
