@@ -21,8 +21,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft import adapter_start, loading, method_calls, process, prompt_learning, quantisation
+from lit_ft import adapter_start, embeddings, loading, method_calls, process, prompt_learning, quantisation
 from lit_ft.adapter_start import Start
+from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, write_fingerprint
 from lit_ft.checkpoints_io import check_fit, saved_start, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
@@ -46,6 +47,8 @@ class CausalLM(LightningModule):
         self,
         pretrained: str,
         tokenizer: str | None = None,
+        added_tokens: list[str] | None = None,
+        added_special_tokens: list[str] | None = None,
         init: loading.Init = "pretrained",
         dtype: loading.Dtype = "auto",
         attn_implementation: str = "auto",
@@ -66,6 +69,8 @@ class CausalLM(LightningModule):
         Args:
             pretrained: base model, a Hugging Face hub id or a folder with config.json, weights and tokenizer.
             tokenizer: hub id or folder, in place of the base model's own.
+            added_tokens: new tokens, in spare rows of the embeddings, which grow where there are too few; they train.
+            added_special_tokens: the same, left out where answers are decoded.
             init: pretrained reads the weights; random draws them (config.json and a tokenizer are enough).
             dtype: of the base's weights; auto is what its config says. float32 for full fine-tuning.
             attn_implementation: auto is lit_ft's packed attention; or sdpa, eager, flash_attention_2, ...
@@ -95,6 +100,7 @@ class CausalLM(LightningModule):
         if peft is not None:
             adapter_start.check_start(peft, is_quantised=quantization is not None)
         self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
+        self.added_tokens, self.added_special_tokens = added_tokens or [], added_special_tokens or []
         self.init, self.base_dtype = init, dtype
         self.attn_implementation, self.peft, self.adapter_dtype = attn_implementation, peft, adapter_dtype
         self.trainable, self.lr_factors = trainable, lr_factors or {}
@@ -119,8 +125,24 @@ class CausalLM(LightningModule):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer; saved beside adapter and merged model."""
-        return loading.load_tokenizer(self.tokenizer_name)
+        """The tokenizer, with the added tokens; saved beside adapter and merged model."""
+        tokenizer = loading.load_tokenizer(self.tokenizer_name)
+        embeddings.add_tokens(tokenizer, self.added_tokens, special=False)
+        embeddings.add_tokens(tokenizer, self.added_special_tokens, special=True)
+        return tokenizer
+
+    @property
+    def added_ids(self) -> list[int]:
+        """Ids of the added tokens."""
+        tokens = [*self.added_tokens, *self.added_special_tokens]
+        return [self.tokenizer.get_vocab()[token] for token in tokens]
+
+    @cached_property
+    def base_fingerprint(self) -> Fingerprint | None:
+        """Tells the frozen base from another one; None where all weights train, so that checkpoints hold everything."""
+        if self.peft is None and self.trainable is None:
+            return None
+        return fingerprint(self.pretrained, self.init, process.seed())
 
     def check(self) -> nn.Module:
         """Find what is wrong before weights are loaded.
@@ -133,11 +155,7 @@ class CausalLM(LightningModule):
         """
         self._check_stored_quantisation()
         skeleton = loading.skeleton(self.pretrained)
-        if len(self.tokenizer) > (rows := skeleton.get_input_embeddings().num_embeddings):
-            raise RecipeError(
-                f"the tokenizer of {self.tokenizer_name!r} has {len(self.tokenizer)} tokens, the model {rows} "
-                "embeddings; set model.tokenizer to one that belongs to the model"
-            )
+        embeddings.make_room(skeleton, self.tokenizer, len(self.added_ids))
         if self.peft is None or not adapter_start.needs_start(self.peft):
             return self._with_peft(skeleton, self.peft)
         return self._with_peft(skeleton, adapter_start.plain(self.peft, self.start))
@@ -162,6 +180,8 @@ class CausalLM(LightningModule):
         if attention == "auto" and self.peft is not None and self.peft.peft_type.value == prompt_learning.PREFIX:
             attention = "sdpa"  # packed attention knows no keys from before the row
         base = loading.load_base(self.pretrained, self.init, self.base_dtype, attention, self.quantization)
+        if self.added_ids:
+            embeddings.make_room(base, self.tokenizer, len(self.added_ids))
         if self.gradient_checkpointing:
             base.gradient_checkpointing_enable({"use_reentrant": False})
         self.model, self._head = base, loading.head_of(base)
@@ -204,9 +224,10 @@ class CausalLM(LightningModule):
         if peft is None:
             if self.trainable is not None:
                 loading.freeze_all_but(base, self.trainable)
+                embeddings.check_rows_train(base, self.added_ids)
             return base
         try:
-            return loading.add_peft(base, peft, self.adapter_dtype)
+            return loading.add_peft(base, embeddings.train_rows(peft, base, self.added_ids), self.adapter_dtype)
         except RecipeError:
             raise
         except ValueError as error:
@@ -413,7 +434,10 @@ class CausalLM(LightningModule):
         if self.start is not None and self.start["taken"]:
             adapter_start.save_as_plain_lora(self.model, self.start, folder)
         else:
-            self.model.save_pretrained(folder)
+            # Added rows are the adapter's own; PEFT would write the whole embeddings because they have grown.
+            self.model.save_pretrained(folder, save_embedding_layers=False if self.added_ids else "auto")
+        if self.base_fingerprint is not None:
+            write_fingerprint(self.base_fingerprint, folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the trainable weights only: the frozen base is where it came from."""
@@ -421,8 +445,10 @@ class CausalLM(LightningModule):
         checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in trains}
         checkpoint["method_state"] = method_calls.state_of(self.model)
         checkpoint["adapter_start"] = self.start
+        checkpoint["base"] = self.base_fingerprint
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model."""
+        """Refuse a checkpoint of another model, or of a base that has changed since."""
         check_fit(shapes_of(checkpoint["state_dict"]), trainable_shapes(self))
+        check_same_base(checkpoint.get("base"), self.base_fingerprint, "the checkpoint")
         method_calls.load_state(self.model, checkpoint.get("method_state", {}))

@@ -39,6 +39,15 @@ def saved_start(ckpt_path: str) -> Any:
     return _read(ckpt_path).get("adapter_start")
 
 
+def saved_base(ckpt_path: str) -> Any:
+    """The fingerprint of the base that a checkpoint's weights were trained on; None where none was written.
+
+    Raises:
+        RecipeError: the file is no Lightning checkpoint.
+    """
+    return _read(ckpt_path).get("base")
+
+
 def _read(ckpt_path: str) -> dict[str, Any]:
     try:
         checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)

@@ -25,7 +25,8 @@ from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.causal_lm import CausalLM
-from lit_ft.checkpoints_io import check_fit, saved_shapes, saved_start, trainable_shapes
+from lit_ft.base_fingerprint import check_same_base
+from lit_ft.checkpoints_io import check_fit, saved_base, saved_shapes, saved_start, trainable_shapes
 from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
@@ -210,8 +211,13 @@ class TrainingCLI(LightningCLI):
             if self.options.ckpt_path is not None:
                 wanted = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
                 check_fit(saved_shapes(self.options.ckpt_path), wanted)
+                check_same_base(saved_base(self.options.ckpt_path), self.model.base_fingerprint, "the checkpoint")
             if self.options.get("merge") and self.model.quantization is not None:
-                raise RecipeError("merge=true, but a quantised base cannot be merged into; leave merge out")
+                raise RecipeError(
+                    "merge=true, but the base is quantised, and merging into it has a price that is yours to choose; "
+                    "leave merge out, and after training: python -m lit_ft export --run RUN --merge --quantized-base "
+                    "dequantize (or keep)"
+                )
         if isinstance(self.datamodule, TextDataModule):
             self.datamodule.load(getattr(self.model, "tokenizer", None), stage)
 

@@ -1,0 +1,124 @@
+"""Which base model an adapter or a checkpoint belongs to: enough of its weights to tell another one, cheaply."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import IO, Literal, TypedDict
+
+from huggingface_hub import try_to_load_from_cache
+
+from lit_ft.errors import RecipeError
+
+FILE = "base.json"
+"""Beside an adapter's weights."""
+_SAMPLE_BYTES = 4096
+_DRAWN = "drawn with seed "
+
+
+class Fingerprint(TypedDict):
+    """What is recorded of a base model."""
+
+    pretrained: str
+    """Folder or hub id, as the recipe has it."""
+    commit: str | None
+    """Of the hub repository, where the base came from there."""
+    config: str
+    """SHA-256 of ``config.json`` without what says how it was written."""
+    weights: str
+    """SHA-256 of sizes, headers and samples of the weight files; the seed, where the weights are drawn from it."""
+
+
+def fingerprint(pretrained: str, init: Literal["pretrained", "random"] = "pretrained", seed: int = 0) -> Fingerprint:
+    """Look at a base: 4 KiB of each tensor, so that one of 70 billion parameters takes less than a second.
+
+    A tensor that differs elsewhere only is not seen; training and merging change all of a tensor.
+
+    Args:
+        pretrained: folder, or hub id that was downloaded before.
+        init: ``random`` has no weights to look at.
+        seed: what random weights are drawn from.
+    """
+    cached = try_to_load_from_cache(pretrained, "config.json") if not Path(pretrained).expanduser().is_dir() else None
+    folder = Path(cached).parent if isinstance(cached, str) else Path(pretrained).expanduser()
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    weights = f"{_DRAWN}{seed}" if init == "random" else _digest_of(_weight_files(folder))
+    return Fingerprint(
+        pretrained=pretrained,
+        commit=folder.name if isinstance(cached, str) else None,  # hub caches name a snapshot's folder by its commit
+        config=hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        weights=weights,
+    )
+
+
+def check_same_base(recorded: Fingerprint | None, now: Fingerprint | None, what: str) -> None:
+    """Refuse a base that is not the one something was trained on.
+
+    Args:
+        recorded: what was written when it was trained; None where nothing was, which passes.
+        now: of the base at hand; None where it does not matter.
+        what: that was trained, for the message.
+
+    Raises:
+        RecipeError: weights or config differ.
+    """
+    if recorded is None or now is None or (recorded["weights"], recorded["config"]) == (now["weights"], now["config"]):
+        return
+    drawn, drawn_now = recorded["weights"], now["weights"]
+    if drawn.startswith(_DRAWN) and drawn_now.startswith(_DRAWN) and drawn != drawn_now:
+        seed = drawn.removeprefix(_DRAWN)
+        raise RecipeError(
+            f"{what} was trained on random weights of seed {seed}, not {drawn_now.removeprefix(_DRAWN)}; set "
+            f"seed_everything to {seed}"
+        )
+    part = "config.json" if drawn == drawn_now else "weights"
+    revision = f" (revision {recorded['commit']} on the hub)" if recorded["commit"] else ""
+    if recorded["pretrained"] == now["pretrained"]:
+        raise RecipeError(
+            f"{what} was trained on {now['pretrained']!r}, whose {part} changed since; bring back what it "
+            f"was{revision}, or train anew"
+        )
+    raise RecipeError(
+        f"{what} was trained on {recorded['pretrained']!r}{revision}, and {now['pretrained']!r} has another {part}; "
+        "name the base that it was trained on"
+    )
+
+
+def write_fingerprint(base: Fingerprint, folder: Path) -> None:
+    """Lay a fingerprint beside an adapter."""
+    (folder / FILE).write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
+
+
+def read_fingerprint(folder: Path) -> Fingerprint | None:
+    """What lies beside an adapter; None where nothing does."""
+    path = folder / FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted({*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")})
+    return files or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def _digest_of(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for start in _samples(path, file, size):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _samples(path: Path, file: IO[bytes], size: int) -> list[int]:
+    """Places to look at: the header, and the middle of each tensor."""
+    if path.suffix != ".safetensors":
+        return list(range(0, size, max(_SAMPLE_BYTES, size // 256)))
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    tensors = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+    middles = [8 + length + max(begin, (begin + end - _SAMPLE_BYTES) // 2) for begin, end in tensors]
+    return [*range(0, 8 + length, _SAMPLE_BYTES), *middles]

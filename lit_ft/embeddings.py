@@ -1,0 +1,150 @@
+"""Rows of the embeddings: tokens that a recipe adds, who trains them, and heads that are tied to them."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from peft import PeftConfig
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_ft.errors import RecipeError
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], special: bool) -> list[int]:
+    """Add tokens to a tokenizer.
+
+    Args:
+        tokenizer: changed in place.
+        tokens: each is one token wherever it stands in a text.
+        special: left out where answers are decoded.
+
+    Returns:
+        Their ids.
+
+    Raises:
+        RecipeError: one is empty, given twice, or a token already.
+    """
+    option, vocabulary = "model.added_special_tokens" if special else "model.added_tokens", tokenizer.get_vocab()
+    for token in tokens:
+        if not token or list(tokens).count(token) > 1:
+            raise RecipeError(f"{option}: {token!r} is {'given twice' if token else 'empty'}; take it out")
+        if token in vocabulary:
+            raise RecipeError(
+                f"{option}: {token!r} is a token of {tokenizer.name_or_path!r} already (id {vocabulary[token]}); take "
+                "it out"
+            )
+    tokenizer.add_tokens(list(tokens), special_tokens=special)
+    ids: Any = tokenizer.convert_tokens_to_ids(list(tokens))
+    return ids
+
+
+def make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
+    """Give a model rows for all tokens; new ones are drawn around the mean of the others (transformers' way).
+
+    Args:
+        model: changed in place where it has too few; without weights where it is on the meta device.
+        tokenizer: with the added tokens.
+        added: how many of its tokens the recipe added.
+
+    Raises:
+        RecipeError: the tokenizer had more tokens than the model before.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    rows, wanted, is_skeleton = embeddings.num_embeddings, len(tokenizer), embeddings.weight.is_meta
+    if wanted - added > rows:
+        raise RecipeError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has {wanted - added} tokens, the model {rows} embeddings; "
+            "set model.tokenizer to one that belongs to the model, and name new tokens in model.added_tokens"
+        )
+    if wanted > rows:
+        model.resize_token_embeddings(wanted, mean_resizing=not is_skeleton)
+    if added and not is_skeleton:
+        how = f"the embeddings grow from {rows:,} to {wanted:,} rows" if wanted > rows else "in spare rows"
+        rank_zero_info(f"{added} tokens are added: {how}")
+
+
+def train_rows(peft: PeftConfig, model: PreTrainedModel, ids: Sequence[int]) -> PeftConfig:
+    """A tuning method that trains the rows of added tokens too, in the embeddings and in the head.
+
+    Args:
+        peft: the recipe's; a copy is changed.
+        model: the base.
+        ids: of the added tokens; with none, the method stays as it is.
+
+    Raises:
+        RecipeError: the method cannot.
+    """
+    _check_tying(peft, model)
+    if not ids:
+        return peft
+    config: Any = copy.deepcopy(peft)
+    sides = [_name_of(model, model.get_input_embeddings())]
+    if not _is_tied(model):
+        sides.append(_name_of(model, model.get_output_embeddings()))
+    whole = {name for name in getattr(config, "modules_to_save", None) or [] if _is_side(model, name)}
+    if whole:
+        if len(whole) < 2 and not getattr(config, "ensure_weight_tying", False):
+            raise RecipeError(
+                f"model.peft: modules_to_save has {', '.join(whole)} without the other side, so that added tokens "
+                "would be read and never written, or the other way; take it out (their rows train without it)"
+                + (", or set ensure_weight_tying" if _is_tied(model) else "")
+            )
+    elif config.peft_type.value == "LORA":
+        given = config.trainable_token_indices or {}
+        by_side = given if isinstance(given, dict) else {sides[0]: given}
+        rows = {name: _union(by_side, name, ids) for name in sides}
+        config.trainable_token_indices = rows[sides[0]] if len(sides) == 1 else rows
+    elif config.peft_type.value == "TRAINABLE_TOKENS":
+        config.token_indices = sorted({*config.token_indices, *ids})
+        config.target_modules = config.target_modules or sides
+    else:
+        raise RecipeError(
+            f"model.added_tokens need rows of the embeddings that train, which {config.peft_type.value} does not have; "
+            "take peft.LoraConfig, peft.TrainableTokensConfig, or peft: null"
+        )
+    return config
+
+
+def check_rows_train(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Refuse full fine-tuning of part of the weights that leaves added tokens as they were drawn.
+
+    Raises:
+        RecipeError: embeddings or head are frozen.
+    """
+    for side in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if ids and not side.weight.requires_grad:
+            raise RecipeError(
+                f"model.added_tokens need rows that train, and model.trainable freezes {_name_of(model, side)}; add "
+                "its name to model.trainable"
+            )
+
+
+def _check_tying(peft: PeftConfig, model: PreTrainedModel) -> None:
+    targets = getattr(peft, "target_modules", None)
+    named = [name for name in targets if _is_side(model, name)] if isinstance(targets, (list, set, tuple)) else []
+    if named and getattr(peft, "ensure_weight_tying", False) and not getattr(peft, "modules_to_save", None):
+        raise RecipeError(
+            f"model.peft: ensure_weight_tying with {sorted(named)[0]} in target_modules shares LoRA's factors by "
+            "views, which a copy of the model loses (peft 0.21); set modules_to_save: [embed_tokens] in their place, "
+            "or trainable_token_indices"
+        )
+
+
+def _union(by_side: dict[str, list[int]], name: str, ids: Sequence[int]) -> list[int]:
+    given = next((rows for key, rows in by_side.items() if name.endswith(key)), [])
+    return sorted({*given, *ids})
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
+def _is_side(model: PreTrainedModel, name: str) -> bool:
+    sides = [_name_of(model, side) for side in (model.get_input_embeddings(), model.get_output_embeddings())]
+    return any(side == name or side.endswith(f".{name}") for side in sides)
+
+
+def _name_of(model: PreTrainedModel, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
