@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -29,13 +28,14 @@ from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
 from lit_ft.metrics import SourceMeans, TokenMean
+from lit_ft.optimizers import configure_optimizers
 from lit_ft.rows import Row, as_row
-from lit_ft.schedules import configure_optimizers
+from lit_ft.schedule_free import ScheduleFreeModule
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-class CausalLM(LightningModule):
+class CausalLM(ScheduleFreeModule):
     """Fine-tune a causal language model.
 
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, each a mean over supervised tokens
@@ -418,6 +418,12 @@ class CausalLM(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Log the gradient norm before clipping, and clip with that same norm."""
+        has_scaler = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise RecipeError(
+                "trainer.precision=16-mixed leaves gradients scaled until a fused optimizer's step, so they cannot be "
+                "measured or clipped; set fused of the optimizer to false, or trainer.precision to bf16-mixed"
+            )
         parameters = [p for p in self.trainable_parameters().values() if p.grad is not None]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.log("train/grad_norm", norm)
@@ -441,6 +447,7 @@ class CausalLM(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the trainable weights only: the frozen base is where it came from."""
+        super().on_save_checkpoint(checkpoint)
         trains = trainable_shapes(self)
         checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in trains}
         checkpoint["method_state"] = method_calls.state_of(self.model)
@@ -449,6 +456,7 @@ class CausalLM(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model, or of a base that has changed since."""
+        super().on_load_checkpoint(checkpoint)
         check_fit(shapes_of(checkpoint["state_dict"]), trainable_shapes(self))
         check_same_base(checkpoint.get("base"), self.base_fingerprint, "the checkpoint")
         method_calls.load_state(self.model, checkpoint.get("method_state", {}))

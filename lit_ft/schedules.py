@@ -1,17 +1,12 @@
 """Learning-rate schedules with warm-up, by optimiser step."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_ft.errors import RecipeError
-from lit_ft.name_patterns import matching
 
 
 class WarmupSchedule(LambdaLR):
@@ -77,50 +72,3 @@ class CosineWithWarmup(WarmupSchedule):
     def decay(self, progress: float) -> float:
         """1 at the end of warm-up, 0 at the end of the run."""
         return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def configure_optimizers(
-    module: LightningModule,
-    optimizer: OptimizerCallable,
-    lr_scheduler: LRSchedulerCallable | None = None,
-    lr_factors: Mapping[str, float] | None = None,
-) -> OptimizerLRScheduler:
-    """What ``LightningModule.configure_optimizers`` returns for an optimizer and schedule from a recipe.
-
-    Frozen parameters get no optimiser state; each of ``lr_factors`` makes a parameter group. Warm-up schedules
-    step by optimiser step; others by epoch, as LightningCLI has it.
-
-    Raises:
-        RecipeError: the schedule needs the run's length and there is none, or a factor is for no weight.
-    """
-    trains = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    factors = lr_factors or {}
-    found = matching(factors, list(trains), "model.lr_factors")
-    members: dict[str | None, list[Any]] = {pattern: [] for pattern in (None, *factors)}
-    for name, parameter in trains.items():
-        members[found.get(name)].append(parameter)
-    members = {pattern: group for pattern, group in members.items() if group}
-    built = optimizer([{"params": group} for group in members.values()])
-    for pattern, group in zip(members, built.param_groups, strict=True):
-        if pattern is not None:
-            group["lr"] *= factors[pattern]
-    if lr_scheduler is None:
-        return built
-    scheduler = lr_scheduler(built)
-    if not isinstance(scheduler, WarmupSchedule):
-        return {
-            "optimizer": built,
-            "lr_scheduler": {"scheduler": scheduler, "monitor": getattr(scheduler, "monitor", None)},
-        }
-    if scheduler.total_steps is None:
-        trainer: Any = module.trainer
-        # Asking Lightning opens the training data, before a resumed run has told a stream its place.
-        has_no_length = trainer.max_epochs == -1 or getattr(trainer.datamodule, "streaming", False)
-        steps = trainer.max_steps if has_no_length else trainer.estimated_stepping_batches
-        if math.isinf(steps) or steps < 0:
-            raise RecipeError(
-                f"{type(scheduler).__name__} needs the run's length; set trainer.max_steps, or max_epochs where the "
-                "data has a length"
-            )
-        scheduler.total_steps = int(steps)
-    return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

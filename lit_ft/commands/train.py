@@ -24,15 +24,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft.causal_lm import CausalLM
 from lit_ft.base_fingerprint import check_same_base
+from lit_ft.causal_lm import CausalLM
 from lit_ft.checkpoints_io import check_fit, saved_base, saved_shapes, saved_start, trainable_shapes
 from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
+from lit_ft.exporting import texts_of
+from lit_ft.optimizers import configure_optimizers
 from lit_ft.reporting import MetricsCSV, RunReport, show_progress_on_terminals_only
 from lit_ft.run_folder import RunFolder, new_run, newest_run
-from lit_ft.schedules import configure_optimizers
 
 RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
 """Tells the processes that Lightning starts which folder the first one chose."""
@@ -95,10 +96,10 @@ class TrainingCLI(LightningCLI):
         """Add the options of a run, and lit_ft's classes as defaults."""
         parser.add_argument("--run_dir", type=Optional[str], default=None, help=_HELP["run_dir"])
         parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
-        parser.add_argument("--optimizer", type=Optional[OptimizerCallable], default=None, help=_HELP["optimizer"])
-        parser.add_argument(
-            "--lr_scheduler", type=Optional[LRSchedulerCallable], default=None, help=_HELP["lr_scheduler"]
-        )
+        for name, made in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
+            action: Any = parser.add_argument(f"--{name}", type=Optional[made], default=None, help=_HELP[name])
+            # As LightningCLI has it for models; jsonargparse 4.53 asks for the types of a class on top of another's.
+            action.sub_add_kwargs["fail_untyped"] = False
         for part, default in DEFAULT_CLASSES.items():
             parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})
         for name in ("optimizer", "lr_scheduler"):
@@ -177,7 +178,7 @@ class TrainingCLI(LightningCLI):
         first = [GracefulStop(folder.checkpoints / "last.ckpt"), RunReport(folder), ThroughputMonitor()]
         last: list[Callback] = []
         if isinstance(self.model, CausalLM) or self.options.merge:
-            last.append(AdapterMerger(folder.adapter, folder.merged if self.options.merge else None))
+            last.append(AdapterMerger(folder.adapter, folder.merged if self.options.merge else None, texts_of(folder)))
         last.append(ModelCheckpoint(folder.checkpoints, save_last=True))
 
         def missing(defaults: list[Callback]) -> list[Callback]:
