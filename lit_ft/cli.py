@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def _quieten() -> None:
     """Leave out what libraries say about themselves; nothing about the run is among it."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("bitsandbytes", "huggingface_hub"):
+    # The last two speak as soon as torchao is imported, which PEFT does wherever it is installed.
+    for name in ("bitsandbytes", "huggingface_hub", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     for message in _CHATTER:

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from lit_ft.adapter_start import FROM_THE_BASE
 from lit_ft.errors import RecipeError
 
 _DEQUANTISED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
@@ -51,7 +52,7 @@ def check_requested(quantization: QuantizationConfigMixin, peft: PeftConfig | No
             f"model.quantization: {method} looks at data while it quantises; name a checkpoint that was quantised with "
             "it as model.pretrained and leave model.quantization out"
         )
-    check_quantisable(peft)
+    check_quantisable(peft, method)
     _check_installed("model.quantization", quantization, stored=False)
 
 
@@ -85,28 +86,65 @@ def check_stored(
             f"{where} is quantised ({method}), and quantised weights cannot be trained; set model.peft, e.g. to "
             "peft.LoraConfig, or name the checkpoint that it was quantised from"
         )
-    check_quantisable(peft)
+    check_quantisable(peft, method)
     return True
 
 
-def check_quantisable(peft: PeftConfig) -> None:
+def check_quantisable(peft: PeftConfig, quantisation: str) -> None:
     """Refuse methods that do not compute on a quantised base what they do on the dequantised one.
+
+    Args:
+        peft: the tuning method.
+        quantisation: transformers' name for that of the base, e.g. ``gptq``.
 
     Raises:
         RecipeError: it names a method that does.
     """
-    if (method := peft.peft_type.value) not in _ON_QUANTISED:
+    method = peft.peft_type.value
+    if method not in _TUNING.get(quantisation, {"LORA"}):
         raise RecipeError(
-            f"model.peft: {method} works on the base's own weights, which are packed when the base is quantised; "
-            "take peft.LoraConfig, or a base that is not"
+            f"model.peft: {method} works on the base's own weights, which are packed when the base is quantised "
+            f"({quantisation}); take peft.LoraConfig, or a base that is not"
         )
+    if (why := _variant_that_fails(peft)) is not None:
+        raise RecipeError(
+            f"model.peft: {why} when the base is quantised; leave it out, take init_lora_weights=loftq or eva, or a "
+            "base that is not"
+        )
+
+
+def _variant_that_fails(lora: Any) -> str | None:
+    init = getattr(lora, "init_lora_weights", True)
+    if isinstance(init, str) and init.startswith(FROM_THE_BASE):
+        return f"init_lora_weights={init!r} changes the base's weights, which would be rounded again"
+    if init == "orthogonal":
+        return "init_lora_weights='orthogonal' draws in the dtype of the base's weights, which are packed"
+    if getattr(lora, "kasa_config", None) is not None:
+        return "kasa_config changes the base's weights, which would be rounded again"
+    if getattr(lora, "velora_config", None) is not None:
+        return "velora_config does nothing for packed layers (peft 0.21)"
+    if getattr(lora, "use_bdlora", None) is not None:
+        return "use_bdlora is left out by PEFT for packed layers, which would train plain LoRA (peft 0.21)"
+    return None
 
 
 _ON_QUANTISED = {
     *("LORA", "IA3", "OFT", "BOFT", "VERA", "PVERA", "FOURIERFT", "WAVEFT", "LN_TUNING", "MISS", "RANDLORA", "VBLORA"),
     *("HIRA", "ROAD", "SHIRA", "BEFT", "TRAINABLE_TOKENS", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"),
+    *("ADALORA", "ADAPTION_PROMPT", "BOTTLENECK"),
 }
 """Methods that were compared on an NF4 base and on the same base dequantised (tests/test_methods.py)."""
+_ON_GPTQMODEL = {
+    *("LORA", "OFT", "BOFT", "VERA", "LN_TUNING", "MISS", "TRAINABLE_TOKENS", "PROMPT_TUNING", "P_TUNING"),
+}
+_TUNING = {
+    "bitsandbytes": _ON_QUANTISED,
+    "quanto": _ON_QUANTISED,
+    "torchao": _ON_QUANTISED - {"HIRA"},
+    "gptq": _ON_GPTQMODEL,
+    "awq": _ON_GPTQMODEL,
+}
+"""By quantisation, the methods that were compared likewise; any other quantisation takes LoRA."""
 
 
 def _stored(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -180,7 +218,7 @@ def prepare_for_training(model: PreTrainedModel) -> None:
         return
     kinds = {(type(m), type(getattr(m, "weight", None))): m for m in linear_modules(model).values()}
     for module in kinds.values():
-        _check_gradient(module, model.dtype)
+        check_gradient(module, model.dtype)
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -203,8 +241,16 @@ def name_all_linear(model: PreTrainedModel, peft: PeftConfig) -> None:
         peft.target_modules = set(modules)
 
 
-def _check_gradient(module: Any, dtype: torch.dtype) -> None:
-    """Hold a layer's gradient against its own outputs: of a linear layer's, with J its matrix, <J'Jv, v> = |Jv|^2."""
+def check_gradient(module: Any, dtype: torch.dtype) -> None:
+    """Hold a linear layer's gradient against its outputs: with J its matrix and v an input, <J'Jv, v> = |Jv|^2.
+
+    Args:
+        module: the layer, in training mode.
+        dtype: of its inputs.
+
+    Raises:
+        RecipeError: there is no gradient, or it is off by more than 5 %: rounding activations to 8 bits costs 1 %.
+    """
     device = next(chain(module.parameters(), module.buffers())).device
     own_draws = torch.Generator().manual_seed(0)  # new weights are a function of the run's seed alone
     try:

@@ -41,6 +41,14 @@ class RecipeParser(LightningArgumentParser):
         raise RecipeError(explain(message, self)) from None
 
 
+def said_by_the_class(error: ValueError) -> ValueError:
+    """What a class of the recipe has said of its options, out of what jsonargparse wraps round it."""
+    said: BaseException = error
+    while said.__cause__ is not None and str(said).startswith("Does not validate"):
+        said = said.__cause__
+    return RecipeError(str(said)) if said is not error else error
+
+
 def explain(message: str, parser: LightningArgumentParser) -> str:
     """Cut a jsonargparse message to one line, and suggest the nearest option where one is unknown."""
     key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))

@@ -27,7 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.base_fingerprint import check_same_base
 from lit_ft.causal_lm import CausalLM
 from lit_ft.checkpoints_io import check_fit, saved_base, saved_shapes, saved_start, trainable_shapes
-from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser
+from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.exporting import texts_of
@@ -140,8 +140,15 @@ class TrainingCLI(LightningCLI):
         return newest_run(recipe) if resume else new_run(recipe)
 
     def instantiate_classes(self) -> None:
-        """Build module, data and trainer; someone else's module gets the recipe's optimizer as well."""
-        super().instantiate_classes()
+        """Build module, data and trainer; someone else's module gets the recipe's optimizer as well.
+
+        Raises:
+            RecipeError: a class of the recipe refuses what it is given.
+        """
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise said_by_the_class(error) from error
         optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
         if optimizer is not None and not isinstance(self.model, CausalLM):
             self.model.configure_optimizers = partial(configure_optimizers, self.model, optimizer, lr_scheduler)
