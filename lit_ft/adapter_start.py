@@ -76,18 +76,12 @@ def check_start(peft: PeftConfig, is_quantised: bool) -> None:
     """Refuse what an init cannot be combined with.
 
     Raises:
-        RecipeError: DoRA, whose magnitudes would be those of the changed base; a quantised base, which cannot be
-            changed; LoftQ without one.
+        RecipeError: DoRA, whose magnitudes would be those of the changed base; LoftQ on a base that is not quantised.
     """
     if getattr(peft, "use_dora", False) and init_of(peft).startswith(FROM_THE_BASE):
         raise RecipeError(
             f"model.peft: init_lora_weights={init_of(peft)!r} takes the start out of the base, and use_dora trains "
             "magnitudes of that changed base, so that the adapter could not be used on the base itself; leave one out"
-        )
-    if is_quantised and init_of(peft).startswith(FROM_THE_BASE):
-        raise RecipeError(
-            f"model.peft: init_lora_weights={init_of(peft)!r} changes the base's weights, which would be rounded again "
-            "when model.quantization is set; take loftq, eva or the default init, or leave model.quantization out"
         )
     if init_of(peft) == "loftq" and not is_quantised:
         raise RecipeError(
@@ -127,6 +121,8 @@ def begin(
     rank_zero_info(
         f"adapter init {init}: " + (f"{len(rows)} micro-batches of training data" if rows else "SVD of layers")
     )
+    if init in ("corda", "lora_ga") and config.target_modules in (None, "all-linear"):
+        config.target_modules = _names_of_targets(wrap(plain(config)))  # their preparation knows lists only
     with _weights_kept(base, wanted=init.startswith(FROM_THE_BASE)):
         if init == "corda":
             preprocess_corda(base, config, run_model=lambda: _run(forward, rows))
@@ -156,6 +152,12 @@ def begin(
     return model, start
 
 
+def _names_of_targets(probe: PeftModel) -> list[str]:
+    names = {name.rsplit(".", 1)[-1] for name in probe.targeted_module_names}
+    probe.base_model.unload()
+    return sorted(names)
+
+
 def restore(model: PeftModel, start: Start) -> PeftModel:
     """Give a freshly wrapped base the start of an earlier run."""
     own = dict(model.named_parameters())
@@ -164,6 +166,25 @@ def restore(model: PeftModel, start: Start) -> PeftModel:
             own[_with_adapter_name(name)].copy_(tensor)
     _take_out(model, start["taken"])
     return model
+
+
+def check_same(ours: Start | None, saved: Start | None) -> None:
+    """Refuse weights that were trained from another start.
+
+    Raises:
+        RecipeError: the init was run again and found something else.
+    """
+    if ours is saved is None:
+        return
+    if ours is None or saved is None or ours["settings"] != saved["settings"] or _differ(ours["taken"], saved["taken"]):
+        raise RecipeError(
+            "the checkpoint was trained from another start than the adapter's init has found now; set module.start to "
+            "the checkpoint's 'adapter_start' before the trainer builds the model, as the command line does"
+        )
+
+
+def _differ(ours: dict[str, Tensor], saved: dict[str, Tensor]) -> bool:
+    return ours.keys() != saved.keys() or any(not torch.equal(ours[name].cpu(), saved[name].cpu()) for name in ours)
 
 
 @torch.no_grad()
@@ -198,25 +219,6 @@ def _backward(forward: Callable[[Row], TokenLoss], rows: Sequence[Row]) -> None:
         (forward(row).loss_sum / len(row["targets"])).backward()
 
 
-class _EndlessRows:
-    """Rows as EVA takes them; an iteration that starts too often is an error instead of a run without an end."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows, self.passes = rows, 0
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        if self.passes > _EVA_PASSES:
-            raise RecipeError(
-                f"model.peft: EVA's directions still move after {_EVA_PASSES} passes over {len(self.rows)} "
-                "micro-batches; raise model.init_rows, or lower eva_config.tau"
-            )
-        return iter([_AsItIs(row) for row in self.rows])
-
-
 class _AsItIs(dict[str, Any]):
     """A row that PEFT does not try to move between devices."""
 
@@ -226,14 +228,25 @@ class _AsItIs(dict[str, Any]):
 
 def _eva(model: PeftModel, rows: Sequence[Row], forward: Callable[[Row], TokenLoss]) -> None:
     supervised_only = model.peft_config["default"].eva_config.use_label_mask
+    calls = 0
 
     def places(row: Any, _: Any) -> Any:
         return row["predict_at"] if supervised_only else slice(None)
 
+    def run(_: Any, row: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > _EVA_PASSES * len(rows):
+            raise RecipeError(
+                f"model.peft: EVA's directions still move after {_EVA_PASSES} passes over {len(rows)} micro-batches; "
+                f"raise model.init_rows, or lower the eva_config's tau={model.peft_config['default'].eva_config.tau:g}"
+            )
+        forward(row)
+
     initialize_lora_eva_weights(
         model,
-        _EndlessRows(rows),
-        forward_fn=lambda _, row: forward(row),
+        [_AsItIs(row) for row in rows],
+        forward_fn=run,
         prepare_model_inputs_fn=places,
         prepare_layer_inputs_fn=lambda inputs, where, _: inputs[0].reshape(-1, inputs[0].shape[-1])[where],
         gather_distributed_inputs=False,  # all ranks read the same rows

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft import adapter_start, embeddings, loading, method_calls, process, prompt_learning, quantisation
 from lit_ft.adapter_start import Start
 from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, write_fingerprint
-from lit_ft.checkpoints_io import check_fit, saved_start, shapes_of, trainable_shapes
+from lit_ft.checkpoints_io import check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
@@ -171,8 +171,6 @@ class CausalLM(ScheduleFreeModule):
         """Build the model; Lightning calls it once the strategy is ready."""
         if self.model is not None:
             return
-        if self.start is None and (ckpt_path := getattr(self._trainer, "ckpt_path", None)) is not None:
-            self.start = saved_start(ckpt_path)
         self._check_stored_quantisation()
         # New weights are a function of the seed alone, not of what drew random numbers before.
         torch.manual_seed(process.seed())
@@ -457,6 +455,8 @@ class CausalLM(ScheduleFreeModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model, or of a base that has changed since."""
         super().on_load_checkpoint(checkpoint)
+        adapter_start.check_same(self.start, checkpoint.get("adapter_start"))
         check_fit(shapes_of(checkpoint["state_dict"]), trainable_shapes(self))
-        check_same_base(checkpoint.get("base"), self.base_fingerprint, "the checkpoint")
+        if "base" in checkpoint:
+            check_same_base(checkpoint["base"], self.base_fingerprint, "the checkpoint")
         method_calls.load_state(self.model, checkpoint.get("method_state", {}))

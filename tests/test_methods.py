@@ -1,6 +1,7 @@
 """Every tuning method of PEFT: trains as PEFT itself computes it, saves, reloads in plain PEFT, merges."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,19 @@ import peft
 import pytest
 import torch
 from conftest import make_tokenizer, methods
-from lit_callbacks.adapter_merger import save_adapter, save_merged
+from lit_callbacks.adapter_merger import save_merged
 from peft.tuners.lora.config import BdLoraConfig, CordaConfig, VeloraConfig
+from peft.utils.integrations import dequantize_module_weight
 from ranks import on_ranks
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.bottleneck import BottleneckConfig
+from lit_ft.checkpoints_io import saved_start
+from lit_ft.cli import main
 from lit_ft.rows import lay_end_to_end
 
 CAUSAL = {"task_type": "CAUSAL_LM"}
@@ -35,7 +41,7 @@ METHODS: dict[str, peft.PeftConfig] = {
     "LoRA-GA": peft.LoraConfig(
         r=4, init_lora_weights="lora_ga", lora_ga_config=peft.LoraGAConfig(), **LAYERS, **CAUSAL
     ),
-    "EVA": peft.LoraConfig(r=4, init_lora_weights="eva", eva_config=peft.EvaConfig(), **LAYERS, **CAUSAL),
+    "EVA": peft.LoraConfig(r=4, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=3.0), **LAYERS, **CAUSAL),
     "orthogonal": peft.LoraConfig(r=4, init_lora_weights="orthogonal", **LAYERS, **CAUSAL),
     "KaSA": peft.LoraConfig(r=4, kasa_config=peft.KasaConfig(), **LAYERS, **CAUSAL),
     "VeLoRA": peft.LoraConfig(r=4, velora_config=VeloraConfig(init_type="random", num_groups=4), **LAYERS, **CAUSAL),
@@ -84,11 +90,20 @@ METHODS: dict[str, peft.PeftConfig] = {
     "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=5, **CAUSAL),
 }
 UNMERGEABLE = ("bottleneck", "LLaMA-Adapter", "prompt tuning", "P-tuning", "prefix tuning")
+DRAWS_NOISE = ("PVeRA",)
+"""While training, and other noise on other ranks."""
 NOT_ON_QUANTISED = {
     "PiSSA": "init_lora_weights='pissa' changes the base's weights",
+    "PiSSA, fast": "init_lora_weights='pissa_niter_4' changes the base's weights",
     "OLoRA": "init_lora_weights='olora' changes the base's weights",
+    "CorDA": "init_lora_weights='corda' changes the base's weights",
+    "LoRA-GA": "init_lora_weights='lora_ga' changes the base's weights",
+    "KaSA": "kasa_config changes the base's weights",
+    "orthogonal": "init_lora_weights='orthogonal' draws in the dtype of the base's weights",
+    "VeLoRA": "velora_config does nothing for packed layers",
+    "BD-LoRA": "use_bdlora is left out by PEFT for packed layers",
     **dict.fromkeys(
-        "LoHa LoKr HRA TinyLoRA UniLoRA GraLoRA GLoRA DeLoRA DEFT PSOFT PEANuT C3A OSF Supertuning".split(),
+        "LoHa LoKr HRA TinyLoRA UniLoRA GraLoRA GLoRA DeLoRA DEFT PSOFT PEANuT C3A OSF Supertuning AdaMSS".split(),
         "works on the base's own weights, which are packed",
     ),
 }
@@ -194,7 +209,8 @@ def test_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, write
     for method in METHODS:
         one = weights_after(make_trainer, model_folder, data, method, accumulate_grad_batches=2)
         for name, weight in one.items():
-            torch.testing.assert_close(two[0][method][name], weight, atol=1e-4, rtol=1e-3, msg=f"{method}: {name}")
+            if method not in DRAWS_NOISE:
+                torch.testing.assert_close(two[0][method][name], weight, atol=1e-4, rtol=1e-3, msg=f"{method}: {name}")
             assert torch.equal(two[0][method][name], two[1][method][name]), (method, name)
         note(method, ddp="runs")
 
@@ -268,7 +284,14 @@ def test_conditions(make_trainer: Any, model_folder: str, write_rows: Any, metho
     note(method, **{condition: "runs"})
 
 
-@pytest.mark.parametrize("method", METHODS)
+ON_QUANTISED_ONLY = {
+    "LoftQ": peft.LoraConfig(
+        r=4, lora_alpha=8, init_lora_weights="loftq", loftq_config={"loftq_bits": 4}, **LAYERS, **CAUSAL
+    )
+}
+
+
+@pytest.mark.parametrize("method", [*METHODS, *ON_QUANTISED_ONLY])
 def test_on_a_quantised_base_it_computes_what_it_does_on_the_dequantised_one(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, method: str
 ) -> None:
@@ -277,9 +300,10 @@ def test_on_a_quantised_base_it_computes_what_it_does_on_the_dequantised_one(
             CausalLM(model_folder, peft=METHODS[method], quantization=NF4)
         note(method, quantised=f"refused: {NOT_ON_QUANTISED[method].split(',')[0]}")
         return
-    module = CausalLM(model_folder, peft=METHODS[method], optimizer=sgd, quantization=NF4)
+    config = (METHODS | ON_QUANTISED_ONLY)[method]
+    module = CausalLM(model_folder, peft=config, optimizer=sgd, quantization=NF4)
     train(make_trainer, module, write_rows())
-    save_adapter(module.model, tmp_path / "adapter")
+    module.save_adapter(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(model_folder, quantization_config=NF4, device_map={"": "cpu"})
     plain = peft.PeftModel.from_pretrained(base.dequantize(), tmp_path / "adapter").eval()
     row = lay_end_to_end([(ids.numpy(), ids.numpy()) for ids in samples()])
@@ -289,3 +313,126 @@ def test_on_a_quantised_base_it_computes_what_it_does_on_the_dequantised_one(
     wanted = torch.cat([cross_entropy(part[:-1], ids[1:], reduction="none") for part, ids in logits])
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4, msg=method)
     note(method, quantised="runs")
+    if method in ON_QUANTISED_ONLY:
+        trains = sum(p.numel() for p in module.trainable_parameters().values())
+        note(method, config=f"`{type(config).__name__}`", trains=f"{trains:,}", packing="needs a quantised base")
+
+
+def test_loftq_starts_nearer_to_the_unquantised_model(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    wanted = base.model.layers[0].self_attn.q_proj.weight
+    left: dict[str, float] = {}
+    for name, config in {"LoftQ": ON_QUANTISED_ONLY["LoftQ"], "LoRA": METHODS["LoRA"]}.items():
+        module = CausalLM(model_folder, peft=config, optimizer=partial(torch.optim.SGD, lr=0.0), quantization=NF4)
+        make_trainer(max_steps=1).fit(module, TextDataModule(write_rows()))
+        layer = module.base_model.model.layers[0].self_attn.q_proj
+        weight = dequantize_module_weight(layer.base_layer) + layer.get_delta_weight("default")
+        left[name] = float((weight - wanted).norm())
+    # Four of 48 directions hold a good part of the error of rounding, and the best four are taken.
+    assert left["LoftQ"] < 0.9 * left["LoRA"]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "set model.quantization"),
+        ({"init_lora_weights": "pissa", "use_dora": True}, "leave one out"),
+        ({"init_lora_weights": "eva", "eva_config": peft.EvaConfig(tau=1.0)}, "still move after 50 passes"),
+        ({"alora_invocation_tokens": [3]}, "find its tokens in each sample"),
+        ({"monteclora_config": peft.MontecloraConfig()}, "a resumed run would be another one"),
+        ({"velora_config": VeloraConfig(num_groups=4)}, "set its init_type to random"),
+    ],
+)
+def test_variants_of_lora_that_would_not_train_right_are_refused(
+    make_trainer: Any, model_folder: str, write_rows: Any, options: dict[str, Any], match: str
+) -> None:
+    config = peft.LoraConfig(r=4, **LAYERS, **CAUSAL, **options)
+    with pytest.raises(RecipeError, match=match):
+        make_trainer(max_steps=1).fit(CausalLM(model_folder, peft=config), TextDataModule(write_rows()))
+
+
+def test_adalora_lowers_ranks_and_adds_its_term_once_a_step(
+    make_trainer: Any, model_folder: str, write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = peft.AdaLoraConfig(init_r=6, target_r=3, tinit=1, tfinal=2, total_step=6, **LAYERS, **CAUSAL)
+    weights, terms = [], []
+    for accumulate in (1, 2):
+        module = CausalLM(model_folder, peft=config, optimizer=sgd)
+        trainer = make_trainer(max_steps=6, accumulate_grad_batches=accumulate, log_every_n_steps=1)
+        data = TextDataModule(write_rows(count=48), micro_batch_size=8 // accumulate)
+        trainer.fit(module, data)
+        weights.append(module.trainable_parameters())
+        terms.append(float(trainer.callback_metrics["train/regularization"]))
+        kept = [sum(mask) for mask in module.model.active_peft_config.rank_pattern.values()]
+        assert sum(kept) == 3 * 4  # two layers, two projections each
+        gone = sum(int((p == 0).sum()) for name, p in weights[-1].items() if "lora_E" in name)
+        assert gone == 3 * 4
+    assert terms[0] == pytest.approx(terms[1], rel=1e-5)
+    assert terms[0] > 0
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_adalora_says_that_its_schedule_is_not_the_runs(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    config = peft.AdaLoraConfig(init_r=6, target_r=3, total_step=100, **LAYERS, **CAUSAL)
+    with pytest.warns(UserWarning, match="total_step=100, but the run has 2 optimiser steps"):
+        make_trainer(max_steps=2).fit(CausalLM(model_folder, peft=config), TextDataModule(write_rows()))
+    with pytest.raises(RecipeError, match="from init_r=4 to target_r=8"):
+        CausalLM(model_folder, peft=peft.AdaLoraConfig(init_r=4, target_r=8, total_step=9, **CAUSAL)).check()
+
+
+EVA = peft.LoraConfig(r=4, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=3.0), target_modules="all-linear")
+
+
+def test_eva_deals_ranks_out_and_the_run_goes_on_without_looking_again(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    data = write_rows()
+    module = CausalLM(model_folder, peft=EVA, optimizer=sgd)
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(module, TextDataModule(data))
+    trainer.save_checkpoint(tmp_path / "eva.ckpt")
+    ranks = {tuple(p.shape) for name, p in module.trainable_parameters().items() if "lora_A" in name}
+    assert len(ranks) > 1
+    again = CausalLM(model_folder, peft=EVA, optimizer=sgd)
+    again.start = saved_start(str(tmp_path / "eva.ckpt"))
+    again._rows_for_init = lambda base: pytest.fail("looked at the data again")  # type: ignore[method-assign]
+    make_trainer(max_steps=1).fit(again, TextDataModule(data), ckpt_path=tmp_path / "eva.ckpt")
+    for name, weight in module.trainable_parameters().items():
+        assert torch.equal(again.trainable_parameters()[name], weight), name
+
+
+@pytest.mark.parametrize("method", ["EVA", "CorDA"])
+def test_what_an_init_found_is_there_where_there_is_no_training_data(
+    tmp_path: Path, model_folder: str, write_rows: Any, method: str
+) -> None:
+    recipe, run_dir = tmp_path / "recipe.yaml", tmp_path / "run"
+    config = {
+        "EVA": "{init_lora_weights: eva, eva_config: {class_path: peft.EvaConfig, init_args: {rho: 3.0}}, r: 4}",
+        "CorDA": "{init_lora_weights: corda, corda_config: {corda_method: kpm, verbose: false}, r: 4}",
+    }[method]
+    recipe.write_text(
+        f"model: {{pretrained: {model_folder}, peft: {{class_path: peft.LoraConfig, init_args: {config}}}}}"
+    )
+    options = ["--config", str(recipe), "--run_dir", str(run_dir), "--trainer.accelerator", "cpu"]
+    lit_ft("fit", *options, "--data.path", write_rows(), "--trainer.max_steps", "2", "--trainer.max_epochs", "1")
+    checkpoint = str(run_dir / "checkpoints" / "last.ckpt")
+    lit_ft("validate", *options, "--data.val_path", write_rows(), "--ckpt_path", checkpoint)
+    lit_ft("export", "--run", str(run_dir), "--out", str(tmp_path / "exported"))
+    written, exported = (
+        load_file(folder / "adapter_model.safetensors") for folder in (run_dir / "adapter", tmp_path / "exported")
+    )
+    assert written.keys() == exported.keys()
+    assert all(torch.equal(written[name], exported[name]) for name in written)
+
+
+def lit_ft(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    assert stop.value.code == 0
+
+
+def test_an_init_that_looks_at_data_needs_data_that_shows_rows(make_trainer: Any, model_folder: str) -> None:
+    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    with pytest.raises(RecipeError, match=r"data that hands out first_rows\(count\)"):
+        make_trainer(max_steps=1).fit(CausalLM(model_folder, peft=METHODS["EVA"]), DataLoader([batch], batch_size=None))

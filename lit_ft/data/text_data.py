@@ -366,7 +366,7 @@ class TextDataModule(LightningDataModule):
         return RowLoader(
             self.splits[split],
             plan,
-            replica=process.replica(self.trainer)[1],
+            replica=process.replica(self.trainer)[1] if plan.replicas > 1 else 0,
             accumulate=accumulate,
             limit=limit,
             num_workers=self.num_workers,
