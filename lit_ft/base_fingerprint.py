@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import IO, Literal, TypedDict
 
 from huggingface_hub import try_to_load_from_cache
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.errors import RecipeError
 
@@ -56,14 +57,19 @@ def check_same_base(recorded: Fingerprint | None, now: Fingerprint | None, what:
     """Refuse a base that is not the one something was trained on.
 
     Args:
-        recorded: what was written when it was trained; None where nothing was, which passes.
+        recorded: what was written when it was trained; None where nothing was, which is said and passes.
         now: of the base at hand; None where it does not matter.
         what: that was trained, for the message.
 
     Raises:
         RecipeError: weights or config differ.
     """
-    if recorded is None or now is None or (recorded["weights"], recorded["config"]) == (now["weights"], now["config"]):
+    if now is None:
+        return
+    if recorded is None:
+        rank_zero_info(f"{what} does not record its base: not compared with {now['pretrained']!r}")
+        return
+    if (recorded["weights"], recorded["config"]) == (now["weights"], now["config"]):
         return
     drawn, drawn_now = recorded["weights"], now["weights"]
     if drawn.startswith(_DRAWN) and drawn_now.startswith(_DRAWN) and drawn != drawn_now:

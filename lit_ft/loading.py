@@ -36,7 +36,8 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
     Raises:
         RecipeError: there is none, or it cannot be reached.
     """
-    _check_folder(pretrained)
+    if not (Path(pretrained).expanduser() / "tokenizer_config.json").is_file():  # a folder may hold a tokenizer alone
+        _check_folder(pretrained)
     try:
         return AutoTokenizer.from_pretrained(pretrained)
     except (OSError, ValueError) as error:

@@ -68,7 +68,9 @@ class RunReport(Callback):
         if self.run.merged.exists() or prompt_learning.method_of(getattr(module, "model", None)):
             rank_zero_info(f"next: python -m lit_ft predict --config {self.run.config} --ckpt_path last")
         else:
-            rank_zero_info(f"next: python -m lit_ft export --run {self.run.root} --merge")
+            is_quantised = isinstance(module, CausalLM) and getattr(module.base_model, "is_quantized", False)
+            choice = " --quantized-base dequantize" if is_quantised else ""
+            rank_zero_info(f"next: python -m lit_ft export --run {self.run.root} --merge{choice}")
 
 
 def put_losses_on_one_chart(trainer: Trainer) -> None:

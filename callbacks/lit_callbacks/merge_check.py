@@ -17,6 +17,10 @@ DEQUANTISED_BOUND = 1e-1
 """The same where the base was trained on in 8 or 4 bits: kernels of 8 bits round activations too, a dequantised
 model does not."""
 
+MOST_LOST = 0.5
+"""Largest share of what training changed that rounding the merged weights to a base's bits may take back. The weights
+of a 4-bit base lie on its grid: changes of less than half a step all vanish."""
+
 PROMPTS = ("The capital of France is", "def add(a, b):\n    return", "今天天气很好，我们")
 
 
@@ -88,6 +92,30 @@ def compare(wanted: Tensor, got: Tensor, tolerance: float) -> MergeReport:
     if not (torch.isfinite(got).all() and difference <= report.bound):
         raise MergeFailed(f"the merged model is not what was trained: {report}; nothing was written")
     return report
+
+
+def share_lost(wanted: Tensor, got: Tensor, untrained: Tensor) -> float:
+    """How much of what training did to the logits is not in the merged model: 0 for none, 1 for as much as all.
+
+    Args:
+        wanted: logits of base and adapter, ``(tokens, vocabulary)``.
+        got: of the merged model.
+        untrained: of the base alone.
+    """
+    return float((got - wanted).norm() / (untrained - wanted).norm())
+
+
+def check_kept(lost: float, report: MergeReport) -> None:
+    """Refuse a merge into quantised weights that forgets what was learned.
+
+    Raises:
+        MergeFailed: more than half is lost.
+    """
+    if not lost <= MOST_LOST:
+        raise MergeFailed(
+            f"rounded to the base's bits again, the merged weights lose {lost:.0%} of what training did to the logits "
+            f"({report}); nothing was written. Dequantise the base, or use the adapter on it"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,101 +1,206 @@
-"""``export``: a run's checkpoint as a Hugging Face folder."""
+"""``export``: a run, or adapters in folders, as a Hugging Face folder."""
 
-import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
-from jsonargparse import set_parsing_settings
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.adapter_merger import is_peft, save_adapter, save_merged
+from lit_callbacks.adapter_merger import Kind, is_peft, save_adapter, save_merged
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft.causal_lm import CausalLM
+from lit_ft import embeddings, loading, process
+from lit_ft.adapters import Adapter, Combination, load_adapters
+from lit_ft.base_fingerprint import fingerprint, write_fingerprint
+from lit_ft.commands.rebuilding import module_of, rebuild
 from lit_ft.commands.recipe_parser import RecipeParser
-from lit_ft.data.templates import set_chat_template
 from lit_ft.errors import RecipeError
+from lit_ft.exporting import generation_texts, run_texts
+from lit_ft.model_card import Card
 from lit_ft.reporting import show_progress_on_terminals_only
 from lit_ft.run_folder import RunFolder
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Short names of dtypes."""
+
 
 def run(arguments: list[str]) -> None:
-    """Parse and export."""
+    """Parse and export; options may be spelt with dashes or underscores."""
     show_progress_on_terminals_only()
     parser = RecipeParser(prog="python -m lit_ft export", description=(export.__doc__ or "").split("\n")[0])
-    parser.add_function_arguments(export, as_group=False, skip={"merge"})
+    parser.add_function_arguments(export, as_group=False, skip={"merge", "adapter"})
     parser.add_argument("--merge", action="store_true", help=_MERGE)
-    export(**parser.parse_args(arguments[1:]).as_dict())
+    parser.add_argument("--adapter", action="append", default=[], metavar="PATH[=WEIGHT]", help=_ADAPTER)
+    spelt = [re.sub(r"^--[a-z-]+", lambda name: "--" + name[0][2:].replace("-", "_"), one) for one in arguments[1:]]
+    export(**parser.parse_args(spelt).as_dict())
 
 
 _MERGE = "Merge the adapter into the base model; full fine-tuning needs it too."
+_ADAPTER = "An adapter's folder, or a run's, in place of the run's own; may be given several times, with weights."
 
 
 def export(
-    run: str,
+    run: str | None = None,
+    adapter: list[str] | None = None,
+    base: str | None = None,
     out: str | None = None,
     merge: bool = False,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    dtype: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = None,
+    quantized_base: Literal["dequantize", "keep"] | None = None,
+    combination: Combination = "cat",
+    density: float | None = None,
     checkpoint: str = "last",
 ) -> None:
-    """Write a run's adapter, or its merged model, as a folder that Hugging Face tools load.
+    """Write an adapter, or a merged model that was compared with what was trained, as a Hugging Face folder.
 
     Args:
-        run: the run's folder.
+        run: the run's folder; with adapter, it gives the base alone.
+        adapter: adapters' folders (or runs'), each PATH or PATH=WEIGHT.
+        base: the adapters' base, a folder or hub id; by default the run's, or the one that the first adapter names.
         out: where to write; RUN/adapter or RUN/merged by default.
         merge: merge the adapter into the base model; full fine-tuning needs it too.
         dtype: of the merged weights; the base's by default.
+        quantized_base: to merge into a base in 4 or 8 bits, dequantize it, or keep it quantised and round the merged
+            weights again; what it costs is measured and printed.
+        combination: how several adapters become one; cat is their weighted sum exactly.
+        density: share of the weights that ties, dare and magnitude_prune keep.
         checkpoint: a .ckpt file of the run; last is its newest.
     """
+    for option, value in (("dtype", dtype), ("quantized_base", quantized_base)):
+        if value is not None and not merge:
+            raise RecipeError(f"{option}={value} is for merged weights; add --merge, or leave it out for the adapter")
+    if run is not None and base is not None:
+        raise RecipeError("run and base both name a base model; leave one out")
+    folder = _run_folder(run) if run is not None else None
+    if adapter:
+        exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density)
+    elif folder is not None:
+        exported = _of_run(folder, checkpoint)
+    else:
+        raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")
+    kind: Kind = "merged" if merge else "adapter"
+    if out is None and (adapter or folder is None):
+        raise RecipeError("out is not set; say where to write with --out DIR")
+    destination = Path(out) if out is not None else folder.merged if merge else folder.adapter  # type: ignore[union-attr]
+    if destination.resolve() == Path(exported.base).resolve():
+        raise RecipeError(f"out={str(destination)!r} is the base model itself; name another folder")
+    try:
+        if merge:
+            wanted = getattr(torch, DTYPES.get(dtype, dtype)) if dtype else None
+            texts = exported.texts(kind)
+            save_merged(exported.model, destination, exported.tokenizer, wanted, quantized_base, texts)
+        elif is_peft(exported.model):
+            texts = exported.texts(kind)
+            save_adapter(exported.model, destination, exported.tokenizer, texts, exported.write_adapter)
+        else:
+            raise RecipeError("the run trained all weights, so there is no adapter; add --merge for the model")
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    rank_zero_info(f"{exported.source} -> {destination}")
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """What is written."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    base: str
+    texts: Callable[[Kind], Mapping[str, str]]
+    write_adapter: Callable[[Path], None]
+
+
+def _run_folder(run: str) -> RunFolder:
     folder = RunFolder(Path(run))
     if not folder.config.is_file():
         raise RecipeError(
             f"run={run!r} holds no config.yaml; name the folder of a run, e.g. checkpoints/runs/quickstart/..."
         )
-    config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    return folder
+
+
+def _of_run(folder: RunFolder, checkpoint: str) -> _Exported:
     file = folder.last_checkpoint() if checkpoint == "last" else Path(checkpoint)
     if not file.is_file():
         raise RecipeError(f"checkpoint={checkpoint!r} does not exist; those of the run are in {folder.checkpoints}")
-    module = rebuild(config, file)
-    model: Any = module.model
-    if dtype is not None and not merge:
-        raise RecipeError(f"dtype={dtype} is for merged weights; add --merge, or leave it out for the adapter")
-    try:
-        if merge:
-            destination = Path(out) if out else folder.merged
-            save_merged(model, destination, module.tokenizer, getattr(torch, dtype) if dtype else None)
-        elif is_peft(model):
-            destination = Path(out) if out else folder.adapter
-            save_adapter(model, destination, module.tokenizer)
-        else:
-            raise RecipeError("the run trained all weights, so there is no adapter; add --merge for the model")
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
-    rank_zero_info(f"{file} -> {destination}")
+    module = rebuild(yaml.safe_load(folder.config.read_text(encoding="utf-8")), file)
+    return _Exported(
+        module.model,
+        module.tokenizer,
+        str(file),
+        module.pretrained,
+        texts=lambda kind: run_texts(kind, folder, module, {}, {}),
+        write_adapter=module.save_adapter,
+    )
 
 
-def rebuild(config: dict[str, Any], checkpoint: Path) -> CausalLM:
-    """A run's module with the weights of one of its checkpoints.
+@dataclass(frozen=True)
+class _Base:
+    """A base model that is still to be loaded."""
 
-    Args:
-        config: the run's ``config.yaml``.
-        checkpoint: a .ckpt file.
+    pretrained: str
+    tokenizer: str
+    init: loading.Init = "pretrained"
+    dtype: loading.Dtype = "auto"
+    quantization: QuantizationConfigMixin | None = field(default=None)
 
-    Raises:
-        RecipeError: the module is another class, or the checkpoint does not fit it.
-    """
-    if config["seed_everything"] is not False:
-        os.environ["PL_GLOBAL_SEED"] = str(config["seed_everything"])  # random base weights are drawn again
-    set_parsing_settings(subclasses_enabled=[QuantizationConfigMixin])
-    parser = RecipeParser()
-    parser.add_subclass_arguments(LightningModule, "model", required=True)
-    module = parser.instantiate_classes(parser.parse_object({"model": config["model"]})).model
-    if not isinstance(module, CausalLM):
-        raise RecipeError(f"the run's model is a {type(module).__name__}; export writes lit_ft.CausalLM runs")
-    set_chat_template(module.tokenizer, config["data"].get("init_args", {}).get("chat_template"))
-    module.configure_model()
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    module.on_load_checkpoint(state)
-    module.load_state_dict(state["state_dict"], strict=False)
-    return module
+
+def _of_adapters(
+    adapters: list[Adapter],
+    folder: RunFolder | None,
+    named: str | None,
+    combination: Combination,
+    density: float | None,
+) -> _Exported:
+    base = _base_of(adapters[0], folder, named)
+    tokenizer = loading.load_tokenizer(base.tokenizer)
+    now = fingerprint(base.pretrained, base.init, process.seed())
+    for adapter in adapters:
+        skeleton = loading.skeleton(base.pretrained)
+        _make_room(skeleton, tokenizer)
+        adapter.check(skeleton, now)
+    torch.manual_seed(process.seed())  # random weights, new rows, and what dare leaves out
+    model = loading.load_base(base.pretrained, base.init, base.dtype, "sdpa", base.quantization)
+    _make_room(model, tokenizer)
+    wrapped = load_adapters(model, adapters, combination, density)
+    notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]
+
+    def texts(kind: Kind) -> Mapping[str, str]:
+        card = Card(
+            kind=kind,
+            title=" + ".join(adapter.folder.name for adapter in adapters),
+            base=base.pretrained,
+            commit=now["commit"],
+            method=wrapped.active_peft_config.peft_type.value,
+            notes=[f"Made of {', '.join(notes)} ({combination})."] if len(notes) > 1 else [],
+        )
+        return {"README.md": str(card)} | (generation_texts(model, tokenizer) if kind == "merged" else {})
+
+    def write(to: Path) -> None:
+        rows = getattr(wrapped.active_peft_config, "trainable_token_indices", None)
+        wrapped.save_pretrained(to, save_embedding_layers=False if rows else "auto")
+        write_fingerprint(now, to)
+
+    return _Exported(wrapped, tokenizer, ", ".join(notes), base.pretrained, texts, write)
+
+
+def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> _Base:
+    has_tokenizer = (first.folder / "tokenizer_config.json").is_file()
+    if folder is not None:
+        module = module_of(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
+        tokenizer = str(first.folder) if has_tokenizer else module.tokenizer_name
+        return _Base(module.pretrained, tokenizer, module.init, module.base_dtype, module.quantization)
+    pretrained = named or first.recorded_base
+    if not pretrained:
+        raise RecipeError(f"the adapter {str(first.folder)!r} names no base; give it with --base")
+    return _Base(pretrained, str(first.folder) if has_tokenizer else pretrained)
+
+
+def _make_room(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = model.get_input_embeddings().num_embeddings
+    embeddings.make_room(model, tokenizer, max(0, len(tokenizer) - rows))

@@ -1,0 +1,136 @@
+"""The model card of an exported folder: what it is, what it was trained on, how, and what came of it."""
+
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+_SECTIONS = ("seed_everything", "model", "data", "optimizer", "lr_scheduler", "trainer")
+_OF_THE_TRAINER = (
+    *("accelerator", "devices", "num_nodes", "strategy", "precision", "max_epochs", "max_steps"),
+    *("limit_train_batches", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+)
+"""What decides the weights; a logger, say, may hold the key to somebody's server."""
+_SECRET = re.compile(r"(^|_)(token|secret|password|api_?key|access_?key|credentials?)$")
+_PACKAGES = ("torch", "lightning", "transformers", "peft", "bitsandbytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a card says."""
+
+    kind: Literal["adapter", "merged"]
+    title: str
+    base: str
+    """Hub id or folder."""
+    commit: str | None = None
+    """Of the base on the hub."""
+    method: str = "all weights"
+    """What was trained: a PEFT method, or all weights."""
+    notes: Sequence[str] = ()
+    """Lines on how the folder was made."""
+    adds_tokens: bool = False
+    """Whether the embeddings must grow before an adapter is loaded."""
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """Training samples of each source, where they are known."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the run's end."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved recipe."""
+
+    def __str__(self) -> str:
+        """The card, with the front matter that the hub reads."""
+        parts = [self._front_matter(), f"# {self.title}", self._opening(), *self._sections()]
+        return "\n\n".join(parts) + "\n"
+
+    def _front_matter(self) -> str:
+        data = [path for path in _data_paths(self.recipe) if _is_hub_id(path)]
+        fields: dict[str, Any] = {
+            "base_model": self.base if _is_hub_id(self.base) else None,
+            "library_name": "peft" if self.kind == "adapter" else "transformers",
+            "pipeline_tag": "text-generation",
+            "tags": ["lit_ft", *([] if self.method == "all weights" else [self.method.lower()])],
+            "datasets": data,
+        }
+        return f"---\n{_yaml({name: value for name, value in fields.items() if value})}\n---"
+
+    def _opening(self) -> str:
+        revision = f" (revision {self.commit})" if self.commit else ""
+        what = {
+            "adapter": f"A {self.method} adapter for `{self.base}`{revision}.",
+            "merged": f"`{self.base}`{revision}, {self.method} trained"
+            + ("." if self.method == "all weights" else " and merged."),
+        }[self.kind]
+        return "\n\n".join([what, *self.notes, f"```python\n{self._usage()}\n```"])
+
+    def _usage(self) -> str:
+        tokenizer = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+        tokenizer.append('tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")')
+        if self.kind == "merged":
+            return "\n".join([*tokenizer, 'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")'])
+        grow = ["model.resize_token_embeddings(len(tokenizer))  # the adapter brings the rows of added tokens"]
+        lines = [*tokenizer, f'model = AutoModelForCausalLM.from_pretrained("{self.base}")', *(grow * self.adds_tokens)]
+        return "\n".join(
+            ["from peft import PeftModel", *lines, 'model = PeftModel.from_pretrained(model, "THIS FOLDER")']
+        )
+
+    def _sections(self) -> list[str]:
+        found = []
+        if paths := _data_paths(self.recipe):
+            counted = [f"- `{name}`: {count:,} samples" for name, count in self.samples.items()]
+            found.append("## Data\n\n" + "\n".join(counted or [f"- `{path}`" for path in paths]))
+        if self.metrics:
+            rows = [f"| {name} | {value:.4g} |" for name, value in self.metrics.items()]
+            found.append("\n".join(["## Results", "", "| metric, at the end | value |", "|---|---|", *rows]))
+        if self.recipe:
+            found.append(f"## Recipe\n\n```yaml\n{_yaml(_publishable(self.recipe))}\n```")
+        found.append(f"## Made with\n\n{', '.join(f'{name} {number}' for name, number in versions().items())}")
+        return found
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, lit_ft and the packages that compute."""
+    found = {"python": platform.python_version()}
+    for name, package in (("lit_ft", "lit-ft"), *((name, name) for name in _PACKAGES)):
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _publishable(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections that decide the weights, without what is not set and without secrets."""
+    kept = {name: recipe[name] for name in _SECTIONS if recipe.get(name) is not None}
+    if isinstance(kept.get("trainer"), Mapping):
+        kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key in _OF_THE_TRAINER}
+    cleaned: dict[str, Any] = _clean(kept)
+    return cleaned
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        kept = {key: "(left out)" if _SECRET.search(str(key)) and part else _clean(part) for key, part in value.items()}
+        return {key: part for key, part in kept.items() if part is not None and part != {} and part != []}
+    if isinstance(value, list):
+        return [_clean(part) for part in value]
+    return re.sub(r"://[^/@\s]+@", "://", value) if isinstance(value, str) else value
+
+
+def _data_paths(recipe: Mapping[str, Any]) -> list[str]:
+    options = (recipe.get("data") or {}).get("init_args") or {}
+    sources = [source.get("path") for source in options.get("sources") or [] if isinstance(source, Mapping)]
+    return [_clean(str(path)) for path in [options.get("path"), *sources] if path]
+
+
+def _is_hub_id(name: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
+
+
+def _yaml(value: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True, width=120).strip()
