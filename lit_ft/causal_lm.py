@@ -228,6 +228,8 @@ class CausalLM(ScheduleFreeModule):
             return loading.add_peft(base, embeddings.train_rows(peft, base, self.added_ids), self.adapter_dtype)
         except RecipeError:
             raise
+        except ImportError as error:
+            raise RecipeError(f"model.peft: {error}; install it, or take another method") from error
         except ValueError as error:
             raise RecipeError(
                 f"model.peft: {error}; the linear layers of {type(base).__name__} are {loading.linear_layers(base)}"

@@ -185,8 +185,10 @@ def add_peft(
     peft_methods.adapt_to_architecture(model, peft)
     check_target_modules(model, peft)
     peft = copy.deepcopy(peft)
+    peft.task_type = "CAUSAL_LM"
     quantisation.name_all_linear(model, peft)
     wrapped = get_peft_model(model, peft, autocast_adapter_dtype=adapter_dtype == "float32")
+    peft_methods.check_ranks(wrapped)
     return wrapped.train()
 
 

@@ -2,8 +2,9 @@
 
 from typing import Any, cast
 
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from lit_ft.errors import RecipeError
@@ -24,6 +25,8 @@ def check_method(peft: PeftConfig) -> None:
     Raises:
         RecipeError: it says why.
     """
+    if peft.task_type not in (None, "CAUSAL_LM"):
+        raise RecipeError(f"model.peft: task_type={peft.task_type} is not for causal language models; leave it out")
     name = peft.peft_type.value
     reason = _REFUSED.get(name)
     if name == "LORA":
@@ -41,6 +44,36 @@ def check_method(peft: PeftConfig) -> None:
         )
     if reason is not None:
         raise RecipeError(f"model.peft: {name} {reason}; take another method, e.g. peft.LoraConfig")
+
+
+def check_mergeable(peft: PeftConfig) -> None:
+    """Refuse to plan a merge of a method that adds no weights to the base's.
+
+    Raises:
+        RecipeError: it says why.
+    """
+    if peft.is_prompt_learning or peft.peft_type.value in ("ADAPTION_PROMPT", "BOTTLENECK"):
+        raise RecipeError(
+            f"merge=true, but {peft.peft_type.value} adds no weights that could be merged into the base; leave merge "
+            "out and use the adapter as it is, or take another method, e.g. peft.LoraConfig"
+        )
+
+
+def check_ranks(model: PeftModel) -> None:
+    """Refuse LoRA of a rank above a layer's size, which would train more than the layer has.
+
+    Raises:
+        RecipeError: it names the layer.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or not isinstance(layer.get_base_layer(), nn.Linear):
+            continue
+        size, rank = min(layer.in_features, layer.out_features), layer.r.get("default", 0)
+        if rank > size:
+            raise RecipeError(
+                f"model.peft: rank {rank} is above the size of {name.removeprefix('base_model.model.')} "
+                f"({layer.out_features} x {layer.in_features}); lower r to {size} or less, or leave the layer out"
+            )
 
 
 def _refused_variant(lora: LoraConfig) -> tuple[str, str | None]:

@@ -170,6 +170,12 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "misspelt peft option": (["--model.peft.lora_alfa", "3"], "did you mean 'lora_alpha'?"),
     "wrong type": (["--data.max_length", "abc"], "data.max_length: Expected a <class 'int'>; Given value: abc"),
     "target modules": (["--model.peft.target_modules", "[q_prj]"], "['q_prj'] match nothing in Qwen2ForCausalLM"),
+    "rank above the layer": (["--model.peft.r", "49"], "rank 49 is above the size of model.layers.0.self_attn.q_proj"),
+    "another task": (["--model.peft.task_type", "SEQ_CLS"], "task_type=SEQ_CLS is not for causal language models"),
+    "prompt method to be merged": (
+        ["--merge", "true", "--model.peft", "peft.PromptTuningConfig", "--model.peft.num_virtual_tokens", "4"],
+        "merge=true, but PROMPT_TUNING adds no weights that could be merged into the base; leave merge out",
+    ),
     "no checkpoint": (["--ckpt_path", "last"], "there is no last.ckpt in"),
     "missing checkpoint": (["--ckpt_path", "x.ckpt"], "ckpt_path='x.ckpt' does not exist"),
     "unwritable": (["--run_dir", "/proc/lit_ft"], "cannot be written"),

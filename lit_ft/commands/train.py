@@ -32,6 +32,7 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.exporting import texts_of
 from lit_ft.optimizers import configure_optimizers
+from lit_ft.peft_methods import check_mergeable
 from lit_ft.reporting import MetricsCSV, RunReport, show_progress_on_terminals_only
 from lit_ft.run_folder import RunFolder, new_run, newest_run
 
@@ -220,6 +221,8 @@ class TrainingCLI(LightningCLI):
                 wanted = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
                 check_fit(saved_shapes(self.options.ckpt_path), wanted)
                 check_same_base(saved_base(self.options.ckpt_path), self.model.base_fingerprint, "the checkpoint")
+            if self.options.get("merge") and self.model.peft is not None:
+                check_mergeable(self.model.peft)
             if self.options.get("merge") and self.model.quantization is not None:
                 raise RecipeError(
                     "merge=true, but the base is quantised, and merging into it has a price that is yours to choose; "
