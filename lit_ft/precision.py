@@ -1,0 +1,192 @@
+"""Matrix products in 8-bit floats while training, as a Lightning precision plugin.
+
+Legend: T tokens, I inputs and O outputs of a layer; M, N, K the sizes of a product.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.nn.functional import ScalingType, linear, pad, scaled_mm
+from transformers import PreTrainedModel
+
+from lit_ft.errors import RecipeError
+
+Scaling = Literal["tensorwise", "rowwise"]
+_MULTIPLE = 16
+"""Sizes that float8 kernels multiply are multiples of it."""
+
+
+class Float8Precision(Precision):
+    """Train with the linear layers' matrix products in 8-bit floats, for NVIDIA GPUs from Hopper and Ada on.
+
+    Each product scales its two factors to float8's range as they come (Micikevicius et al. 2022, arXiv:2209.05433):
+    forward, for the gradient of the inputs, and for that of the weights where they train. Weights, optimiser,
+    attention, norms, head and the adapter's own matrices stay in their dtypes. Evaluation, answers and merges compute
+    with the weights as they are, like the model that is exported.
+    """
+
+    def __init__(self, scaling: Scaling = "tensorwise", mixed: bool = False) -> None:
+        """Say how.
+
+        Args:
+            scaling: one scale for a tensor (fastest), or one for each row (nearer to bfloat16 where a few values are
+                far larger than the others).
+            mixed: compute all else in bfloat16, for full fine-tuning of float32 weights.
+        """
+        self.scaling: Scaling = scaling
+        self.mixed = mixed
+        self._device = "cpu"
+
+    def convert_module(self, module: Any) -> nn.Module:
+        """Put :class:`Float8Linear` in the place of the linear layers; Lightning calls it before the model is moved.
+
+        Raises:
+            RecipeError: the device cannot do it, or there is no such layer.
+        """
+        device: torch.device = module.trainer.strategy.root_device
+        self._device = device.type
+        _check_device(device)
+        layers = list(_linear_layers(module))
+        fit = [(parent, name, layer) for parent, name, layer in layers if _fits(layer)]
+        if not fit:
+            raise RecipeError(
+                "Float8Precision finds no linear layer to compute in float8: they are quantised, or their sizes are no "
+                f"multiples of {_MULTIPLE}; leave it out of trainer.plugins"
+            )
+        for parent, name, layer in fit:
+            setattr(parent, name, Float8Linear(layer, self.scaling))
+        said = f"float8 ({self.scaling}) in {len(fit)} linear layers"
+        if len(layers) > len(fit):
+            said += f"; {len(layers) - len(fit)} others have sizes that are no multiples of {_MULTIPLE}"
+        if device.type == "cpu":
+            said += "; on a CPU this is slower than without"
+        rank_zero_info(said)
+        return module
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """The dtype of all else."""
+        return torch.autocast(self._device, torch.bfloat16, enabled=self.mixed)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise RecipeError(
+            f"Float8Precision needs compute capability 8.9 (Ada, Hopper), {torch.cuda.get_device_name(device)} has "
+            f"{found[0]}.{found[1]}; take trainer.precision=bf16-mixed"
+        )
+    if device.type not in ("cuda", "cpu"):
+        raise RecipeError(f"Float8Precision needs an NVIDIA GPU (a CPU for trying it out), not {device.type}")
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Parent, name and layer of the dense linear layers, but for heads and an adapter's own matrices."""
+    heads = [m.get_output_embeddings() for m in model.modules() if isinstance(m, PreTrainedModel)]
+    adapters = {
+        child
+        for layer in model.modules()
+        if isinstance(layer, BaseTunerLayer)
+        for name, part in layer.named_children()
+        if name != "base_layer"
+        for child in part.modules()
+    }
+    for parent in list(model.modules()):
+        for name, layer in parent.named_children():
+            # Packed layers are subclasses.
+            if type(layer) is nn.Linear and layer not in adapters and all(layer is not head for head in heads):
+                yield parent, name, layer
+
+
+def _fits(layer: nn.Linear) -> bool:
+    return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer whose products take 8-bit floats while it trains; it shares weight and bias with another.
+
+    Args:
+        layer: whose weight and bias it takes.
+        scaling: see :class:`Float8Precision`.
+    """
+
+    def __init__(self, layer: nn.Linear, scaling: Scaling) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight, self.bias, self.scaling = layer.weight, layer.bias, scaling
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``(..., I) -> (..., O)``, in the dtype of ``input`` or of autocast."""
+        if not self.training:
+            return linear(input, self.weight, self.bias)
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        flat: Any = _Float8Products.apply(input.reshape(-1, self.in_features), self.weight, self.scaling)
+        output: Tensor = flat.reshape(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class _Float8Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input_TI: Tensor, weight_OI: Tensor, scaling: Scaling) -> Tensor:
+        ctx.save_for_backward(input_TI if weight_OI.requires_grad else None, weight_OI)
+        ctx.scaling = scaling
+        return float8_product(input_TI, weight_OI, scaling, is_forward=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        input_TI, weight_OI = ctx.saved_tensors
+        grad_input = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_input = float8_product(grad_TO, weight_OI.t(), ctx.scaling)
+        if ctx.needs_input_grad[1]:
+            grad_weight = float8_product(grad_TO.t(), input_TI.t(), ctx.scaling).to(weight_OI.dtype)
+        return grad_input, grad_weight, None
+
+
+def float8_product(left: Tensor, right: Tensor, scaling: Scaling, *, is_forward: bool = False) -> Tensor:
+    """``left @ right.T`` of factors that are rounded to 8-bit floats, in the dtype of ``left``.
+
+    Args:
+        left: ``(M, K)``; a gradient in the backward pass.
+        right: ``(N, K)``.
+        scaling: see :class:`Float8Precision`.
+        is_forward: activations and weights have 3 bits of mantissa (e4m3); gradients under one scale have the larger
+            range instead (e5m2).
+    """
+    by_row = scaling == "rowwise"
+    spare = -left.shape[1] % _MULTIPLE  # tokens, where a weight's gradient sums over them
+    left_dtype = torch.float8_e4m3fn if is_forward or by_row else torch.float8_e5m2
+    left_8, left_scale = to_float8(pad(left, (0, spare)), left_dtype, by_row)
+    right_8, right_scale = to_float8(pad(right, (0, spare)), torch.float8_e4m3fn, by_row)
+    recipe = ScalingType.RowWise if by_row else ScalingType.TensorWise
+    product = scaled_mm(
+        left_8,
+        right_8.t(),
+        scale_a=left_scale,
+        scale_recipe_a=recipe,
+        scale_b=right_scale.t(),
+        scale_recipe_b=recipe,
+        output_dtype=torch.bfloat16 if by_row else left.dtype,  # kernels for rows write bfloat16 only
+        use_fast_accum=is_forward,
+    )
+    return product.to(left.dtype)
+
+
+def to_float8(tensor: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
+    """Round a matrix to 8-bit floats.
+
+    Args:
+        tensor: ``(M, K)``.
+        dtype: one of torch's float8 dtypes.
+        by_row: whether each row has its own scale.
+
+    Returns:
+        The rounded matrix, and what it is to be multiplied with, fp32: ``(M, 1)`` or a scalar.
+    """
+    peak = tensor.abs().amax(-1, keepdim=True) if by_row else tensor.abs().amax()
+    scale = peak.float().clamp(min=1e-12) / torch.finfo(dtype).max
+    return (tensor.float() / scale).to(dtype).contiguous(), scale
