@@ -164,6 +164,11 @@ def test_merged_or_refused(trained: Any, tmp_path: Path) -> None:
         logits = [(merged(input_ids=ids[None]).logits[0], ids) for ids in samples()]
     got = torch.cat([cross_entropy(part[:-1], ids[1:], reduction="none") for part, ids in logits])
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5, msg=name)
+    module.base_model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        for part, ids in logits:
+            trained_logits = module.base_model(input_ids=ids[None]).logits[0]
+            assert (part - trained_logits).abs().max() <= 1e-5 * trained_logits.abs().max(), name
     note(name, merge="exact")
 
 
