@@ -5,6 +5,7 @@ import inspect
 import re
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import requires
 from typing import NoReturn
 
 from jsonargparse import ArgumentParser
@@ -61,6 +62,8 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
         near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
         advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
         return (f"{key}: " if key else "") + f"unknown option {name!r}; {advice}"
+    if (missing := re.search(r"No module named '([\w.]+)'", message)) is not None:
+        return (f"{key}: " if key else "") + _how_to_install(missing[1])
     lines = [line.strip(" -") for line in re.sub(r'Parser key "[\w.]+":', "\n", message).splitlines()]
     reasons = "; ".join(line for line in lines if line and not line.startswith(_NOISE))
     if not key:
@@ -81,6 +84,16 @@ _NOISE = (
     "Given value: NestedArg",
 )
 """Beginnings of the lines in which jsonargparse spells out its types."""
+
+
+def _how_to_install(module: str) -> str:
+    """What to do where a class needs a module that is not there."""
+    for requirement in requires("lit-ft") or []:
+        extra = re.search(r"extra == .(\w+)", requirement)
+        package = re.split(r"[^\w.-]", requirement)[0]
+        if extra is not None and package.replace("-", "_") == module.split(".")[0]:
+            return f"the package {package} is not installed; pip install -e '.[{extra[1]}]', or {package} alone"
+    return f"no module {module!r} is installed; mend the class_path, or install the package that has it"
 
 
 def _options(message: str, parser: LightningArgumentParser) -> list[str]:
