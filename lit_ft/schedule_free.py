@@ -42,9 +42,15 @@ class ScheduleFreeModule(LightningModule):
     def _put_training_weights(self) -> None:
         for optimizer in self._schedule_free():
             optimizer.train()  # type: ignore[attr-defined]
-        for name, parameter in self.named_parameters():
-            if name in self._aside:
-                parameter.copy_(self._aside[name])
+        if self._aside:
+            weights = dict(self.named_parameters())
+            for name, tensor in self._aside.items():
+                weights[name].copy_(tensor)
+            self._aside = {}
+
+    def setup(self, stage: str) -> None:
+        """Start from the weights in place, not from those that an earlier fit kept aside."""
+        super().setup(stage)
         self._aside = {}
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -63,6 +63,7 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self.start: Weights = {}
         self.gradients: list[Weights] = []
+        self.gradients_at: list[Weights] = []
         self.rates: list[list[float]] = []
         self.validated: list[tuple[float, Weights]] = []
 
@@ -71,6 +72,7 @@ class Recorder(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         self.gradients.append({n: p.grad.clone() for n, p in pl_module.trainable_parameters().items()})
+        self.gradients_at.append(weights_of(pl_module))
         self.rates.append([group["lr"] for group in optimizer.param_groups])
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -352,6 +354,14 @@ def test_validating_and_saving_change_no_bit(
     )
     assert len(recorder.validated) > 10
     assert_same(weights_of(busy), weights_of(plain))
+
+
+def test_another_fit_starts_from_the_average(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    module, _ = schedule_free_run(make_trainer, model_folder, write_rows(count=21))
+    average, recorder = weights_of(module), Recorder()
+    trainer = make_trainer(max_steps=1, callbacks=[recorder], limit_val_batches=0)
+    trainer.fit(module, TextDataModule(write_rows(count=21), micro_batch_size=4, max_length=96))
+    assert_same(recorder.gradients_at[0], average)
 
 
 # --- precision, packages, figures ----------------------------------------------------------------
