@@ -200,8 +200,14 @@ def _dequantised(model: Any, dtype: torch.dtype) -> Any:
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     adapter, config = get_peft_model_state_dict(model, save_embedding_layers=False), model.active_peft_config
-    base = model.unload()
-    plain = get_peft_model(base.dequantize(dtype).to(dtype), config)
+    try:
+        base = model.unload().dequantize(dtype).to(dtype)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"transformers cannot dequantise {model.config.quantization_config.quant_method} weights ({error}); merge "
+            "into the model that they were quantised from, or use the adapter as it is"
+        ) from error
+    plain = get_peft_model(base, config)
     set_peft_model_state_dict(plain, adapter)
     return plain.eval()
 

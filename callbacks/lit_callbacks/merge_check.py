@@ -85,9 +85,8 @@ def compare(wanted: Tensor, got: Tensor, tolerance: float) -> MergeReport:
         )
     largest = float(wanted.abs().max())
     difference = float((wanted - got).abs().max())
-    divergence = torch.nn.functional.kl_div(
-        got.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="batchmean"
-    )
+    logs = got.double().log_softmax(-1), wanted.double().log_softmax(-1)
+    divergence = torch.nn.functional.kl_div(*logs, log_target=True, reduction="batchmean")
     report = MergeReport(difference, largest, float(divergence), tolerance * max(largest, 1.0))
     if not (torch.isfinite(got).all() and difference <= report.bound):
         raise MergeFailed(f"the merged model is not what was trained: {report}; nothing was written")
