@@ -114,3 +114,23 @@ def test_random_weights_are_told_by_their_seed(model_folder: str) -> None:
     check_same_base(seven, fingerprint(model_folder, "random", 7), "the checkpoint")
     with pytest.raises(RecipeError, match="trained on random weights of seed 7, not 8; set seed_everything to 7"):
         check_same_base(seven, eight, "the checkpoint")
+
+
+def test_a_hub_model_is_recorded_with_its_revision(model_folder: str, tmp_path: Path, monkeypatch: Any) -> None:
+    snapshot = Path(shutil.copytree(model_folder, tmp_path / "snapshots" / "0123abc"))
+    monkeypatch.setattr(
+        "lit_ft.base_fingerprint.try_to_load_from_cache",
+        lambda _, file: str(snapshot / file),
+    )
+    recorded = fingerprint("someone/nano-qwen2")
+    assert recorded["commit"] == "0123abc"
+    check_same_base(recorded, fingerprint(model_folder), "the adapter")  # downloaded to a folder
+    change(snapshot)
+    with pytest.raises(RecipeError, match=r"whose weights changed since; bring back what it was \(revision 0123abc on"):
+        check_same_base(recorded, fingerprint("someone/nano-qwen2"), "the adapter")
+
+
+def test_what_records_no_base_is_said(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    check_same_base(None, fingerprint(model_folder), "the checkpoint")
+    assert "the checkpoint does not record its base: not compared with" in caplog.text
