@@ -270,13 +270,15 @@ def _loftq(model: PeftModel, original: nn.Module) -> None:
             module.lora_B["default"].weight.copy_(up[:, :rank] * root[:rank] / module.scaling["default"])
 
 
-def save_as_plain_lora(model: PeftModel, start: Start, folder: Path) -> None:
+def save_as_plain_lora(
+    model: PeftModel, start: Start, folder: Path, state_dict: dict[str, Tensor] | None = None
+) -> None:
     """Write an adapter whose start was taken out of the base so that it fits the base itself.
 
     ``W - s B0 A0 + s B A`` is ``W + s [B, -B0] [A; A0]``: LoRA of twice the rank with the same scaling.
     """
     config = cast(LoraConfig, copy.deepcopy(model.peft_config["default"]))
-    state = get_peft_model_state_dict(model)
+    state = get_peft_model_state_dict(model, state_dict)
     for name, tensor in start["taken"].items():
         tensor = tensor.to(state[name])
         is_down = name.endswith("lora_A.weight")

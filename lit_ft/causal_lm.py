@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -28,7 +27,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
 from lit_ft.metrics import SourceMeans, TokenMean
-from lit_ft.optimizers import configure_optimizers
+from lit_ft.optimizers import clip_gradients_by_norm, configure_optimizers
 from lit_ft.rows import Row, as_row
 from lit_ft.schedule_free import ScheduleFreeModule
 
@@ -425,23 +424,31 @@ class CausalLM(ScheduleFreeModule):
                 "measured or clipped; set fused of the optimizer to false, or trainer.precision to bf16-mixed"
             )
         parameters = [p for p in self.trainable_parameters().values() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        self.log("train/grad_norm", norm)
-        if gradient_clip_val and (gradient_clip_algorithm or "norm") == "norm":
-            clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
-        else:
+        is_by_norm = (gradient_clip_algorithm or "norm") == "norm"
+        max_norm = float(gradient_clip_val) if gradient_clip_val and is_by_norm else None
+        # A strategy that splits gradients over ranks knows how to measure them; None: it does all that by itself.
+        clip = getattr(self.trainer.strategy, "clip_gradients_by_norm", clip_gradients_by_norm)
+        if (norm := clip(parameters, max_norm)) is not None:
+            self.log("train/grad_norm", norm)
+        if not is_by_norm:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    def save_adapter(self, folder: Path) -> None:
-        """Write the adapter for ``PeftModel.from_pretrained`` on the base as it is published."""
+    def save_adapter(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Write the adapter for ``PeftModel.from_pretrained`` on the base as it is published.
+
+        Args:
+            folder: where to.
+            state_dict: the weights that train, by their names in ``model``; None takes them from there.
+        """
         assert isinstance(self.model, PeftModel), "the model has an adapter"
         if self.start is not None and self.start["taken"]:
-            adapter_start.save_as_plain_lora(self.model, self.start, folder)
+            adapter_start.save_as_plain_lora(self.model, self.start, folder, state_dict)
         else:
             # Added rows are the adapter's own; PEFT would write the whole embeddings because they have grown.
-            self.model.save_pretrained(folder, save_embedding_layers=False if self.added_ids else "auto")
+            layers = False if self.added_ids else "auto"
+            self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=layers)
         if self.base_fingerprint is not None:
             write_fingerprint(self.base_fingerprint, folder)
 

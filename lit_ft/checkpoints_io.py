@@ -1,14 +1,27 @@
 """What a checkpoint holds: the weights that train, and nothing that can be had elsewhere."""
 
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 
+from lit_ft import split_checkpoints
 from lit_ft.errors import RecipeError
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+class AnyCheckpointIO(TorchCheckpointIO):
+    """Lightning's own, which also reads the folders that sharding strategies write, under any other strategy."""
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """A checkpoint with whole tensors."""
+        if split_checkpoints.is_folder_of_shares(Path(path)):
+            return split_checkpoints.read_whole(Path(path))
+        return super().load_checkpoint(path, *args, **options)
 
 
 def trainable_shapes(module: nn.Module) -> Shapes:
@@ -27,6 +40,8 @@ def saved_shapes(ckpt_path: str) -> Shapes:
     Raises:
         RecipeError: the file is no Lightning checkpoint.
     """
+    if split_checkpoints.is_folder_of_shares(Path(ckpt_path)):
+        return split_checkpoints.shapes(Path(ckpt_path))
     return shapes_of(_read(ckpt_path)["state_dict"])
 
 
@@ -50,7 +65,10 @@ def saved_base(ckpt_path: str) -> Any:
 
 def _read(ckpt_path: str) -> dict[str, Any]:
     try:
-        checkpoint = torch.load(ckpt_path, map_location="cpu", mmap=True, weights_only=True)
+        file = Path(ckpt_path)
+        if split_checkpoints.is_folder_of_shares(file):
+            file = file / split_checkpoints.META
+        checkpoint = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         checkpoint["state_dict"]
         return checkpoint
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, UnpicklingError) as error:

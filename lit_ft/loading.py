@@ -21,7 +21,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft import peft_methods, quantisation
+from lit_ft import late_casting, peft_methods, quantisation
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
 from lit_ft.name_patterns import matching
@@ -142,6 +142,9 @@ def load_base(
             model.generation_config = GenerationConfig.from_pretrained(pretrained)
         return model.train()
     options |= quantisation.reading_options(config, quantization)
+    casts_later = late_casting.is_wanted() and dtype != "auto" and "device_map" not in options
+    if casts_later:
+        options["dtype"] = "auto"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             pretrained, config=config, output_loading_info=True, **options
@@ -157,6 +160,8 @@ def load_base(
             f"({len(missing)}: {', '.join(missing[:3])}, ...); name a checkpoint that has them all"
         )
     model.train()
+    if casts_later:
+        late_casting.mark(model, getattr(torch, dtype))
     quantisation.prepare_for_training(model)
     return model
 

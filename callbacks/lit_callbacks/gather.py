@@ -1,0 +1,54 @@
+"""Whole weights of a model that a strategy has split over ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Wanted = Callable[[str, nn.Parameter], bool]
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """All of a tensor that is split over ranks (FSDP2 and tensor parallelism by ``DTensor``, ZeRO-3 by DeepSpeed).
+
+    A collective where it is split: every rank calls it, for the same tensors in the same order.
+    """
+    if isinstance(tensor, DTensor):
+        device = tensor.device_mesh.device_type
+        on_mesh: Any = tensor if tensor.device.type == device else tensor.to(device)
+        return on_mesh.full_tensor().detach()
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    return tensor.detach()
+
+
+def whole_weights(module: nn.Module, wanted: Wanted = lambda *_: True, keep: bool = True) -> dict[str, Tensor]:
+    """A module's parameters by name, whole, on the CPU; one at a time, so that no rank holds more than it keeps.
+
+    A collective where weights are split.
+
+    Args:
+        module: any.
+        wanted: which parameters; the same on every rank.
+        keep: whether this rank wants the result; ``{}`` elsewhere.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if wanted(name, parameter):
+            whole = whole_tensor(parameter)
+            if keep:
+                found[name] = whole.cpu().clone() if whole.data_ptr() == _address(parameter) else whole.cpu()
+    return found
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether some of a module's weights are on other ranks."""
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
+
+
+def _address(parameter: Any) -> int:
+    return -1 if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") else parameter.data_ptr()

@@ -1,0 +1,13 @@
+"""Strategies for the Lightning Trainer that place a model on devices."""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {"FSDPStrategy": "fsdp", "DeepSpeedStrategy": "deepspeed"}
+__all__ = ["DeepSpeedStrategy", "FSDPStrategy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,150 @@
+"""Every strategy computes what one process computes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lit_callbacks.gather import whole_weights
+from peft import LoraConfig
+from ranks import on_ranks
+
+from lit_ft import CausalLM, TextDataModule
+from lit_ft.checkpoints_io import AnyCheckpointIO
+from lit_ft.strategies import FSDPStrategy
+
+pytestmark = pytest.mark.processes
+
+STRATEGIES: dict[str, tuple[int, Any]] = {
+    "ddp": (2, lambda: "ddp"),
+    "fsdp": (2, FSDPStrategy),
+    "fsdp, gathered once": (2, lambda: FSDPStrategy(reshard_after_forward=False)),
+    "fsdp, synced": (2, lambda: FSDPStrategy(sync_each_micro_batch=True)),
+    "fsdp, offloaded": (2, lambda: FSDPStrategy(cpu_offload=True)),
+    "fsdp, hybrid": (4, lambda: FSDPStrategy(shard_size=2)),
+}
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+
+
+class Record(Callback):
+    """Loss and gradient norm of each optimiser step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
+        metrics = trainer.callback_metrics
+        self.steps.append((float(metrics["train/loss"]), float(metrics["train/grad_norm"])))
+
+
+def fit(
+    make_trainer: Any, model_folder: str, data: str, how: dict[str, Any], strategy: str = "one process"
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Losses, norms and final weights of six steps: 21 rows in windows of 8, the last of an epoch ragged."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    world, make = STRATEGIES.get(strategy, (1, lambda: "auto"))
+    module = CausalLM(model_folder, **how.get("model", {"peft": LORA}), optimizer=how.get("optimizer", sgd))
+    record = Record()
+    trainer = make_trainer(
+        max_epochs=how.get("epochs", 2),
+        devices=world,
+        strategy=make(),
+        accumulate_grad_batches=4 // world if world < 4 else 1,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        callbacks=[record],
+        precision=how.get("precision", "32-true"),
+        use_distributed_sampler=False,
+        plugins=[AnyCheckpointIO()],
+    )
+    rows = TextDataModule(data, micro_batch_size=2, max_length=96, val_path=data)
+    trainer.fit(module, rows, ckpt_path=how.get("resume"))
+    if "save" in how:
+        trainer.save_checkpoint(how["save"])
+    return record.steps, whole_weights(module, lambda _, p: p.requires_grad)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "LoRA": {"model": {"peft": LORA}},
+    "full": {"model": {"gradient_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_same_numbers(make_trainer: Any, model_folder: str, write_rows: Any, strategy: str, way: str) -> None:
+    data = write_rows(count=21)
+    one, weights = fit(make_trainer, model_folder, data, WAYS[way])
+    for steps, found in on_ranks(
+        STRATEGIES[strategy][0], fit, make_trainer, model_folder, data, WAYS[way], strategy, timeout=100
+    ):
+        assert len(steps) == 6
+        for got, wanted in zip(steps, one, strict=True):
+            assert got == pytest.approx(wanted, rel=1e-5)
+        assert found.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16-mixed, LoRA": {"precision": "bf16-mixed", "model": {"peft": LORA}},
+    "bf16-mixed, full": {"precision": "bf16-mixed", "model": {}},
+    "bf16-true, LoRA": {"precision": "bf16-true", "model": {"peft": LORA}},
+    "bf16-true, full": {"precision": "bf16-true", "model": {}},
+    "bf16 base, LoRA": {"model": {"peft": LORA, "dtype": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("way", PRECISIONS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_precisions(make_trainer: Any, model_folder: str, write_rows: Any, strategy: str, way: str) -> None:
+    data, how = write_rows(count=21), PRECISIONS[way]
+    one, _ = fit(make_trainer, model_folder, data, how)
+    for steps, _ in on_ranks(2, fit, make_trainer, model_folder, data, how, strategy, timeout=100):
+        # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split.
+        for got, wanted in zip(steps, one, strict=True):
+            assert got == pytest.approx(wanted, rel=2e-2)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+
+
+MOVES = [
+    ("fsdp", "fsdp"),
+    ("fsdp", "one process"),
+    ("one process", "fsdp"),
+    ("fsdp", "ddp"),
+    ("ddp", "fsdp"),
+    ("fsdp", "fsdp, hybrid"),
+    ("fsdp, hybrid", "fsdp, offloaded"),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_a_run_goes_on_under_another_strategy(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, before: str, after: str, way: str
+) -> None:
+    data, how = write_rows(count=21), {**WAYS[way], "optimizer": adamw}
+    whole, weights = fit(make_trainer, model_folder, data, how)
+    first = {**how, "epochs": 1, "save": str(tmp_path / "saved.ckpt")}
+    on_ranks(STRATEGIES.get(before, (1,))[0], fit, make_trainer, model_folder, data, first, before, timeout=100)
+    assert (tmp_path / "saved.ckpt").is_dir() == (way == "full" and before.startswith("fsdp"))
+    rest = {**how, "resume": str(tmp_path / "saved.ckpt")}
+    for steps, found in on_ranks(
+        STRATEGIES.get(after, (1,))[0], fit, make_trainer, model_folder, data, rest, after, timeout=100
+    ):
+        assert len(steps) == 3
+        for got, wanted in zip(steps, whole[3:], strict=True):
+            assert got == pytest.approx(wanted, rel=1e-4)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-4, msg=name)
