@@ -160,11 +160,17 @@ class CausalLM(ScheduleFreeModule):
         return self._with_peft(skeleton, adapter_start.plain(self.peft, self.start))
 
     def _check_stored_quantisation(self) -> None:
-        if self.init == "pretrained":
-            config = loading.load_config(self.pretrained)
-            is_packed = quantisation.check_stored(self.pretrained, config, self.quantization, self.peft)
-            if is_packed and self.peft is not None:
-                adapter_start.check_start(self.peft, is_quantised=True)
+        if self.init == "random":
+            return
+        quantisation.check_stored(self.pretrained, loading.load_config(self.pretrained), self.quantization, self.peft)
+        if self.peft is not None:
+            adapter_start.check_start(self.peft, is_quantised=self.is_quantised)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the base's weights are quantised: by the recipe, or in the checkpoint already."""
+        stored = self.init == "pretrained" and quantisation.is_packed(loading.load_config(self.pretrained))
+        return self.quantization is not None or stored
 
     def configure_model(self) -> None:
         """Build the model; Lightning calls it once the strategy is ready."""

@@ -58,7 +58,7 @@ def check_requested(quantization: QuantizationConfigMixin, peft: PeftConfig | No
 
 def check_stored(
     pretrained: str, config: PretrainedConfig, quantization: QuantizationConfigMixin | None, peft: PeftConfig | None
-) -> bool:
+) -> None:
     """Refuse what cannot be done with a checkpoint that is quantised already.
 
     Args:
@@ -67,27 +67,27 @@ def check_stored(
         quantization: asked for by the recipe.
         peft: the tuning method.
 
-    Returns:
-        Whether the base will have packed weights.
-
     Raises:
         RecipeError: it says what is missing.
     """
     if (stored := _stored(config)) is None:
-        return False
+        return
     where, method = f"model.pretrained={pretrained!r}", _method(stored)
     if quantization is not None:
         raise RecipeError(f"{where} is quantised already ({method}); leave model.quantization out")
     _check_installed(where, stored, stored=True)
-    if method in _DEQUANTISED:
-        return False
-    if peft is None:
+    if is_packed(config) and peft is None:
         raise RecipeError(
             f"{where} is quantised ({method}), and quantised weights cannot be trained; set model.peft, e.g. to "
             "peft.LoraConfig, or name the checkpoint that it was quantised from"
         )
-    check_quantisable(peft, method)
-    return True
+    if is_packed(config) and peft is not None:
+        check_quantisable(peft, method)
+
+
+def is_packed(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint's weights are quantised, and stay so when they are read."""
+    return (stored := _stored(config)) is not None and _method(stored) not in _DEQUANTISED
 
 
 def check_quantisable(peft: PeftConfig, quantisation: str) -> None:
@@ -139,7 +139,6 @@ _ON_GPTQMODEL = {
 }
 _TUNING = {
     "bitsandbytes": _ON_QUANTISED,
-    "quanto": _ON_QUANTISED,
     "torchao": _ON_QUANTISED - {"HIRA"},
     "gptq": _ON_GPTQMODEL,
     "awq": _ON_GPTQMODEL,
