@@ -475,3 +475,5 @@ class CausalLM(ScheduleFreeModule):
         if "base" in checkpoint:
             check_same_base(checkpoint["base"], self.base_fingerprint, "the checkpoint")
         method_calls.load_state(self.model, checkpoint.get("method_state", {}))
+        if (take_over := getattr(getattr(self._trainer, "datamodule", None), "take_over", None)) is not None:
+            take_over(checkpoint)

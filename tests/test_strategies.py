@@ -11,7 +11,7 @@ from lit_callbacks.gather import whole_weights
 from peft import LoraConfig
 from ranks import on_ranks
 
-from lit_ft import CausalLM, TextDataModule
+from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.strategies import FSDPStrategy
 
@@ -31,14 +31,17 @@ LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 class Record(Callback):
     """Loss and gradient norm of each optimiser step."""
 
-    def __init__(self) -> None:
+    def __init__(self, save_after: int | None, path: str | None) -> None:
         self.steps: list[tuple[float, float]] = []
+        self.save_after, self.path = save_after, path
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.fit_loop._should_accumulate():
             return
         metrics = trainer.callback_metrics
         self.steps.append((float(metrics["train/loss"]), float(metrics["train/grad_norm"])))
+        if trainer.global_step == self.save_after:
+            trainer.save_checkpoint(self.path)
 
 
 def fit(
@@ -48,7 +51,7 @@ def fit(
     os.environ["PL_GLOBAL_SEED"] = "3"
     world, make = STRATEGIES.get(strategy, (1, lambda: "auto"))
     module = CausalLM(model_folder, **how.get("model", {"peft": LORA}), optimizer=how.get("optimizer", sgd))
-    record = Record()
+    record = Record(how.get("save_after"), how.get("save"))
     trainer = make_trainer(
         max_epochs=how.get("epochs", 2),
         devices=world,
@@ -63,7 +66,7 @@ def fit(
     )
     rows = TextDataModule(data, micro_batch_size=2, max_length=96, val_path=data)
     trainer.fit(module, rows, ckpt_path=how.get("resume"))
-    if "save" in how:
+    if "save" in how and "save_after" not in how:
         trainer.save_checkpoint(how["save"])
     return record.steps, whole_weights(module, lambda _, p: p.requires_grad)
 
@@ -148,3 +151,33 @@ def test_a_run_goes_on_under_another_strategy(
             assert got == pytest.approx(wanted, rel=1e-4)
         for name, weight in weights.items():
             torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", "one process"), ("one process", "fsdp, hybrid")])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, before: str, after: str
+) -> None:
+    data, how = write_rows(count=37), {**WAYS["LoRA"], "optimizer": adamw}
+    whole, weights = fit(make_trainer, model_folder, data, how)
+    first = {**how, "save_after": 2, "save": str(tmp_path / "saved.ckpt")}
+    on_ranks(STRATEGIES.get(before, (1,))[0], fit, make_trainer, model_folder, data, first, before, timeout=100)
+    rest = {**how, "resume": str(tmp_path / "saved.ckpt")}
+    for steps, found in on_ranks(
+        STRATEGIES.get(after, (1,))[0], fit, make_trainer, model_folder, data, rest, after, timeout=100
+    ):
+        assert len(steps) == 8
+        for got, wanted in zip(steps, whole[2:], strict=True):
+            assert got == pytest.approx(wanted, rel=1e-4)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_a_place_within_the_new_steps_is_refused(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    data, saved = write_rows(count=37), str(tmp_path / "saved.ckpt")
+    fit(make_trainer, model_folder, data, {**WAYS["LoRA"], "save_after": 1, "save": saved})
+    trainer = make_trainer(max_epochs=2, accumulate_grad_batches=3)
+    module = CausalLM(model_folder, peft=LORA, optimizer=sgd)
+    with pytest.raises(RecipeError, match="8 samples into its epoch, .* = 6 does not end a step there"):
+        trainer.fit(module, TextDataModule(data, micro_batch_size=2, max_length=96), ckpt_path=saved)

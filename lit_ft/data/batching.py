@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from lit_ft.data.mixing import Mixing
 from lit_ft.data.packing import best_fit
 from lit_ft.data.samples import Samples
+from lit_ft.errors import RecipeError
 from lit_ft.rows import Row, empty_row, lay_end_to_end
 
 MicroBatch = list[int]
@@ -116,6 +117,35 @@ def micro_batches(
             yield members, tokens, any(share[i] for share in window)
 
 
+def deal_of(plan: BatchPlan, accumulate: int) -> dict[str, int]:
+    """How an optimiser step is split, for a saved place: units of a micro-batch over all ranks, micro-batches."""
+    return {"units": plan.micro_batch_size * plan.replicas, "accumulate": accumulate}
+
+
+def position_under(state: dict[str, Any], plan: BatchPlan, accumulate: int) -> int:
+    """A saved position as a number of micro-batches of each rank, however the steps before it were split.
+
+    Args:
+        state: of a loader: ``position`` and the ``deal`` it counts by.
+        plan: of the resumed run.
+        accumulate: micro-batches of its optimiser steps.
+
+    Raises:
+        RecipeError: the place is within an optimiser step, of the stopped run or of the resumed one.
+    """
+    now, then = deal_of(plan, accumulate), state.get("deal")
+    if then is None or then == now:
+        return int(state["position"])
+    units, step = state["position"] * then["units"], now["units"] * accumulate
+    if state["position"] % then["accumulate"] or units % step:
+        raise RecipeError(
+            f"the checkpoint is {units:,} samples into its epoch, after steps of {then['units'] * then['accumulate']}; "
+            f"micro_batch_size x ranks x accumulate_grad_batches = {step} does not end a step there; choose them so "
+            f"that they do (their product was {then['units'] * then['accumulate']}), or resume from the end of an epoch"
+        )
+    return int(units // now["units"])
+
+
 def lay_out(piece: Piece, samples: Samples) -> Row:
     """The row of a micro-batch."""
     members, window_tokens, compute = piece
@@ -198,13 +228,22 @@ class RowLoader:
         order = self.plan.mixing.order(self.samples.source, self.plan.shuffle, self.plan.seed)
         return len(order), int(self.samples.lengths[order].sum()), int(self.samples.supervised[order].sum())
 
-    def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its micro-batches were handed out."""
-        return {"epoch": self._epoch, "position": self._position}
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, and how many of its micro-batches were handed out, and how these were dealt."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "is_over": self._position >= len(self),
+            "deal": deal_of(self.plan, self._accumulate()),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place at the next iteration."""
-        self._resume = {"epoch": int(state["epoch"]), "position": int(state["position"])}
+        """Go on from a saved place at the next iteration, whatever the number of ranks was."""
+        self._resume = {"epoch": int(state["epoch"]), "position": self.position_of(state)}
+
+    def position_of(self, state: dict[str, Any]) -> int:
+        """A saved position, in this loader's micro-batches."""
+        return len(self) if state.get("is_over") else position_under(state, self.plan, self._accumulate())
 
     def micro_batches(self, epoch: int = 0) -> Iterator[Piece]:
         """This replica's share of an epoch."""

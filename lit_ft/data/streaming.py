@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.data.batching import BatchPlan, MicroBatch, lay_out, micro_batches
+from lit_ft.data.batching import BatchPlan, MicroBatch, deal_of, lay_out, micro_batches, position_under
 from lit_ft.data.encoding import Part, PlacedRow, encode_batches
 from lit_ft.data.mixing import Mixing
 from lit_ft.data.preparing import BAD_ROWS_NAMED, ROWS_PER_BATCH, Preparation
@@ -132,7 +132,7 @@ class StreamLoader:
         Lightning draws one ahead from a loader without length, to know which is the last; that one
         has not been trained on.
         """
-        return self._place
+        return {**self._place, "deal": deal_of(self.plan, self._accumulate())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved place.
@@ -140,11 +140,16 @@ class StreamLoader:
         Raises:
             RecipeError: rows were drawn already.
         """
-        if self._is_open and state != self._place:
+        place = {name: state[name] for name in self._place} | {"position": self.position_of(state)}
+        if self._is_open and place != self._place:
             raise RecipeError(
                 "a schedule opened the stream before its place was restored; set trainer.max_epochs to -1"
             )
-        self._place = state
+        self._place = place
+
+    def position_of(self, state: dict[str, Any]) -> int:
+        """A saved position within a buffer, in this loader's micro-batches."""
+        return position_under(state, self.plan, self._accumulate())
 
     def __iter__(self) -> Iterator[Row]:
         # From where the last iteration was left: limit_train_batches cuts a stream into parts.

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.data.batching import BatchPlan, RowLoader
+from lit_ft.data.batching import BatchPlan, RowLoader, deal_of
 from lit_ft.data.formats import Chat
 from lit_ft.data.lengths import Overlong
 from lit_ft.data.mixing import Strategy, check_weights
@@ -336,6 +336,25 @@ class TextDataModule(LightningDataModule):
         self._place = state_dict
         if self._train_loader is not None and state_dict:
             self._train_loader.load_state_dict(state_dict)
+
+    def take_over(self, checkpoint: dict[str, Any]) -> None:
+        """Count an interrupted epoch's micro-batches as this run's ranks deal them.
+
+        Args:
+            checkpoint: Lightning's; changed in place where the stopped run had other ranks or micro-batches.
+        """
+        state, trainer = checkpoint.get(type(self).__qualname__), self.trainer
+        if not state or trainer is None or "fit_loop" not in checkpoint.get("loops", {}):
+            return
+        now = deal_of(self.plan(process.replica(trainer)[0]), trainer.accumulate_grad_batches)
+        if (then := state.get("deal", now)) == now:
+            return
+        counts = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+        done = counts["ready"] * then["units"] // now["units"]
+        if state.get("is_over") and isinstance(loader := self.train_dataloader(), RowLoader):
+            done = len(loader)
+        # Counts of the batch that was running may be one behind: Lightning knows by that where it was stopped.
+        counts |= {name: done - (counts["ready"] - count) for name, count in counts.items()}
 
     def val_dataloader(self) -> RowLoader | tuple[()]:
         """Validation rows, each sample once, in rows of up to the token budget."""
