@@ -360,7 +360,10 @@ class CausalLM(ScheduleFreeModule):
         self._update("test", self(row), row)
 
     def answer(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-        """Greedy answers to rendered prompts."""
+        """Greedy answers to rendered prompts.
+
+        Where weights are split over ranks, every rank must call it equally often, some with no prompts if need be.
+        """
         return generate_answers(self.model, self.base_model, self.tokenizer, prompts, max_new_tokens)
 
     def predict_step(self, batch: Sequence[Mapping[str, str]], batch_idx: int) -> list[dict[str, str]]:

@@ -49,9 +49,10 @@ class ExactMatch(Callback):
                 "ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction"
             )
         replicas, rank = process.replica(trainer)
-        share = data.prompts(split)[rank::replicas]
+        prompts = data.prompts(split)
+        share, longest = prompts[rank::replicas], -(-len(prompts) // replicas)
         results = []
-        for start in range(0, len(share), self.batch_size):
+        for start in range(0, longest, self.batch_size):
             batch = share[start : start + self.batch_size]
             answers = module.answer([row["prompt"] for row in batch], self.max_new_tokens)
             results += [

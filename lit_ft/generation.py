@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lit_callbacks.gather import is_split
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.attention import PACKED
@@ -38,8 +39,12 @@ def generate_answers(
         prompts: rendered, the opening of the assistant's turn included.
         max_new_tokens: most tokens of an answer.
     """
+    lockstep = is_split(base)
+    if not prompts and not lockstep:
+        return []
     pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    encoded = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    # A rank without prompts answers one that nobody asked: the others need its share of the weights.
+    encoded = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts or ["."]]
     longest = max(map(len, encoded))
     input_ids = torch.tensor([[pad_token_id] * (longest - len(ids)) + ids for ids in encoded], device=base.device)
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded], device=base.device)
@@ -52,6 +57,7 @@ def generate_answers(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             pad_token_id=pad_token_id,
+            synced_gpus=lockstep,
         )
     model.train(was_training)
-    return tokenizer.batch_decode(generated[:, longest:], skip_special_tokens=True)
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in generated[: len(prompts), longest:]]

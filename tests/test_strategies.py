@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lit_callbacks import AdapterMerger
 from lit_callbacks.gather import whole_weights
 from peft import LoraConfig
 from ranks import on_ranks
+from safetensors.torch import load_file
 
-from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.strategies import FSDPStrategy
 
@@ -181,3 +183,40 @@ def test_a_place_within_the_new_steps_is_refused(
     module = CausalLM(model_folder, peft=LORA, optimizer=sgd)
     with pytest.raises(RecipeError, match="8 samples into its epoch, .* = 6 does not end a step there"):
         trainer.fit(module, TextDataModule(data, micro_batch_size=2, max_length=96), ckpt_path=saved)
+
+
+def fit_and_write(make_trainer: Any, model_folder: str, data: str, folder: str, strategy: str, way: str) -> None:
+    """Two steps, then what AdapterMerger writes; the answers to some prompts on the way."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    world, make = STRATEGIES[strategy]
+    module = CausalLM(model_folder, **WAYS[way]["model"], optimizer=sgd)
+    callbacks = [
+        AdapterMerger(Path(folder) / "adapter", Path(folder) / "merged"),
+        ExactMatch(max_new_tokens=12, batch_size=5),
+    ]
+    trainer = make_trainer(
+        max_steps=2, devices=world, strategy=make(), use_distributed_sampler=False, callbacks=callbacks
+    )
+    # 11 rows for validation: ranks do not have the same number of prompts.
+    rows = TextDataModule(data, micro_batch_size=2, val_fraction=0.5, test_path=data)
+    trainer.fit(module, rows)
+    answers = trainer.predict(module, rows)
+    assert answers is not None
+    own = sum(map(len, answers))
+    assert own == 22 // world
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_adapter_and_merged_model_are_those_of_ddp(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, way: str
+) -> None:
+    data = write_rows(count=22)
+    for strategy in ("ddp", "fsdp"):
+        on_ranks(2, fit_and_write, make_trainer, model_folder, data, str(tmp_path / strategy), strategy, way)
+    for kind, file in (("adapter", "adapter_model.safetensors"), ("merged", "model.safetensors")):
+        if way == "full" and kind == "adapter":
+            continue
+        wanted, got = (load_file(tmp_path / strategy / kind / file) for strategy in ("ddp", "fsdp"))
+        assert got.keys() == wanted.keys()
+        for name, weight in wanted.items():
+            torch.testing.assert_close(got[name], weight, atol=1e-6, rtol=1e-6, msg=name)

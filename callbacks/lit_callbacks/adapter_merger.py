@@ -5,6 +5,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lit_callbacks.gather import is_split, whole_weights
 from lit_callbacks.merge_check import (
     BOUNDS,
     DEQUANTISED_BOUND,
@@ -36,7 +38,8 @@ class AdapterMerger(Callback):
 
     The module must hold a ``peft.PeftModel`` or, for full fine-tuning, a
     ``transformers.PreTrainedModel`` somewhere; its ``tokenizer``, where it has one, is saved with the
-    weights. A module that must write its adapter in its own way has a method ``save_adapter(folder)``.
+    weights. A module that must write its adapter in its own way has a method
+    ``save_adapter(folder, state_dict)``, given whole weights by name where they are split over ranks.
     Folders appear whole or not at all.
     """
 
@@ -55,17 +58,57 @@ class AdapterMerger(Callback):
         self.texts: Texts = texts or (lambda *_: {})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the folders, on rank 0."""
-        if not trainer.is_global_zero:
-            return
+        """Write the folders, on rank 0; the other ranks send their shares of split weights."""
         model, tokenizer = find_model(pl_module), getattr(pl_module, "tokenizer", None)
+        writes, state = trainer.is_global_zero, None
+        if is_split(model):
+            state = whole_weights(model, lambda _, p: p.requires_grad, keep=writes)
+            whole = unsplit(model, keep=writes) if self.merged_dir is not None else None
+        else:
+            whole = model
+        if not writes:
+            return
         if is_peft(model):
-            write = getattr(pl_module, "save_adapter", None)
+            write = getattr(pl_module, "save_adapter", model.save_pretrained)
+            write = write if state is None else partial(write, state_dict=state)
             save_adapter(model, self.adapter_dir, tokenizer, self.texts("adapter", trainer, pl_module), write)
             rank_zero_info(f"adapter: {self.adapter_dir}")
         if self.merged_dir is not None:
-            save_merged(model, self.merged_dir, tokenizer, texts=self.texts("merged", trainer, pl_module))
+            save_merged(whole, self.merged_dir, tokenizer, texts=self.texts("merged", trainer, pl_module))
             rank_zero_info(f"merged model: {self.merged_dir}")
+
+
+def unsplit(model: Any, keep: bool) -> Any:
+    """A copy, on this rank's CPU, of a model that is split over ranks; a collective.
+
+    Args:
+        model: a ``PeftModel`` or ``PreTrainedModel``.
+        keep: whether this rank wants it; None elsewhere.
+    """
+    weights = whole_weights(model, keep=keep)
+    if not keep:
+        return None
+    base = model.get_base_model() if is_peft(model) else model
+    # Adapters' own weights are unknown to the base's class and left out.
+    known = {name for name, _ in base.named_parameters(remove_duplicate=False)} | {
+        _name_in_base(name) for name in weights if ".base_layer." in name or ".original_module." in name
+    }
+    own = {_name_in_base(name): weight for name, weight in weights.items() if _name_in_base(name) in known}
+    whole = type(base).from_pretrained(None, config=copy.deepcopy(base.config), state_dict=own, dtype=base.dtype)
+    whole.generation_config = base.generation_config
+    if not is_peft(model):
+        return whole
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    adapted = get_peft_model(whole, copy.deepcopy(model.active_peft_config))
+    set_peft_model_state_dict(adapted, get_peft_model_state_dict(model, state_dict=weights))
+    return adapted
+
+
+def _name_in_base(name: str) -> str:
+    for wrapping in ("base_model.model.", ".base_layer", ".original_module", ".token_adapter"):
+        name = name.replace(wrapping, "", 1)
+    return name
 
 
 def find_model(module: nn.Module) -> Any:

@@ -1,5 +1,6 @@
 """The LightningDataModule: data sets of any format in, padding-free rows out."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
@@ -7,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
@@ -364,12 +364,17 @@ class TextDataModule(LightningDataModule):
         """Test rows, each sample once."""
         return self._evaluation_loader("test", "limit_test_batches")
 
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Prompts and expected answers, ``micro_batch_size`` a batch; Lightning deals them out to the ranks."""
-        dataset: Any = self.prompts("test")  # a list is a map-style data set
-        if not dataset:
+    def predict_dataloader(self) -> "_Batches":
+        """This rank's prompts and expected answers, ``micro_batch_size`` a batch.
+
+        Every rank has as many batches, empty ones if need be: split weights need all ranks in each.
+        """
+        prompts = self.prompts("test")
+        if not prompts:
             raise RecipeError("there are no conversations to predict on; set data.test_path to data that has some")
-        return DataLoader(dataset, batch_size=self.micro_batch_size, collate_fn=list)
+        replicas, rank = process.replica(self.trainer)
+        share, size = prompts[rank::replicas], self.micro_batch_size
+        return _Batches([share[start : start + size] for start in range(0, -(-len(prompts) // replicas), size)])
 
     def _evaluation_loader(self, split: str, limit: str) -> RowLoader:
         samples = self.splits[split]
@@ -391,6 +396,19 @@ class TextDataModule(LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
         )
+
+
+class _Batches:
+    """Batches as they are: Lightning takes a list for several loaders, and deals a ``DataLoader`` out again."""
+
+    def __init__(self, batches: list[list[dict[str, str]]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[dict[str, str]]]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
 
 _VERBS = {"train": "train", "val": "validate", "test": "test"}
