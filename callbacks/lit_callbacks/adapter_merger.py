@@ -89,13 +89,11 @@ def unsplit(model: Any, keep: bool) -> Any:
     if not keep:
         return None
     base = model.get_base_model() if is_peft(model) else model
-    # Adapters' own weights are unknown to the base's class and left out.
-    known = {name for name, _ in base.named_parameters(remove_duplicate=False)} | {
-        _name_in_base(name) for name in weights if ".base_layer." in name or ".original_module." in name
-    }
+    with torch.device("meta"):
+        known = type(base)(copy.deepcopy(base.config)).state_dict()
     own = {_name_in_base(name): weight for name, weight in weights.items() if _name_in_base(name) in known}
     whole = type(base).from_pretrained(None, config=copy.deepcopy(base.config), state_dict=own, dtype=base.dtype)
-    whole.generation_config = base.generation_config
+    whole.generation_config, whole.name_or_path = base.generation_config, base.name_or_path
     if not is_peft(model):
         return whole
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict

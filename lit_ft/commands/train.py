@@ -20,13 +20,14 @@ from lightning.pytorch.cli import (
     SaveConfigCallback,
 )
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.base_fingerprint import check_same_base
 from lit_ft.causal_lm import CausalLM
-from lit_ft.checkpoints_io import check_fit, saved_base, saved_shapes, saved_start, trainable_shapes
+from lit_ft.checkpoints_io import AnyCheckpointIO, check_fit, saved_base, saved_shapes, saved_start, trainable_shapes
 from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
@@ -167,6 +168,10 @@ class TrainingCLI(LightningCLI):
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder.checkpoints)
         kwargs["callbacks"] = self._with_defaults(callbacks) if self.subcommand == "fit" else callbacks
+        plugins = given.plugins if isinstance(given.plugins, list) else [given.plugins] if given.plugins else []
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins = [*plugins, AnyCheckpointIO()]
+        kwargs["plugins"] = plugins
         if given.logger is None or given.logger is True:
             loggers = [MetricsCSV(folder), TensorBoardLogger(folder.root, name="tensorboard", version="")]
             kwargs["logger"] = loggers if self.subcommand == "fit" else False
