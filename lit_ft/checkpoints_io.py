@@ -25,8 +25,9 @@ class AnyCheckpointIO(TorchCheckpointIO):
 
 
 def trainable_shapes(module: nn.Module) -> Shapes:
-    """Names and shapes of the weights that train, tied aliases included."""
-    return {n: tuple(p.shape) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    """Names and shapes of the weights that train, tied aliases included; whole shapes where ZeRO-3 has split them."""
+    trains = {n: p for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trains.items()}
 
 
 def shapes_of(state_dict: dict[str, Tensor]) -> Shapes:

@@ -29,7 +29,8 @@ def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
         head = part.get_output_embeddings() if isinstance(part, PreTrainedModel) else None
         for edge in (part if isinstance(part, nn.Embedding) else None, head):
             outer |= set() if edge is None else set(edge.parameters())
-    return {parameter for parameter in module.parameters() if parameter.ndim == 2} - outer
+    # ZeRO-3 leaves an empty vector in place of a weight, and its shape beside it.
+    return {p for p in module.parameters() if len(getattr(p, "ds_shape", p.shape)) == 2} - outer
 
 
 def configure_optimizers(

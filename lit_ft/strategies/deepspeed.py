@@ -1,0 +1,288 @@
+"""DeepSpeed's ZeRO, on CUDA and on CPU: each rank holds a share of optimiser state, gradients and weights."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.strategies as lightning_strategies
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.trainer.states import TrainerFn
+from lit_callbacks.gather import whole_weights
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from lit_ft import split_checkpoints
+from lit_ft.loading import load_config
+from lit_ft.strategies import zero_config, zero_state
+
+
+class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
+    """ZeRO: stage 1 splits optimiser state over the ranks, 2 gradients too, 3 weights too.
+
+    The numbers are those of one process, and checkpoints those of every other strategy. At stage 3 a base is split
+    while it is read. Every key of DeepSpeed's configuration can be given in ``config``, a JSON file or a mapping, in
+    place of all other arguments; ``"auto"`` in it is what the recipe says.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the arguments of Lightning's ``DeepSpeedStrategy``.
+
+        Args:
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Raises:
+            RecipeError: a package is missing, or ``config`` comes with other arguments that it takes the place of.
+        """
+        zero_config.check_packages()
+        zero_config.check_arguments(lightning_strategies.DeepSpeedStrategy, args, kwargs)
+        super().__init__(*args, **kwargs)
+        assert isinstance(self.config, dict)
+        self.config = zero_config.settled(self.config)
+        self._forward_redirection: Any = self._run_in_engine
+        self._has_gradients = True
+        self._order: list[list[nn.Parameter]] = []
+        """The optimiser's parameters, by group, before ZeRO lays each group out flat."""
+
+    # --- what is wrong with a recipe -------------------------------------------------------------
+
+    def check(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
+        """Find what DeepSpeed and the recipe disagree on, before processes are started and weights are loaded.
+
+        Args:
+            trainer: of the run.
+            module: what is trained.
+            datamodule: its data.
+
+        Raises:
+            RecipeError: it names both values.
+        """
+        assert isinstance(self.config, dict)
+        zero_config.check_recipe(self._given_config, trainer, datamodule)
+        zero_config.check_method(self.config, getattr(module, "peft", None))
+
+    def _configure_launcher(self) -> None:
+        # Before processes are started, so that what is wrong is said once.
+        assert isinstance(self.config, dict)
+        self._given_config = dict(self.config)
+        on_cpu = isinstance(self.accelerator, CPUAccelerator)
+        zero_config.check_devices(self.config, ranks=self.num_nodes * self.num_processes, on_cpu=on_cpu)
+        super()._configure_launcher()
+
+    # --- processes -------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Join the processes; Lightning's own refuses all devices but CUDA."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        self.check(trainer, self.lightning_module, trainer.datamodule)
+        if not isinstance(self.accelerator, CPUAccelerator):
+            super().setup_environment()
+            return
+        import deepspeed.ops
+
+        # Its shared-memory collectives would be compiled for a minute at the first start; gloo does without.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        assert self.parallel_devices is not None
+        self.parallel_devices = [torch.device("cpu", i) for i in range(len(self.parallel_devices))]
+        super(lightning_strategies.DeepSpeedStrategy, self).setup_environment()
+
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        # Lightning counts the micro-batches of a window, the ragged one at an epoch's end included, and divides by
+        # their number. The batch size is for DeepSpeed's throughput log only.
+        assert isinstance(self.config, dict)
+        assert self.lightning_module is not None
+        self.config = {key: value for key, value in self.config.items() if key not in zero_config.SET_BY_THE_RECIPE}
+        self.config["gradient_accumulation_steps"] = 1
+        self.config["train_micro_batch_size_per_gpu"] = 1
+        self.config["gradient_clipping"] = float(self.lightning_module.trainer.gradient_clip_val or 0)
+
+    # --- model -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Within it the model is built; at stage 3 a base is split as it is read, so that no rank holds it whole.
+
+        Drawn weights (``init: random``) and quantised ones are split after they are made.
+        """
+        self._init_config_if_needed()
+        module: Any = self.lightning_module
+        reads_dense = getattr(module, "init", "pretrained") == "pretrained" and not getattr(
+            module, "is_quantised", False
+        )
+        if not (self.zero_stage_3 and reads_dense):
+            yield
+            return
+        import torch._dynamo  # noqa: F401  # zero.Init patches Tensor.__new__, which its import does not survive
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+        # transformers keeps a weak reference to it, and splits all that it reads while it is there.
+        settings = HfDeepSpeedConfig(self._reading_config())
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            del settings
+
+    def _reading_config(self) -> dict[str, Any]:
+        """The configuration, with the dtype in which ``zero.Init`` makes weights: the base's, unless precision casts."""
+        assert isinstance(self.config, dict)
+        module: Any = self.lightning_module
+        if self.precision_plugin.precision != "32-true" or not hasattr(module, "base_dtype"):
+            return self.config
+        name = module.base_dtype
+        dtype = (load_config(module.pretrained).dtype or torch.float32) if name == "auto" else getattr(torch, name)
+        key = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+        return self.config if key is None else {**self.config, key: {"enabled": True}}
+
+    def setup(self, trainer: Trainer) -> None:
+        """Hand model and optimiser to DeepSpeed."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self._init_config_if_needed()
+        self.accelerator.setup(trainer)
+        if self.precision_plugin.precision != "32-true":  # which casts nothing, as under every other strategy
+            self.model = self.precision_plugin.convert_module(self.model)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        (self._initialize_deepspeed_train if is_fitting else self._initialize_deepspeed_inference)(self.model)
+        if self.zero_stage_3:
+            self._keep_head_whole()
+        self.barrier()
+
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        if optimizer is not None:
+            zero_config.check_optimizer(optimizer)
+            self._order = [list(group["params"]) for group in optimizer.param_groups]
+        return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+
+    def _keep_head_whole(self) -> None:
+        """Gather the head once in a step, not in each call of its own.
+
+        The loss calls the head chunk by chunk, more often on a rank with more tokens, and takes its gradient at once;
+        ranks that gather at different times would wait for each other forever.
+        """
+        module: Any = self.lightning_module
+        base = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
+        if base is None:
+            return
+        import deepspeed
+
+        decoder = getattr(base, base.base_model_prefix)
+        head = [base, *(part for child in base.children() if child is not decoder for part in child.modules())]
+        hooks = {id(h) for part in head for h in (part._forward_pre_hooks, part._forward_hooks)}
+        optimizer: Any = self.deepspeed_engine.optimizer
+        offload = getattr(optimizer, "parameter_offload", optimizer)
+        for handle in [*offload.forward_hooks, *offload.backward_hooks]:
+            if id(handle.hooks_dict_ref()) in hooks:
+                handle.remove()
+        for part in head:
+            for parameter in part.parameters(recurse=False):
+                deepspeed.zero.register_external_parameter(module, parameter)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _run_in_engine(self, engine: nn.Module, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the module as the engine's forward pass; in place of Lightning's forward redirection.
+
+        The step calls the module itself, and ZeRO's hooks would take that for another forward pass: they are set aside.
+        """
+        forward = module.forward
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            module.forward = forward  # type: ignore[method-assign]
+            hooks = module._forward_pre_hooks, module._forward_hooks
+            module._forward_pre_hooks, module._forward_hooks = type(hooks[0])(), type(hooks[1])()
+            try:
+                result = getattr(module, method)(*args, **kwargs)
+            finally:
+                module._forward_pre_hooks, module._forward_hooks = hooks
+            self._has_gradients = not (isinstance(result, Tensor) and result.is_leaf)
+            return result
+
+        module.forward = step  # type: ignore[method-assign]
+        try:
+            return engine(*args, **kwargs)
+        finally:
+            module.forward = forward  # type: ignore[method-assign]
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Lightning accumulates: it knows when an epoch ends within a window."""
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within an accumulation window, no optimiser step follows."""
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Differentiate, unless the micro-batch is empty, which it is on all ranks at once.
+
+        DeepSpeed would look for gradients to reduce, and count the micro-batch as one to which later ones are added.
+        """
+        if not self._has_gradients:
+            return closure_loss
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def clip_gradients_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float | None) -> None:
+        """DeepSpeed measures and clips by itself."""
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Take the step and log the gradient norm before clipping."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        self.lightning_module.log("train/grad_norm", float(self.deepspeed_engine.get_global_grad_norm()))
+        zero_state.forget_gradients(self.deepspeed_engine)
+        return result
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning hands the optimiser's saved state over; each rank takes its share of it."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights that train, whole, on rank 0: in fp32 where DeepSpeed keeps them so, whatever it computes in."""
+        assert self.lightning_module is not None
+        if self._order:
+            return zero_state.weights(self.lightning_module, keep=self.is_global_zero)
+        return whole_weights(self.lightning_module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimiser's state, whole, on rank 0, as it would be without ZeRO."""
+        return zero_state.optimizer_state(self.deepspeed_engine, self._order, keep=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take saved weights, each rank its share of them where they are split."""
+        assert self.lightning_module is not None
+        zero_state.load_weights(self.lightning_module, checkpoint["state_dict"], self.deepspeed_engine)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take each rank's share of saved optimiser states."""
+        zero_state.load_optimizer_state(self.deepspeed_engine, self._order, checkpoint["optimizer_states"][0])
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write one file, which resumes under any strategy on any number of ranks."""
+        path = self.broadcast(filepath)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any strategy; of a file, each rank takes only its share into memory."""
+        path = Path(self.broadcast(checkpoint_path))
+        if split_checkpoints.is_folder_of_shares(path):
+            return split_checkpoints.read_whole(path)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -1,0 +1,187 @@
+"""Weights and optimiser states out of ZeRO's flat partitions, and back: whole tensors, as without ZeRO.
+
+Words: ZeRO lays the weights of a parameter group end to end and gives each rank a *partition* of them, in fp32 whatever
+the model computes in; a *piece* is what of a parameter lies in this rank's partition.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lit_ft.errors import RecipeError
+
+Order = Sequence[Sequence[nn.Parameter]]
+"""The parameters of each group of the optimiser, as it was made; states are numbered in this order."""
+
+
+class Piece(NamedTuple):
+    """What of a parameter lies in this rank's partition."""
+
+    partition: Tensor
+    """The partition, flat, fp32."""
+    start: int
+    """Where the piece begins in the partition."""
+    first: int
+    """Which of the parameter's weights, laid out flat, is its first; past their end where it is padding only."""
+    numel: int
+    """Its length, padding included; 0 where this rank has nothing of the parameter."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What of a tensor like the parameter belongs to the piece, with 0 as padding."""
+        flat = whole.flatten()[self.first : self.first + self.numel]
+        return pad(flat, (0, self.numel - len(flat)))
+
+    def within(self, flat: Tensor) -> Tensor:
+        """The piece in a tensor that is laid out as the partition is."""
+        return flat.narrow(0, self.start, self.numel)
+
+
+def forget_gradients(engine: Any) -> None:
+    """Zero stage 3's gradient buffer after a step.
+
+    A step's first micro-batch overwrites it and later ones add to it, so that a parameter that the first does not use
+    would get the last step's gradient again.
+    """
+    if (buffer := getattr(engine.optimizer, "grad_partitions_flat_buffer", None)) is not None:
+        buffer.zero_()
+
+
+# --- whole states, for checkpoints -----------------------------------------------------------------
+
+
+def weights(module: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """The weights that train, whole, on the CPU, in fp32; a collective. ``{}`` on ranks that do not ``keep`` them."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            whole = safe_get_full_fp32_param(parameter)
+            if keep:
+                found[name] = whole.cpu()
+    return found
+
+
+def optimizer_state(engine: Any, order: Order, keep: bool) -> dict[str, Any]:
+    """The optimiser's ``state_dict`` as it would be without ZeRO; a collective. ``{}`` on ranks that do not keep it."""
+    states: dict[int, dict[str, Any]] = {}
+    if _is_on_disk(engine):
+        rank_zero_warn(
+            "optimizer states on NVMe are not saved: a run that resumes from the checkpoint starts them anew"
+        )
+        order = []
+    for index, (parameter, piece) in enumerate(_pieces(engine, order)):
+        state = {}
+        for key, value in engine.basic_optimizer.state[piece.partition].items():
+            if not isinstance(value, Tensor):
+                state[key] = value
+            elif value.shape != piece.partition.shape:  # Adam's count of steps
+                state[key] = value.detach().cpu().clone()
+            else:
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                whole = _put_together(piece, value, torch.zeros(shape, dtype=value.dtype, device=engine.device))
+                state[key] = whole.cpu() if keep else None
+        if state:
+            states[index] = state
+    return {"state": states, "param_groups": _numbered(engine, order)} if keep else {}
+
+
+def _put_together(piece: Piece, laid_out: Tensor, whole: Tensor) -> Tensor:
+    """Fill a tensor with the pieces of all ranks, on rank 0."""
+    # DeepSpeed's safe_get_full_optimizer_state knows the first parameter group only, at stages 1 and 2.
+    here = whole.flatten()[piece.first : piece.first + piece.numel]
+    here.copy_(piece.within(laid_out)[: len(here)])
+    dist.reduce(whole, dst=0)
+    return whole
+
+
+def _numbered(engine: Any, order: Order) -> list[dict[str, Any]]:
+    numbers = iter(range(sum(map(len, order))))
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [next(numbers) for _ in parameters],
+        }
+        for group, parameters in zip(engine.basic_optimizer.param_groups, order, strict=False)
+    ]
+
+
+# --- and back ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: Any) -> None:
+    """Put whole weights into the model and, where it trains, into this rank's partition; a collective."""
+    import deepspeed
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    own = dict(module.named_parameters(remove_duplicate=False))
+    trains = engine.basic_optimizer is not None
+    for name, whole in saved.items():
+        parameter: Any = own[name]
+        if not hasattr(parameter, "ds_id"):
+            parameter.copy_(whole)
+            if trains:
+                safe_set_full_fp32_param(parameter, whole.float())
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(whole)
+        if trains:
+            numel, rank = parameter.partition_numel(), parameter.ds_zero_partition_rank
+            piece = Piece(parameter, 0, numel * rank, numel)
+            safe_set_local_fp32_param(parameter, piece.of(whole.float()))
+    if (forget := getattr(engine.optimizer, "invalidate_secondary_tensor", None)) is not None:
+        forget()  # ZeRO++'s second copies
+
+
+def load_optimizer_state(engine: Any, order: Order, saved: Mapping[str, Any]) -> None:
+    """Lay a whole optimiser state out as this rank's partitions are, and give it to the optimiser."""
+    if _is_on_disk(engine) and saved["state"]:
+        raise RecipeError(
+            "a run cannot be resumed with optimizer states on NVMe (offload_optimizer_device=nvme); offload to cpu"
+        )
+    optimizer = engine.basic_optimizer
+    flat: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+    for index, (parameter, piece) in enumerate(_pieces(engine, order)):
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        for key, value in saved["state"].get(index, {}).items():
+            is_per_weight = isinstance(value, Tensor) and value.shape == shape and value.dim() > 0
+            if not is_per_weight:
+                flat[piece.partition][key] = value
+                continue
+            if key not in flat[piece.partition]:
+                flat[piece.partition][key] = torch.zeros_like(piece.partition, dtype=value.dtype)
+            piece.within(flat[piece.partition][key]).copy_(piece.of(value))
+    for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in settings.items() if key != "params"})
+    for partition, state in flat.items():
+        optimizer.state[partition] = {
+            key: value.to(partition.device) if key != "step" else value for key, value in state.items()
+        }
+
+
+def _pieces(engine: Any, order: Order) -> Iterator[tuple[Any, Piece]]:
+    zero = engine.optimizer
+    for group, parameters in enumerate(order):
+        for parameter in parameters:
+            p: Any = parameter
+            if hasattr(p, "ds_id"):
+                part, start, numel = zero.grad_position[zero.get_param_id(p)]
+                yield p, Piece(zero.fp32_partitioned_groups_flat[part], start, numel * p.ds_zero_partition_rank, numel)
+                continue
+            partition = engine.basic_optimizer.param_groups[group]["params"][0]
+            if (mapping := p._hp_mapping) is None:
+                yield p, Piece(partition, 0, 0, 0)
+            else:
+                there, here = mapping.hp_fragment_address, mapping.lp_fragment_address
+                yield p, Piece(partition, there.start, here.start, here.numel)
+
+
+def _is_on_disk(engine: Any) -> bool:
+    return bool(getattr(engine.optimizer, "swap_optimizer", False))
