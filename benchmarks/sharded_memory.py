@@ -3,7 +3,8 @@
     python -m benchmarks.sharded_memory --strategies ddp,fsdp,deepspeed_zero3
 
 Full fine-tuning with AdamW of a model with random weights, one short row a step, on two processes of this machine.
-Memory is the process's own (``RssAnon`` and ``RssShmem``): pages of mapped weight files come on top while there is room.
+Memory is the process's own (``RssAnon`` and ``RssShmem``): pages of mapped weight files come on top while there is
+room.
 """
 
 import argparse

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import make_tokenizer, methods
 from lit_callbacks.adapter_merger import save_merged
+from lit_callbacks.gather import whole_weights
 from peft.tuners.lora.config import BdLoraConfig, CordaConfig, VeloraConfig
 from peft.utils.integrations import dequantize_module_weight
 from ranks import on_ranks
@@ -23,6 +24,7 @@ from lit_ft.bottleneck import BottleneckConfig
 from lit_ft.checkpoints_io import saved_start
 from lit_ft.cli import main
 from lit_ft.rows import lay_end_to_end
+from lit_ft.strategies import FSDPStrategy
 
 CAUSAL = {"task_type": "CAUSAL_LM"}
 LAYERS = {"target_modules": ["q_proj", "v_proj"]}
@@ -90,6 +92,12 @@ METHODS: dict[str, peft.PeftConfig] = {
     "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=5, **CAUSAL),
 }
 UNMERGEABLE = ("bottleneck", "LLaMA-Adapter", "prompt tuning", "P-tuning", "prefix tuning")
+NOT_IN_SHARDS = {
+    **dict.fromkeys(("AdaLoRA", "KaSA"), "looks at whole weights between passes"),
+    **dict.fromkeys(("TinyLoRA", "UniLoRA", "VB-LoRA"), "shares weights between layers"),
+    "OSF": "projects gradients of whole weights",
+    "prefix tuning": "runs sample by sample",
+}
 DRAWS_NOISE = ("PVeRA",)
 """While training, and other noise on other ranks."""
 NOT_ON_QUANTISED = {
@@ -218,6 +226,35 @@ def test_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, write
                 torch.testing.assert_close(two[0][method][name], weight, atol=1e-4, rtol=1e-3, msg=f"{method}: {name}")
             assert torch.equal(two[0][method][name], two[1][method][name]), (method, name)
         note(method, ddp="runs")
+
+
+def weights_of_all_in_shards(make_trainer: Any, model_folder: str, data: str) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for method in set(METHODS) - set(NOT_IN_SHARDS):
+        os.environ["PL_GLOBAL_SEED"] = "3"
+        module = CausalLM(model_folder, peft=METHODS[method], optimizer=adamw)
+        options = {"max_steps": 4, "strategy": FSDPStrategy(), "devices": 2, "use_distributed_sampler": False}
+        make_trainer(**options).fit(module, TextDataModule(data, packing=128, max_length=96))
+        found[method] = whole_weights(module, lambda _, p: p.requires_grad)
+    return found
+
+
+@pytest.mark.processes
+def test_shards_on_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    data = write_rows(count=24)
+    two = on_ranks(2, weights_of_all_in_shards, make_trainer, model_folder, data)
+    for method in METHODS:
+        if method in NOT_IN_SHARDS:
+            with pytest.raises(RecipeError, match=NOT_IN_SHARDS[method]):
+                FSDPStrategy().check(make_trainer(), CausalLM(model_folder, peft=METHODS[method]))
+            note(method, fsdp=f"refused: {NOT_IN_SHARDS[method]}")
+            continue
+        one = weights_after(make_trainer, model_folder, data, method, accumulate_grad_batches=2)
+        for name, weight in one.items():
+            if method not in DRAWS_NOISE:
+                torch.testing.assert_close(two[0][method][name], weight, atol=1e-4, rtol=1e-3, msg=f"{method}: {name}")
+            assert torch.equal(two[0][method][name], two[1][method][name]), (method, name)
+        note(method, fsdp="runs")
 
 
 @pytest.mark.parametrize("method", ["prompt tuning", "P-tuning", "prefix tuning"])

@@ -73,6 +73,18 @@ class FSDPStrategy(ModelParallelStrategy):
         self.save_in_shares = save_distributed_checkpoint
         self.shard_mesh: DeviceMesh | None = None
 
+    def check(self, trainer: Trainer, module: nn.Module, datamodule: Any = None) -> None:
+        """Find what cannot be sharded before weights are read.
+
+        Raises:
+            RecipeError: it names the method.
+        """
+        if (peft := getattr(module, "peft", None)) is None:
+            return
+        method = "kasa_config" if getattr(peft, "kasa_config", None) is not None else peft.peft_type.value
+        if (reason := _NOT_IN_SHARDS.get(method)) is not None:
+            raise RecipeError(f"model.peft: {method} {reason} under FSDP; take ddp, or another method")
+
     # --- processes and mesh ----------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
@@ -116,6 +128,7 @@ class FSDPStrategy(ModelParallelStrategy):
         """Shard the model, then make the optimiser of its shards."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        self.check(trainer, self.lightning_module)
         self.accelerator.setup(trainer)
         self.model = self.lightning_module
         if not isinstance(self.model, FSDPModule):
@@ -243,6 +256,17 @@ class FSDPStrategy(ModelParallelStrategy):
             [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
             for optimizer in self.optimizers
         ]
+
+
+_OUTSIDE = "looks at whole weights between passes, which no rank has"
+_SHARED = "shares weights between layers, which are sharded apart"
+_NOT_IN_SHARDS = {
+    **dict.fromkeys(("ADALORA", "kasa_config"), _OUTSIDE),
+    **dict.fromkeys(("TINYLORA", "UNILORA", "VBLORA"), _SHARED),
+    "OSF": "projects gradients of whole weights, and would train something else",
+    "PREFIX_TUNING": "runs sample by sample, and ranks have different numbers of samples",
+}
+"""Tuning methods that fail, hang or compute something else on shards (tests/test_methods.py)."""
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
