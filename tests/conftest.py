@@ -55,31 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if path := session.config.getoption("--methods"):
-        columns = (
-            "config",
-            "trains",
-            "packing",
-            "merge",
-            "resume",
-            "ddp",
-            "fsdp",
-            "gradient checkpointing",
-            "bf16",
-            "quantised",
-        )
-        heads = (
-            "method",
-            "config",
-            "weights trained",
-            "packed rows",
-            "merge",
-            "resume",
-            "DDP",
-            "FSDP",
-            *columns[7:9],
-            "NF4 base",
-        )
-        lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+        heads = "method | config | weights trained | packed rows | merge | resume | DDP | FSDP | gradient checkpointing"
+        heads += " | bf16 | NF4 base"
+        columns = ("config", "trains", "packing", "merge", "resume", "ddp", "fsdp", "gradient checkpointing", "bf16")
+        columns += ("quantised",)
+        lines = [f"| {heads} |", "|" + "---|" * (len(columns) + 1)]
         lines += [f"| {name} | {' | '.join(row.get(c, '') for c in columns)} |" for name, row in methods.items()]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
     if not (path := session.config.getoption("--numerics")):

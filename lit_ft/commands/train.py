@@ -218,6 +218,8 @@ class TrainingCLI(LightningCLI):
         self._check("predict")
 
     def _check(self, stage: str) -> None:
+        if (check := getattr(self.trainer.strategy, "check", None)) is not None:
+            check(self.trainer, self.model, self.datamodule)
         if isinstance(self.model, CausalLM):
             if self.options.ckpt_path is not None:
                 self.model.start = saved_start(self.options.ckpt_path)
