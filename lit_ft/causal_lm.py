@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft import adapter_start, embeddings, loading, method_calls, process, prompt_learning, quantisation
+from lit_ft import (
+    activation_checkpointing,
+    adapter_start,
+    embeddings,
+    loading,
+    method_calls,
+    process,
+    prompt_learning,
+    quantisation,
+)
 from lit_ft.adapter_start import Start
 from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, write_fingerprint
 from lit_ft.checkpoints_io import check_fit, shapes_of, trainable_shapes
@@ -56,7 +65,7 @@ class CausalLM(ScheduleFreeModule):
         trainable: list[str] | None = None,
         lr_factors: dict[str, float] | None = None,
         quantization: QuantizationConfigMixin | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["selective"] = False,
         init_rows: int = 64,
         neftune_alpha: float | None = None,
         max_new_tokens: int = 256,
@@ -80,7 +89,8 @@ class CausalLM(ScheduleFreeModule):
             lr_factors: factors on the learning rate, by regular expressions for names of weights; the first that
                 matches counts. {lora_B: 16} is LoRA+ (Hayou et al. 2024, arXiv:2402.12354).
             quantization: quantise the frozen base while reading it, a transformers config by class_path.
-            gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+            gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time;
+                selective keeps the results of matrix products and attention: some more memory, little more time.
             init_rows: micro-batches of training data that inits of LoRA look at (EVA, CorDA, LoRA-GA).
             neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
             max_new_tokens: longest answer of `predict`, in tokens.
@@ -186,7 +196,7 @@ class CausalLM(ScheduleFreeModule):
         if self.added_ids:
             embeddings.make_room(base, self.tokenizer, len(self.added_ids))
         if self.gradient_checkpointing:
-            base.gradient_checkpointing_enable({"use_reentrant": False})
+            base.gradient_checkpointing_enable(activation_checkpointing.options(self.gradient_checkpointing))
         self.model, self._head = base, loading.head_of(base)
         self.model = self._adapted(base)
         self._fp32_buffers = {n: b.clone() for n, b in self.model.named_buffers() if b.dtype == torch.float32}

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from conftest import record_difference
+from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.gather import whole_weights
 from peft import LoraConfig
 from ranks import on_ranks
 from safetensors.torch import load_file
+from transformers import BitsAndBytesConfig
 
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.checkpoints_io import AnyCheckpointIO
@@ -22,10 +24,10 @@ pytestmark = pytest.mark.processes
 STRATEGIES: dict[str, tuple[int, Any]] = {
     "ddp": (2, lambda: "ddp"),
     "fsdp": (2, FSDPStrategy),
-    "fsdp, gathered once": (2, lambda: FSDPStrategy(reshard_after_forward=False)),
-    "fsdp, synced": (2, lambda: FSDPStrategy(sync_each_micro_batch=True)),
-    "fsdp, offloaded": (2, lambda: FSDPStrategy(cpu_offload=True)),
-    "fsdp, hybrid": (4, lambda: FSDPStrategy(shard_size=2)),
+    "fsdp-gathered_once": (2, lambda: FSDPStrategy(reshard_after_forward=False)),
+    "fsdp-synced": (2, lambda: FSDPStrategy(sync_each_micro_batch=True)),
+    "fsdp-offloaded": (2, lambda: FSDPStrategy(cpu_offload=True)),
+    "fsdp-hybrid": (4, lambda: FSDPStrategy(shard_size=2)),
 }
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 
@@ -47,7 +49,7 @@ class Record(Callback):
 
 
 def fit(
-    make_trainer: Any, model_folder: str, data: str, how: dict[str, Any], strategy: str = "one process"
+    make_trainer: Any, model_folder: str, data: str, how: dict[str, Any], strategy: str = "one_process"
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Losses, norms and final weights of six steps: 21 rows in windows of 8, the last of an epoch ragged."""
     os.environ["PL_GLOBAL_SEED"] = "3"
@@ -92,11 +94,7 @@ def test_same_numbers(make_trainer: Any, model_folder: str, write_rows: Any, str
         STRATEGIES[strategy][0], fit, make_trainer, model_folder, data, WAYS[way], strategy, timeout=100
     ):
         assert len(steps) == 6
-        for got, wanted in zip(steps, one, strict=True):
-            assert got == pytest.approx(wanted, rel=1e-5)
-        assert found.keys() == weights.keys()
-        for name, weight in weights.items():
-            torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+        assert_same(steps, found, one, weights, 1e-5)
 
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -125,12 +123,12 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 MOVES = [
     ("fsdp", "fsdp"),
-    ("fsdp", "one process"),
-    ("one process", "fsdp"),
+    ("fsdp", "one_process"),
+    ("one_process", "fsdp"),
     ("fsdp", "ddp"),
     ("ddp", "fsdp"),
-    ("fsdp", "fsdp, hybrid"),
-    ("fsdp, hybrid", "fsdp, offloaded"),
+    ("fsdp", "fsdp-hybrid"),
+    ("fsdp-hybrid", "fsdp-offloaded"),
 ]
 
 
@@ -149,13 +147,10 @@ def test_a_run_goes_on_under_another_strategy(
         STRATEGIES.get(after, (1,))[0], fit, make_trainer, model_folder, data, rest, after, timeout=100
     ):
         assert len(steps) == 3
-        for got, wanted in zip(steps, whole[3:], strict=True):
-            assert got == pytest.approx(wanted, rel=1e-4)
-        for name, weight in weights.items():
-            torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-4, msg=name)
+        assert_same(steps, found, whole[3:], weights, 1e-4)
 
 
-@pytest.mark.parametrize(("before", "after"), [("ddp", "one process"), ("one process", "fsdp, hybrid")])
+@pytest.mark.parametrize(("before", "after"), [("ddp", "one_process"), ("one_process", "fsdp-hybrid")])
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, before: str, after: str
 ) -> None:
@@ -168,10 +163,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
         STRATEGIES.get(after, (1,))[0], fit, make_trainer, model_folder, data, rest, after, timeout=100
     ):
         assert len(steps) == 8
-        for got, wanted in zip(steps, whole[2:], strict=True):
-            assert got == pytest.approx(wanted, rel=1e-4)
-        for name, weight in weights.items():
-            torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=1e-4, msg=name)
+        assert_same(steps, found, whole[2:], weights, 1e-4)
 
 
 def test_a_place_within_the_new_steps_is_refused(
@@ -220,3 +212,51 @@ def test_adapter_and_merged_model_are_those_of_ddp(
         assert got.keys() == wanted.keys()
         for name, weight in wanted.items():
             torch.testing.assert_close(got[name], weight, atol=1e-6, rtol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+def test_quantised_base_in_shards(make_trainer: Any, model_folder: str, write_rows: Any, storage: str) -> None:
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_quant_storage=storage,
+    )
+    data, how = write_rows(count=21), {"model": {"peft": LORA, "quantization": nf4}}
+    one, weights = fit(make_trainer, model_folder, data, how)
+    for steps, found in on_ranks(2, fit, make_trainer, model_folder, data, how, "fsdp", timeout=100):
+        assert_same(steps, found, one, weights, 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["one_process", "fsdp"])
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_selective_checkpointing_changes_no_number(
+    make_trainer: Any, model_folder: str, write_rows: Any, strategy: str, peft: Any
+) -> None:
+    data = write_rows(count=21)
+    one, weights = fit(make_trainer, model_folder, data, {"model": {"peft": peft}})
+    how = {"model": {"peft": peft, "gradient_checkpointing": "selective"}}
+    world = STRATEGIES.get(strategy, (1,))[0]
+    for steps, found in on_ranks(world, fit, make_trainer, model_folder, data, how, strategy, timeout=100):
+        assert_same(steps, found, one, weights, 1e-5)
+
+
+@pytest.mark.parametrize(("shard_size", "devices"), [(3, 4), (0, 2), (8, 4)])
+def test_impossible_meshes_are_refused(shard_size: int, devices: int) -> None:
+    with pytest.raises(RecipeError, match=rf"shard_size={shard_size} must divide the {devices} ranks"):
+        Trainer(accelerator="cpu", devices=devices, strategy=FSDPStrategy(shard_size=shard_size), logger=False)
+
+
+def assert_same(steps: Any, found: Any, wanted: Any, weights: Any, tolerance: float) -> None:
+    """Compare losses and norms of steps, and final weights."""
+    assert len(steps) == len(wanted)
+    for got, want in zip(steps, wanted, strict=True):
+        assert got == pytest.approx(want, rel=tolerance)
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, atol=tolerance, rtol=tolerance, msg=name)
+    record_difference(
+        [(got[0], want[0]) for got, want in zip(steps, wanted, strict=True)],
+        [(found[name], weight) for name, weight in weights.items()],
+    )

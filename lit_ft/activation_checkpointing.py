@@ -1,0 +1,34 @@
+"""Which activations a layer keeps for its backward pass; the others are computed again."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+Checkpointing = bool | Literal["selective"]
+
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+def options(checkpointing: Checkpointing) -> dict[str, Any]:
+    """What transformers' ``gradient_checkpointing_enable`` hands on to ``torch.utils.checkpoint``.
+
+    ``selective`` keeps the results of matrix products and attention, which are dear, and computes norms, rotations and
+    activations again, which are cheap and as large (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
+    """
+    if checkpointing != "selective":
+        return {"use_reentrant": False}
+    return {"use_reentrant": False, "context_fn": _keep_products()}
+
+
+def _keep_products() -> Callable[[], Any]:
+    operations = [getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION)]
+    return partial(create_selective_checkpoint_contexts, operations)
