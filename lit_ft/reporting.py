@@ -20,6 +20,9 @@ from lit_ft.data.streaming import StreamLoader
 from lit_ft.run_folder import RunFolder
 
 
+MIB = 2**20
+
+
 class RunReport(Callback):
     """One line about what is trained when training starts, one about what came of it when it ends."""
 
@@ -63,6 +66,8 @@ class RunReport(Callback):
         loss = trainer.callback_metrics.get("train/loss")
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
         seconds = time.perf_counter() - self._started
+        if line := describe_checkpoint(trainer, pl_module):
+            rank_zero_info(line)
         rank_zero_info(f"done: {trainer.global_step:,} optimiser steps in {seconds:.0f} s{ending}; see {self.run.root}")
         module: Any = pl_module
         if self.run.merged.exists() or prompt_learning.method_of(getattr(module, "model", None)):
@@ -99,6 +104,17 @@ def describe_model(module: CausalLM) -> str:
         f"{method} of {module.pretrained}{start}: {count:,} of {total:,} parameters ({count / total:.2%}), {dtypes}, "
         f"attention {module.base_model.config._attn_implementation}"
     )
+
+
+def describe_checkpoint(trainer: Trainer, module: LightningModule) -> str | None:
+    """The newest checkpoint's size beside that of what trains; None where none was written."""
+    path = Path(getattr(trainer.checkpoint_callback, "last_model_path", None) or "")
+    if not path.name or not path.exists():
+        return None
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    weights = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return f"checkpoint: {path}, {size / MIB:,.1f} MiB; the weights that train are {weights / MIB:,.1f} MiB of it"
 
 
 def describe_metrics(trainer: Trainer) -> str:

@@ -101,6 +101,22 @@ def test_a_run_leaves_what_the_readme_says(
     assert "holds a run already" in run(capsys, *arguments, *options, code=2)
 
 
+def test_a_checkpoint_is_as_large_as_what_trains(
+    capsys: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=2)
+    arguments += ["--model.peft.target_modules", "all-linear", "--model.peft.r", "16", "--optimizer", "torch.optim.AdamW"]
+    run(capsys, *arguments, "--run_dir", str(tmp_path / "run"))
+    file = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(file, weights_only=True)
+    states = [value for state in checkpoint["optimizer_states"][0]["state"].values() for value in state.values()]
+    wanted = sum(t.numel() * t.element_size() for t in (*checkpoint["state_dict"].values(), *states))
+    assert wanted > 400_000
+    assert file.stat().st_size < 1.2 * wanted  # the base would be a third more, on a model as small as this one
+    assert f"checkpoint: {file}, {file.stat().st_size / 2**20:.1f} MiB; the weights that train are" in caplog.text
+
+
 def test_the_saved_config_runs_again(capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     run(capsys, *recipe(tmp_path, model_folder, write_rows(), max_steps=2), "--run_dir", str(first))
