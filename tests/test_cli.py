@@ -112,8 +112,8 @@ def test_a_checkpoint_is_as_large_as_what_trains(
     checkpoint = torch.load(file, weights_only=True)
     states = [value for state in checkpoint["optimizer_states"][0]["state"].values() for value in state.values()]
     wanted = sum(t.numel() * t.element_size() for t in (*checkpoint["state_dict"].values(), *states))
-    assert wanted > 400_000
-    assert file.stat().st_size < 1.2 * wanted  # the base would be a third more, on a model as small as this one
+    assert wanted > 250_000
+    assert file.stat().st_size < 1.2 * wanted  # the base would be as much again
     assert f"checkpoint: {file}, {file.stat().st_size / 2**20:.1f} MiB; the weights that train are" in caplog.text
 
 
