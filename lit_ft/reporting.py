@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.gather import whole_numel
 from transformers.utils.logging import disable_progress_bar
 
 from lit_ft import prompt_learning
@@ -18,7 +19,6 @@ from lit_ft.causal_lm import CausalLM
 from lit_ft.data.batching import RowLoader
 from lit_ft.data.streaming import StreamLoader
 from lit_ft.run_folder import RunFolder
-
 
 MIB = 2**20
 
@@ -96,7 +96,7 @@ def describe_model(module: CausalLM) -> str:
     assert model is not None
     parameters = list(model.parameters())
     trainable = [p for p in parameters if p.requires_grad]
-    count, total = sum(p.numel() for p in trainable), sum(p.numel() for p in parameters)
+    count, total = sum(map(whole_numel, trainable)), sum(map(whole_numel, parameters))
     method = "all weights" if module.peft is None else module.peft.peft_type.value
     dtypes = " + ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
     start = "" if module.init == "pretrained" else " (random weights)"
@@ -113,7 +113,7 @@ def describe_checkpoint(trainer: Trainer, module: LightningModule) -> str | None
         return None
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    weights = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    weights = sum(whole_numel(p) * p.element_size() for p in module.parameters() if p.requires_grad)
     return f"checkpoint: {path}, {size / MIB:,.1f} MiB; the weights that train are {weights / MIB:,.1f} MiB of it"
 
 

@@ -26,6 +26,11 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def whole_numel(parameter: Tensor) -> int:
+    """How many weights a parameter has, those on other ranks included."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def whole_weights(module: nn.Module, wanted: Wanted = lambda *_: True, keep: bool = True) -> dict[str, Tensor]:
     """A module's parameters by name, whole, on the CPU; one at a time, so that no rank holds more than it keeps.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         self.config = zero_config.settled(self.config)
         self._forward_redirection: Any = self._run_in_engine
-        self._has_gradients = True
+        self._is_in_step, self._has_gradients = False, True
         self._order: list[list[nn.Parameter]] = []
         """The optimiser's parameters, by group, before ZeRO lays each group out flat."""
 
@@ -63,7 +64,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """
         assert isinstance(self.config, dict)
         zero_config.check_recipe(self._given_config, trainer, datamodule)
-        zero_config.check_method(self.config, getattr(module, "peft", None))
+        zero_config.check_method(zero_config.stage_of(self.config), module)
 
     def _configure_launcher(self) -> None:
         # Before processes are started, so that what is wrong is said once.
@@ -129,7 +130,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             del settings
 
     def _reading_config(self) -> dict[str, Any]:
-        """The configuration, with the dtype in which ``zero.Init`` makes weights: the base's, unless precision casts."""
+        """The configuration with the dtype that ``zero.Init`` gives weights: the base's own, unless precision casts."""
         assert isinstance(self.config, dict)
         module: Any = self.lightning_module
         if self.precision_plugin.precision != "32-true" or not hasattr(module, "base_dtype"):
@@ -154,6 +155,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         (self._initialize_deepspeed_train if is_fitting else self._initialize_deepspeed_inference)(self.model)
         if self.zero_stage_3:
             self._keep_head_whole()
+            module: Any = self.lightning_module
+            if hasattr(module, "answer"):  # callbacks call it outside of any step
+                module.answer = partial(self._run_in_engine, self.model, module, partial(type(module).answer, module))
         self.barrier()
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
@@ -188,29 +192,33 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def _run_in_engine(self, engine: nn.Module, module: LightningModule, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the module as the engine's forward pass; in place of Lightning's forward redirection.
+    def _run_in_engine(self, engine: nn.Module, module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the module, by name or as it is, as the engine's forward pass.
 
-        The step calls the module itself, and ZeRO's hooks would take that for another forward pass: they are set aside.
+        It takes the place of Lightning's forward redirection. A step calls the module itself, and ZeRO's hooks would
+        take that for another forward pass: they are set aside meanwhile.
         """
+        call = getattr(module, step) if isinstance(step, str) else step
+        if self._is_in_step:
+            return call(*args, **kwargs)
         forward = module.forward
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def inner(*args: Any, **kwargs: Any) -> Any:
             module.forward = forward  # type: ignore[method-assign]
             hooks = module._forward_pre_hooks, module._forward_hooks
             module._forward_pre_hooks, module._forward_hooks = type(hooks[0])(), type(hooks[1])()
             try:
-                result = getattr(module, method)(*args, **kwargs)
+                result = call(*args, **kwargs)
             finally:
                 module._forward_pre_hooks, module._forward_hooks = hooks
             self._has_gradients = not (isinstance(result, Tensor) and result.is_leaf)
             return result
 
-        module.forward = step  # type: ignore[method-assign]
+        module.forward, self._is_in_step = inner, True  # type: ignore[method-assign]
         try:
             return engine(*args, **kwargs)
         finally:
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward, self._is_in_step = forward, False  # type: ignore[method-assign]
 
     @property
     def handles_gradient_accumulation(self) -> bool:

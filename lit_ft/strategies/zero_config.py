@@ -9,7 +9,6 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from peft import PeftConfig
 from torch.optim import Optimizer
 
 from lit_ft.adapter_start import init_of, needs_start
@@ -34,7 +33,13 @@ _NOT_PER_WEIGHT = {
     "SplitOptimizer": "looks at whole matrices",
     "GaLoreAdamW": "looks at whole matrices",
 }
-_METHODS_THAT_READ_GRADIENTS = ("ADALORA",)
+SPLIT_METHODS = """
+LoraConfig LoKrConfig IA3Config OFTConfig BOFTConfig VeraConfig PveraConfig FourierFTConfig HRAConfig MissConfig
+RandLoraConfig UniLoraConfig VBLoRAConfig GraloraConfig GloraConfig HiraConfig PsoftConfig PeanutConfig RoadConfig
+ShiraConfig C3AConfig WaveFTConfig BeftConfig BottleneckConfig AdaptionPromptConfig PromptTuningConfig
+PromptEncoderConfig
+"""
+"""Tuning methods that compute the same at stage 3. Of the others most fail, and DeLoRA computes something else."""
 
 
 def check_packages() -> None:
@@ -202,25 +207,43 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def check_method(config: Mapping[str, Any], peft: PeftConfig | None) -> None:
+def check_method(stage: int, module: Any) -> None:
     """Refuse tuning methods that ZeRO leaves without what they look at.
+
+    Args:
+        stage: ZeRO's.
+        module: ``CausalLM`` or another module with a ``peft`` config; nothing is asked of any other.
 
     Raises:
         RecipeError: it names stage and method.
     """
+    peft = getattr(module, "peft", None)
     if peft is None:
         return
-    method, stage = type(peft).__name__, stage_of(config)
-    if peft.peft_type is not None and peft.peft_type.value in _METHODS_THAT_READ_GRADIENTS:
+    method = type(peft).__name__
+    if method == "AdaLoraConfig":
         raise RecipeError(
             f"model.peft={method} weighs its ranks by gradients, which ZeRO (stage={stage}) has given away by then; "
             "take another method, or trainer.strategy=ddp"
         )
-    if stage == 3 and needs_start(peft):
-        raise RecipeError(
-            f"model.peft={method} with init_lora_weights={init_of(peft)!r} starts from whole weights, which no "
-            "rank has with stage=3; set stage to 2, or init_lora_weights to true"
-        )
+    if stage < 3:
+        return
+    tokens = getattr(peft, "trainable_token_indices", None) or [
+        *getattr(module, "added_tokens", []),
+        *getattr(module, "added_special_tokens", []),
+    ]
+    if needs_start(peft) or getattr(peft, "kasa_config", None) is not None:
+        what = f"model.peft={method} with init_lora_weights={init_of(peft) or 'KaSA'!r}"
+    elif tokens:
+        what = f"model.peft={method} with added or trainable tokens ({tokens[:3]})"
+    elif method not in SPLIT_METHODS.split():
+        what = f"model.peft={method}"
+    else:
+        return
+    raise RecipeError(
+        f"{what} and trainer.strategy stage=3: it needs whole weights when it starts, and no rank has them, or nobody "
+        "has tried; set stage to 2, or take lit_ft.strategies.FSDPStrategy or another method"
+    )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
