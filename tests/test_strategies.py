@@ -1,6 +1,7 @@
 """Every strategy computes what one process computes."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import BitsAndBytesConfig
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.strategies import FSDPStrategy
+from lit_ft.strategies.fsdp import check_optimizer
 
 pytestmark = pytest.mark.processes
 
@@ -248,14 +250,43 @@ def test_impossible_meshes_are_refused(shard_size: int, devices: int) -> None:
         Trainer(accelerator="cpu", devices=devices, strategy=FSDPStrategy(shard_size=shard_size), logger=False)
 
 
-def assert_same(steps: Any, found: Any, wanted: Any, weights: Any, tolerance: float) -> None:
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, fused=True),
+    "Adam": partial(torch.optim.Adam, lr=1e-2, eps=1e-4, weight_decay=0.1),
+    "SGD, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2, eps=1e-3),
+    "Adamax": partial(torch.optim.Adamax, lr=1e-2, eps=1e-3),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2, eps=1e-3),
+    "RAdam": partial(torch.optim.RAdam, lr=1e-2, eps=1e-3),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, eps=1e-3),
+}
+
+
+def fit_all(make_trainer: Any, model_folder: str, data: str, strategy: str = "one_process") -> dict[str, Any]:
+    return {
+        name: fit(make_trainer, model_folder, data, {"model": {}, "optimizer": optimizer}, strategy)
+        for name, optimizer in OPTIMIZERS.items()
+    }
+
+
+def test_optimizers_on_shards(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    data = write_rows(count=21)
+    one = fit_all(make_trainer, model_folder, data)
+    for found in on_ranks(2, fit_all, make_trainer, model_folder, data, "fsdp", timeout=100):
+        for name, (steps, weights) in found.items():
+            assert_same(steps, weights, *one[name], 1e-4, name)
+    with pytest.raises(RecipeError, match=r"torch.optim.*Adafactor does not work on shards, or nobody has tried"):
+        check_optimizer(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))]))
+
+
+def assert_same(steps: Any, found: Any, wanted: Any, weights: Any, tolerance: float, what: str = "") -> None:
     """Compare losses and norms of steps, and final weights."""
     assert len(steps) == len(wanted)
     for got, want in zip(steps, wanted, strict=True):
         assert got == pytest.approx(want, rel=tolerance)
     assert found.keys() == weights.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(found[name], weight, atol=tolerance, rtol=tolerance, msg=name)
+        torch.testing.assert_close(found[name], weight, atol=tolerance, rtol=tolerance, msg=f"{what} {name}")
     record_difference(
         [(got[0], want[0]) for got, want in zip(steps, wanted, strict=True)],
         [(found[name], weight) for name, weight in weights.items()],

@@ -138,6 +138,8 @@ class FSDPStrategy(ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                check_optimizer(optimizer)
         self.setup_precision_plugin()
 
     def shard(self, module: nn.Module) -> None:
@@ -258,6 +260,21 @@ class FSDPStrategy(ModelParallelStrategy):
         ]
 
 
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse optimisers that do not compute on shards what they compute on whole weights.
+
+    Raises:
+        RecipeError: it names those that do.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim") or type(optimizer).__name__ not in _ON_SHARDS:
+        raise RecipeError(
+            f"optimizer={type(optimizer).__module__}.{type(optimizer).__name__} does not work on shards, or nobody has "
+            f"tried; take one of torch.optim's {', '.join(_ON_SHARDS)}, or trainer.strategy=ddp"
+        )
+
+
+_ON_SHARDS = ("AdamW", "Adam", "SGD", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop")
+"""Optimisers that were compared with one process (tests/test_strategies.py); bitsandbytes' and schedulefree's fail."""
 _OUTSIDE = "looks at whole weights between passes, which no rank has"
 _SHARED = "shares weights between layers, which are sharded apart"
 _NOT_IN_SHARDS = {
