@@ -1,5 +1,6 @@
 """What a checkpoint holds: the weights that train, and nothing that can be had elsewhere."""
 
+import shutil
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,6 +17,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 class AnyCheckpointIO(TorchCheckpointIO):
     """Lightning's own, which also reads the folders that sharding strategies write, under any other strategy."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write one file; a folder of that name, of an earlier part of the run, goes once it is written."""
+        folder, aside = Path(path), Path(path).with_name(f".{Path(path).name}.old")
+        if folder.is_dir():
+            folder.rename(aside)
+        super().save_checkpoint(checkpoint, path, storage_options)
+        shutil.rmtree(aside, ignore_errors=True)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         """A checkpoint with whole tensors."""

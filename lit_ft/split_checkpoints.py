@@ -6,6 +6,7 @@ of ranks. ``meta.pt`` in it is the rest of Lightning's checkpoint.
 """
 
 import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,9 @@ def read_whole(path: Path) -> dict[str, Any]:
     tensors: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in _sizes(path).items()
     }
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return _as_lightning(rest, tensors, [entry["names"] for entry in rest["optimizer_states"]])
 
 
@@ -157,7 +160,8 @@ def _keys(saved: dict[str, TensorStorageMetadata], place: int, name: str) -> lis
 
 def _as_lightning(rest: dict[str, Any], tensors: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
     states = []
-    for place, (entry, order) in enumerate(zip(rest["optimizer_states"], names, strict=True)):
+    # A validation has no optimizers to give states to.
+    for place, (entry, order) in enumerate(zip(rest["optimizer_states"], names, strict=bool(names))):
         state: dict[int, dict[str, Any]] = {}
         for key, value in {**tensors, **entry["others"]}.items():
             if key.startswith(f"optimizer.{place}/"):

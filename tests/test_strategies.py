@@ -200,6 +200,28 @@ def fit_and_write(make_trainer: Any, model_folder: str, data: str, folder: str, 
     assert own == 22 // world
 
 
+def validate(make_trainer: Any, model_folder: str, data: str, saved: str, strategy: str, way: str) -> float:
+    world, make = STRATEGIES.get(strategy, (1, lambda: "auto"))
+    module = CausalLM(model_folder, **WAYS[way]["model"])
+    trainer = make_trainer(devices=world, strategy=make(), use_distributed_sampler=False, plugins=[AnyCheckpointIO()])
+    rows = TextDataModule(data, micro_batch_size=2, val_path=data)
+    return trainer.validate(module, rows, ckpt_path=saved, verbose=False)[0]["val/loss"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_validation_of_a_checkpoint(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, way: str
+) -> None:
+    data, saved = write_rows(count=21), str(tmp_path / "saved.ckpt")
+    on_ranks(2, fit, make_trainer, model_folder, data, {**WAYS[way], "save": saved}, "fsdp", timeout=100)
+    losses = [
+        loss
+        for strategy, world in (("one_process", 1), ("fsdp", 2), ("fsdp-hybrid", 4))
+        for loss in on_ranks(world, validate, make_trainer, model_folder, data, saved, strategy, way, timeout=100)
+    ]
+    assert losses == pytest.approx([losses[0]] * 7, rel=1e-6)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_adapter_and_merged_model_are_those_of_ddp(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, way: str

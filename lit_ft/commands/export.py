@@ -126,7 +126,7 @@ def _run_folder(run: str) -> RunFolder:
 
 def _of_run(folder: RunFolder, checkpoint: str) -> _Exported:
     file = folder.last_checkpoint() if checkpoint == "last" else Path(checkpoint)
-    if not file.is_file():
+    if not file.exists():
         raise RecipeError(f"checkpoint={checkpoint!r} does not exist; those of the run are in {folder.checkpoints}")
     module = rebuild(yaml.safe_load(folder.config.read_text(encoding="utf-8")), file)
     return _Exported(

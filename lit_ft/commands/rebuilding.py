@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.base_fingerprint import check_same_base
 from lit_ft.causal_lm import CausalLM
+from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.commands.recipe_parser import RecipeParser
 from lit_ft.data.templates import set_chat_template
 from lit_ft.errors import RecipeError
@@ -27,7 +27,7 @@ def rebuild(config: dict[str, Any], checkpoint: Path) -> CausalLM:
         RecipeError: the module is another class, the checkpoint does not fit it, or the base has changed since.
     """
     module = module_of(config)
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    state = AnyCheckpointIO().load_checkpoint(checkpoint, map_location="cpu", weights_only=True)
     check_same_base(state.get("base"), module.base_fingerprint, f"the checkpoint {str(checkpoint)!r}")
     module.start = state.get("adapter_start")
     module.configure_model()

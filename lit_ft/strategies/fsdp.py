@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lit_callbacks.gather import whole_weights
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lit_ft import late_casting, split_checkpoints
+from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.errors import RecipeError
 from lit_ft.optimizers import clip_gradients_by_norm
 
@@ -106,6 +108,8 @@ class FSDPStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Join the processes and lay out the mesh."""
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = AnyCheckpointIO()
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
         size, device = self._ranks_per_shard_group(), self.root_device.type
