@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
@@ -261,6 +262,12 @@ class TextDataModule(LightningDataModule):
         """Load what the stage needs, unless that was done before."""
         module = getattr(self.trainer, "lightning_module", None)
         self.load(getattr(module, "tokenizer", None), stage)
+        replicas = process.replica(self.trainer)[0]
+        if stage == "fit" and not self.streaming and len(self.splits["train"]) < replicas:
+            raise RecipeError(
+                f"{replicas} data-parallel ranks cannot share {len(self.splits['train'])} training samples; use "
+                "as many devices as there are samples at most, or more data"
+            )
 
     # --- loaders ---------------------------------------------------------------------------------
 
@@ -344,7 +351,7 @@ class TextDataModule(LightningDataModule):
             checkpoint: Lightning's; changed in place where the stopped run had other ranks or micro-batches.
         """
         state, trainer = checkpoint.get(type(self).__qualname__), self.trainer
-        if not state or trainer is None or "fit_loop" not in checkpoint.get("loops", {}):
+        if not state or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         now = deal_of(self.plan(process.replica(trainer)[0]), trainer.accumulate_grad_batches)
         if (then := state.get("deal", now)) == now:
