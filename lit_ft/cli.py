@@ -19,6 +19,7 @@ COMMANDS = {
     "predict": ("lit_ft.commands.train", "answer the prompts of the test data"),
     "check": ("lit_ft.commands.check", "look at the data of a recipe: what is trained on, and what is wrong"),
     "convert": ("lit_ft.commands.convert", "write data in another format"),
+    "bandwidth": ("lit_ft.commands.bandwidth", "measure how fast the ranks of a cluster exchange tensors"),
     "export": ("lit_ft.commands.export", "write a run's adapter or merged model as a Hugging Face folder"),
 }
 
@@ -66,6 +67,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def _quieten() -> None:
     """Leave out what libraries say about themselves; nothing about the run is among it."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A store whose host has gone warns with a stack of C++ frames at each look.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # The last two speak as soon as torchao is imported, which PEFT does wherever it is installed.
     for name in ("bitsandbytes", "huggingface_hub", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -95,6 +98,7 @@ _CHATTER = (
     ".*Total length of `tuple` across ranks is zero.*",  # there is no validation data, and none was asked for
     ".*sync_dist=True.*",  # metrics are summed over ranks before they are logged
     ".*Checkpoint directory .* exists and is not empty.*",  # the resolved recipe lies beside the checkpoints
+    ".*torch.distributed.*_tensor` is deprecated.*",  # DeepSpeed calls them by names that torch 2.13 has renamed
 )
 
 
@@ -109,13 +113,20 @@ def _report(error: Exception) -> NoReturn:
     from lit_callbacks.graceful_stop import StopRequested
 
     from lit_ft.errors import RecipeError
+    from lit_ft.launching import blame, rank_prefix
 
+    rank = rank_prefix()
     if isinstance(error, StopRequested):
+        if rank not in ("", "rank 0: "):  # all stop together
+            sys.exit(error.exit_code)
         _fail(f"{error}; resume with the same command and --ckpt_path {error.checkpoint}", error.exit_code)
     if isinstance(error, RecipeError):
-        _fail(f"error: {error}", 2)
-    message = str(error).strip() or "no message"
-    _fail(f"failed: {type(error).__name__}: {message} (--debug shows where)", 1)
+        _fail(f"{rank}error: {error}", 2)
+    if (blamed := blame(error)) is not None:
+        _fail(f"{rank}{blamed}", 1)
+    message = f"{rank}failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
+    # A run in several processes is not soon repeated.
+    _fail(f"{message}\n{traceback.format_exc()}" if rank else f"{message} (--debug shows where)", 1)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -22,7 +22,7 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks import AdapterMerger, GracefulStop, ThroughputMonitor
+from lit_callbacks import AdapterMerger, FailTogether, GracefulStop, ThroughputMonitor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.base_fingerprint import check_same_base
@@ -32,6 +32,7 @@ from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.exporting import texts_of
+from lit_ft.launching import check_world_size
 from lit_ft.optimizers import configure_optimizers
 from lit_ft.peft_methods import check_mergeable
 from lit_ft.reporting import MetricsCSV, RunReport, show_progress_on_terminals_only
@@ -133,8 +134,6 @@ class TrainingCLI(LightningCLI):
             options.ckpt_path = str(self.run_folder.last_checkpoint())
         elif options.ckpt_path is not None and not Path(options.ckpt_path).exists():
             raise RecipeError(f"ckpt_path={options.ckpt_path!r} does not exist; name a .ckpt file, or `last`")
-        if self.subcommand in ("fit", "predict") and int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            self.run_folder.make(resuming=options.ckpt_path is not None or self.subcommand != "fit")
 
     def _choose_run(self, resume: bool) -> RunFolder:
         files = self.options.config or []
@@ -151,6 +150,10 @@ class TrainingCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             raise said_by_the_class(error) from error
+        check_world_size(self.trainer)
+        # Rank 0 alone writes: the name that it has chosen holds, whatever another node's clock says.
+        if self.subcommand in ("fit", "predict") and self.trainer.is_global_zero:
+            self.run_folder.make(resuming=self.options.ckpt_path is not None or self.subcommand != "fit")
         optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
         if optimizer is not None and not isinstance(self.model, CausalLM):
             self.model.configure_optimizers = partial(configure_optimizers, self.model, optimizer, lr_scheduler)
@@ -167,7 +170,9 @@ class TrainingCLI(LightningCLI):
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder.checkpoints)
-        kwargs["callbacks"] = self._with_defaults(callbacks) if self.subcommand == "fit" else callbacks
+        kwargs["callbacks"] = (
+            self._with_defaults(callbacks) if self.subcommand == "fit" else [FailTogether(), *callbacks]
+        )
         plugins = given.plugins if isinstance(given.plugins, list) else [given.plugins] if given.plugins else []
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins = [*plugins, AnyCheckpointIO()]
@@ -188,7 +193,7 @@ class TrainingCLI(LightningCLI):
         """The recipe's callbacks between lit_ft's own; one that the recipe names takes the place of the default."""
         folder = self.run_folder
         # First, so that a signal after the last step stops at once and the run's lines frame all others.
-        first = [GracefulStop(folder.checkpoints / "last.ckpt"), RunReport(folder), ThroughputMonitor()]
+        first = [FailTogether(), GracefulStop(folder.checkpoints / "last.ckpt"), RunReport(folder), ThroughputMonitor()]
         last: list[Callback] = []
         if isinstance(self.model, CausalLM) or self.options.merge:
             last.append(AdapterMerger(folder.adapter, folder.merged if self.options.merge else None, texts_of(folder)))
@@ -243,7 +248,7 @@ class TrainingCLI(LightningCLI):
         """Answer the prompts and write ``predictions.jsonl`` into the run folder."""
         batches: Any = self.trainer.predict(**kwargs)
         rank = "" if self.trainer.world_size == 1 else f".{self.trainer.global_rank}"
-        path = self.run_folder.root / f"predictions{rank}.jsonl"
+        path = self.trainer.strategy.broadcast(self.run_folder.root) / f"predictions{rank}.jsonl"
         rows = [row for batch in batches for row in batch]
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         rank_zero_info(f"{len(rows):,} answers: {path}")

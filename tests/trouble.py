@@ -1,0 +1,26 @@
+"""A callback that does harm on one rank."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+
+
+class Trouble(Callback):
+    """On one rank, before a step: raise, die as if out of memory, or hang."""
+
+    def __init__(self, kind: str, mark: str, rank: int = 1, step: int = 4) -> None:
+        self.kind, self.mark, self.rank, self.step = kind, mark, rank, step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank != self.rank or trainer.global_step != self.step:
+            return
+        Path(self.mark).touch()
+        if self.kind == "raise":
+            raise ValueError("the row is bad")
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
