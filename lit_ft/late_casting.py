@@ -37,6 +37,11 @@ def mark(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.cast_to = dtype  # type: ignore[attr-defined]
 
 
+def marked(model: nn.Module) -> torch.dtype | None:
+    """The dtype that a model's weights are to have; None where they have it."""
+    return next((p.cast_to for p in model.parameters() if hasattr(p, "cast_to")), None)
+
+
 def cast(module: nn.Module) -> None:
     """Bring a module's weights into the dtype that was noted."""
     for parameter in module.parameters():

@@ -194,6 +194,8 @@ def add_peft(
     quantisation.name_all_linear(model, peft)
     wrapped = get_peft_model(model, peft, autocast_adapter_dtype=adapter_dtype == "float32")
     peft_methods.check_ranks(wrapped)
+    if adapter_dtype == "auto" and (dtype := late_casting.marked(wrapped)) is not None:
+        late_casting.mark(wrapped, dtype)  # the adapter was made in the dtype of the base's file
     return wrapped.train()
 
 

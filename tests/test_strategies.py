@@ -105,6 +105,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-true, LoRA": {"precision": "bf16-true", "model": {"peft": LORA}},
     "bf16-true, full": {"precision": "bf16-true", "model": {}},
     "bf16 base, LoRA": {"model": {"peft": LORA, "dtype": "bfloat16"}},
+    "bf16 base and LoRA": {"model": {"peft": LORA, "dtype": "bfloat16", "adapter_dtype": "auto"}},
 }
 
 
