@@ -66,8 +66,8 @@ class RunReport(Callback):
         loss = trainer.callback_metrics.get("train/loss")
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
         seconds = time.perf_counter() - self._started
-        if line := describe_checkpoint(trainer, pl_module):
-            rank_zero_info(line)
+        if (size := describe_checkpoint(trainer, pl_module)) is not None:
+            rank_zero_info(size)
         rank_zero_info(f"done: {trainer.global_step:,} optimiser steps in {seconds:.0f} s{ending}; see {self.run.root}")
         module: Any = pl_module
         if self.run.merged.exists() or prompt_learning.method_of(getattr(module, "model", None)):
