@@ -148,6 +148,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         self.accelerator.setup(trainer)
         if self.precision_plugin.precision != "32-true":  # which casts nothing, as under every other strategy
             self.model = self.precision_plugin.convert_module(self.model)
+            self._cast_new_weights(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -159,6 +160,13 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             if hasattr(module, "answer"):  # callbacks call it outside of any step
                 module.answer = partial(self._run_in_engine, self.model, module, partial(type(module).answer, module))
         self.barrier()
+
+    def _cast_new_weights(self, model: nn.Module) -> None:
+        """Cast an adapter as DeepSpeed casts all weights; it leaves that out where the base was split as it was read."""
+        dtype = torch.bfloat16 if str(self.precision_plugin.precision).startswith("bf16") else torch.float16
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
+                parameter.data = parameter.data.to(dtype)
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         if optimizer is not None:
@@ -250,7 +258,8 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """Take the step and log the gradient norm before clipping."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None
-        self.lightning_module.log("train/grad_norm", float(self.deepspeed_engine.get_global_grad_norm()))
+        if (norm := self.deepspeed_engine.get_global_grad_norm()) is not None:  # compute_grad_norm: false
+            self.lightning_module.log("train/grad_norm", float(norm))
         zero_state.forget_gradients(self.deepspeed_engine)
         return result
 

@@ -138,9 +138,9 @@ def check_devices(config: Mapping[str, Any], ranks: int, on_cpu: bool) -> None:
 def _check_nvme(stage: int, part: str, folder: str | None) -> None:
     if stage != 3:
         raise RecipeError(f"trainer.strategy: {part} to nvme needs stage=3, but stage={stage}; offload to cpu")
+    path = Path(str(folder)).absolute()
     try:
-        Path(str(folder)).mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
+        TemporaryFile(dir=next(place for place in (path, *path.parents) if place.exists())).close()
     except OSError as error:
         raise RecipeError(
             f"trainer.strategy: nvme_path={folder!r} cannot be written to ({error.strerror}); name a folder on a local "
