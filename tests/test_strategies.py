@@ -99,6 +99,16 @@ def test_same_numbers(make_trainer: Any, model_folder: str, write_rows: Any, str
         assert_same(steps, found, one, weights, 1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_new_weights_are_drawn_as_on_one_process(
+    make_trainer: Any, model_folder: str, write_rows: Any, strategy: str
+) -> None:
+    data, how = write_rows(count=21), {"model": {"init": "random"}}
+    one, weights = fit(make_trainer, model_folder, data, how)
+    for steps, found in on_ranks(2, fit, make_trainer, model_folder, data, how, strategy, timeout=100):
+        assert_same(steps, found, one, weights, 1e-5)
+
+
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16-mixed, LoRA": {"precision": "bf16-mixed", "model": {"peft": LORA}},
     "bf16-mixed, full": {"precision": "bf16-mixed", "model": {}},
