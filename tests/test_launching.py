@@ -153,7 +153,7 @@ def nodes() -> Iterator[tuple[str, list[list[str]], dict[str, str]]]:
     ("strategy", "each"),
     [
         pytest.param(DDP, 1, id="ddp-2x1"),
-        pytest.param(FSDP, 2, id="fsdp-2x2"),
+        pytest.param(FSDP, 2, id="fsdp-2x2", marks=pytest.mark.slow),
         pytest.param(DDP, 2, id="ddp-2x2", marks=pytest.mark.slow),
         pytest.param(FSDP, 1, id="fsdp-2x1", marks=pytest.mark.slow),
     ],
@@ -309,6 +309,14 @@ def test_a_hung_rank_ends_the_run_after_the_timeout(tmp_path: Path, started: Sta
     output = trouble(started, tmp_path, arguments, "hang", *options, by_hand=True)
     assert re.search(r"rank 0: another rank has not come in time \(Timed out .*strategy.timeout", output), output
     assert "rank 1 stops: rank 0 " in output
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_zero2"])
+def test_the_timeout_is_an_option(capsys: Any, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    recipes = Path(TESTS).parent / "recipes"
+    configs = [str(recipes / "quickstart.yaml"), "--config", str(recipes / "strategies" / f"{strategy}.yaml")]
+    here(monkeypatch, "fit", "--config", *configs, "--trainer.strategy.timeout", "0:00:30", "--print_config")
+    assert re.search(r"^ +timeout: '?0:00:30'?$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
