@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 
 from lit_ft.cli import main
 
@@ -38,6 +39,20 @@ def test_parses_and_opens_with_its_command(path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == printed
 
 
+NOT_HERE = {
+    "deepspeed_zero3_nvme": "needs a disk, and libaio to compile for it",
+    "deepspeed_zeropp": "its kernels are for CUDA",
+}
+"""Fragments that are parsed only."""
+
+
+def quickstart_with(fragment: Path, *options: str) -> Any:
+    """Exit code of a run of two steps."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", "recipes/quickstart.yaml", "--config", str(fragment), *options])
+    return stop.value.code
+
+
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_fragments_run_on_top_of_the_quickstart(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -47,23 +62,16 @@ def test_fragments_run_on_top_of_the_quickstart(
     caplog.set_level("INFO", "lightning.pytorch")
     name = path.relative_to(REPOSITORY)
     assert f"python -m lit_ft fit --config recipes/quickstart.yaml --config {name}" in path.read_text()
-    with pytest.raises(SystemExit) as stop:
-        main(
-            [
-                *(
-                    "fit",
-                    "--config",
-                    "recipes/quickstart.yaml",
-                    "--config",
-                    str(name),
-                    "--run_dir",
-                    str(tmp_path / "run"),
-                ),
-                *("--trainer.max_steps", "2", "--trainer.callbacks", "[]", "--trainer.limit_val_batches", "1"),
-            ]
-        )
-    assert stop.value.code == 0
-    assert "done: 2 optimiser steps" in caplog.text
+    if path.stem in NOT_HERE:
+        assert quickstart_with(name, "--print_config") == 0
+        return
+    options = ["--trainer.max_steps", "2", "--trainer.callbacks", "[]", "--trainer.limit_val_batches", "1"]
+    options += ["--run_dir", str(tmp_path / "run")]
+    if path.parent.name == "strategies":  # which leave a process group and patches behind: in a process of its own
+        assert on_ranks(1, quickstart_with, name, *options) == [0]
+    else:
+        assert quickstart_with(name, *options) == 0
+        assert "done: 2 optimiser steps" in caplog.text
     written = ("adapter/adapter_config.json", "merged/config.json")  # what trains all weights has no adapter
     assert any((tmp_path / "run" / name).is_file() for name in written)
 

@@ -162,7 +162,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         self.barrier()
 
     def _cast_new_weights(self, model: nn.Module) -> None:
-        """Cast an adapter as DeepSpeed casts all weights; it leaves that out where the base was split as it was read."""
+        """Cast an adapter as DeepSpeed casts all weights, unless the base was split as it was read: then it forgets."""
         dtype = torch.bfloat16 if str(self.precision_plugin.precision).startswith("bf16") else torch.float16
         for parameter in model.parameters():
             if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
