@@ -130,5 +130,6 @@ def _report(error: Exception) -> NoReturn:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"lit_ft: {message}", file=sys.stderr, flush=True)
+    # In one write: several ranks may speak at once.
+    print(f"lit_ft: {message}\n", end="", file=sys.stderr, flush=True)
     sys.exit(code)
