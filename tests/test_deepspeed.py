@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from lit_ft import CausalLM, RecipeError, TextDataModule, losses
 from lit_ft.checkpoints_io import AnyCheckpointIO
+from lit_ft.cli import main
 from lit_ft.evaluation import ExactMatch
 from lit_ft.strategies import DeepSpeedStrategy
 from lit_ft.strategies.zero_config import check_optimizer, check_recipe
@@ -43,7 +44,7 @@ def zero(stage: int, **settings: Any) -> DeepSpeedStrategy:
 
 @dataclass(frozen=True)
 class Case:
-    """A run of two epochs: 21 rows in windows of 8, the last of an epoch ragged."""
+    """A run of two epochs: 19 rows in windows of 8; in an epoch's last, a rank has one micro-batch in place of two."""
 
     strategy: Callable[[], Any] = lambda: "auto"
     model: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +123,7 @@ def folder_of(tmp: Path, tied: str, case: Case) -> str:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         AutoTokenizer.from_pretrained(tied).save_pretrained(folder)
-        (folder / "rows.json").write_text(json.dumps(make_rows(21), ensure_ascii=False), encoding="utf-8")
+        (folder / "rows.json").write_text(json.dumps(make_rows(19), ensure_ascii=False), encoding="utf-8")
     return str(folder)
 
 
@@ -495,3 +496,29 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_ft.strategies.zero_config.find_spec", lambda name: None if name == "deepspeed" else name)
     with pytest.raises(RecipeError, match="needs deepspeed, which is not installed; pip install deepspeed"):
         DeepSpeedStrategy()
+
+
+def test_the_command_line_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    config = tmp_path / "deepspeed.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 8}))
+    recipe = ["--config", "recipes/quickstart.yaml", "--trainer.devices", "2", "--run_dir", str(tmp_path / "run")]
+    strategy = ["--trainer.strategy", "lit_ft.strategies.DeepSpeedStrategy", "--trainer.strategy.config", str(config)]
+
+    def said(*options: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main(["fit", *recipe, *strategy, *options])
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert "gradient_accumulation_steps=8, but trainer.accumulate_grad_batches=1; take" in said()
+    assert "config takes the place of all other settings, but there is also stage=3;" in said(
+        "--trainer.strategy.stage=3"
+    )
+    config.write_text("{")
+    assert f"config='{config}' is no file of DeepSpeed's JSON (Expecting property name" in said()
+    config.unlink()
+    assert "the path does not exist" in said()
+    assert "unknown option 'stag'; did you mean 'stage'?" in said("--trainer.strategy.stag=3")

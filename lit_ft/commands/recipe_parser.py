@@ -46,6 +46,10 @@ def said_by_the_class(error: ValueError) -> ValueError:
     """What a class of the recipe has said of its options, out of what jsonargparse wraps round it."""
     said: BaseException = error
     while said.__cause__ is not None and str(said).startswith("Does not validate"):
+        # One reason for each type that the option may have, e.g. a strategy's name or its class.
+        reasons = [line.removeprefix("  - ") for line in str(said).splitlines() if line.startswith("  - ")]
+        if by_class := [reason for reason in reasons if not reason.startswith("Expected a")]:
+            return RecipeError(by_class[-1])
         said = said.__cause__
     return RecipeError(str(said)) if said is not error else error
 

@@ -11,12 +11,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_callbacks.gather import whole_weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lit_ft import split_checkpoints
+from lit_ft.errors import RecipeError
 from lit_ft.loading import load_config
 from lit_ft.strategies import zero_config, zero_state
 
@@ -50,6 +52,14 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """The optimiser's parameters, by group, before ZeRO lays each group out flat."""
 
     # --- what is wrong with a recipe -------------------------------------------------------------
+
+    def _load_config(self, config: Any) -> Any:
+        try:
+            return super()._load_config(config)
+        except (ValueError, MisconfigurationException) as error:
+            raise RecipeError(
+                f"trainer.strategy: config={str(config)!r} is no file of DeepSpeed's JSON ({error}); name one that is"
+            ) from error
 
     def check(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Find what DeepSpeed and the recipe disagree on, before processes are started and weights are loaded.
@@ -112,10 +122,8 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """
         self._init_config_if_needed()
         module: Any = self.lightning_module
-        reads_dense = getattr(module, "init", "pretrained") == "pretrained" and not getattr(
-            module, "is_quantised", False
-        )
-        if not (self.zero_stage_3 and reads_dense):
+        is_drawn, is_quantised = getattr(module, "init", "") == "random", getattr(module, "is_quantised", False)
+        if not self.zero_stage_3 or is_drawn or is_quantised:
             yield
             return
         import torch._dynamo  # noqa: F401  # zero.Init patches Tensor.__new__, which its import does not survive
@@ -149,6 +157,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         if self.precision_plugin.precision != "32-true":  # which casts nothing, as under every other strategy
             self.model = self.precision_plugin.convert_module(self.model)
             self._cast_new_weights(self.model)
+        self.model_to_device()  # DeepSpeed moves nothing, metrics included, where the base was split as it was read
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -175,10 +184,10 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     def _keep_head_whole(self) -> None:
-        """Gather the head once in a step, not in each call of its own.
+        """Gather the head for the whole of each step, not in each call of its own.
 
         The loss calls the head chunk by chunk, more often on a rank with more tokens, and takes its gradient at once;
-        ranks that gather at different times would wait for each other forever.
+        ranks that gather at different times would wait for each other forever. It costs the memory of the head.
         """
         module: Any = self.lightning_module
         base = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
@@ -259,7 +268,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None
         if (norm := self.deepspeed_engine.get_global_grad_norm()) is not None:  # compute_grad_norm: false
-            self.lightning_module.log("train/grad_norm", float(norm))
+            self.lightning_module.log("train/grad_norm", norm)
         zero_state.forget_gradients(self.deepspeed_engine)
         return result
 
