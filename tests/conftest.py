@@ -72,7 +72,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def record_difference(losses: list[tuple[float, float]], weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Keep what a parity test found, under its name; ``weights`` may be empty where a peer's have other names."""
-    name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
+    name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].rsplit(" (", 1)[0]
     loss = max(abs(a - b) / abs(b) for a, b in losses)
     weight = max((float((a - b).abs().max()) for a, b in weights), default=math.nan)
     before = differences.get(name, (0.0, weight))

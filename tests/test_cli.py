@@ -106,7 +106,8 @@ def test_a_checkpoint_is_as_large_as_what_trains(
 ) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
     arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=2)
-    arguments += ["--model.peft.target_modules", "all-linear", "--model.peft.r", "16", "--optimizer", "torch.optim.AdamW"]
+    arguments += ["--model.peft.target_modules", "all-linear", "--model.peft.r", "16"]
+    arguments += ["--optimizer", "torch.optim.AdamW"]
     run(capsys, *arguments, "--run_dir", str(tmp_path / "run"))
     file = tmp_path / "run" / "checkpoints" / "last.ckpt"
     checkpoint = torch.load(file, weights_only=True)

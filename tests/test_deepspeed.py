@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import make_rows
+from conftest import make_rows, record_difference
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.gather import whole_weights
@@ -216,6 +216,8 @@ def test_same_numbers(runs: dict[str, Any], name: str) -> None:
         assert found.keys() == weights.keys()
         for key, weight in weights.items():
             torch.testing.assert_close(found[key], weight, atol=1e-5, rtol=1e-5, msg=key)
+        pairs = [(got[0], wanted[0]) for got, wanted in zip(steps, one, strict=True)]
+        record_difference(pairs, [(found[key], weight) for key, weight in weights.items()])
         shares = [-(-whole // case.world) if "zero3" in name else whole for _, whole, _ in held.values()]
         assert [own for own, *_ in held.values()] == shares
 
