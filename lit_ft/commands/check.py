@@ -80,7 +80,10 @@ class CheckCLI(TrainingCLI):
         super().__init__(arguments)
 
     def before_instantiate_classes(self) -> None:
-        """Make no run folder."""
+        """Choose no run folder."""
+
+    def make_run_folder(self) -> None:
+        """Make none."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """A trainer that does nothing; the recipe's may want devices that are not here."""

@@ -151,12 +151,15 @@ class TrainingCLI(LightningCLI):
         except ValueError as error:
             raise said_by_the_class(error) from error
         check_world_size(self.trainer)
-        # Rank 0 alone writes: the name that it has chosen holds, whatever another node's clock says.
-        if self.subcommand in ("fit", "predict") and self.trainer.is_global_zero:
-            self.run_folder.make(resuming=self.options.ckpt_path is not None or self.subcommand != "fit")
+        self.make_run_folder()
         optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
         if optimizer is not None and not isinstance(self.model, CausalLM):
             self.model.configure_optimizers = partial(configure_optimizers, self.model, optimizer, lr_scheduler)
+
+    def make_run_folder(self) -> None:
+        """Make it on rank 0, which alone writes; the name that it has chosen holds, whatever other clocks say."""
+        if self.subcommand in ("fit", "predict") and self.trainer.is_global_zero:
+            self.run_folder.make(resuming=self.options.ckpt_path is not None or self.subcommand != "fit")
 
     def options_init(self, name: str) -> Any:
         """An instantiated option of the chosen subcommand."""
