@@ -3,7 +3,16 @@
 from lit_callbacks.adapter_merger import AdapterMerger
 from lit_callbacks.fail_together import FailTogether
 from lit_callbacks.graceful_stop import GracefulStop, StopRequested
+from lit_callbacks.spike_guard import SpikeGuard, SpikesPersist
 from lit_callbacks.throughput_monitor import ThroughputMonitor
 
 __version__ = "0.1.0"
-__all__ = ["AdapterMerger", "FailTogether", "GracefulStop", "StopRequested", "ThroughputMonitor"]
+__all__ = [
+    "AdapterMerger",
+    "FailTogether",
+    "GracefulStop",
+    "SpikeGuard",
+    "SpikesPersist",
+    "StopRequested",
+    "ThroughputMonitor",
+]

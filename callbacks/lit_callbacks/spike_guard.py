@@ -1,0 +1,238 @@
+"""Leave out optimiser steps whose loss or gradients have gone wrong, before they reach the weights."""
+
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_callbacks.gradient_norms import norms_by_name, parameters_of, squared_norm
+
+ID_KEYS = ("sample_ids", "ids", "id", "index")
+"""Where a batch that is a mapping may say which samples it holds."""
+
+
+class SpikesPersist(RuntimeError):
+    """Raised out of ``trainer.fit``, on all ranks together, when too many steps had to be left out."""
+
+
+def batch_ids(batch: Any) -> Any:
+    """What a batch says of its samples: its first entry of ``ID_KEYS``; None where it has none."""
+    if not isinstance(batch, Mapping):
+        return None
+    return next((batch[key] for key in ID_KEYS if key in batch), None)
+
+
+def excess(value: float, history: Sequence[float]) -> float:
+    """How many standard deviations ``value`` lies above the median of ``history``.
+
+    The deviation is 1.4826 x the median absolute deviation, which is the standard deviation of a normal
+    distribution and is not moved by spikes; at least a tenth of the median, so that a quiet run does not call
+    everything a spike.
+    """
+    median = statistics.median(history)
+    spread = 1.4826 * statistics.median(abs(past - median) for past in history)
+    return (value - median) / max(spread, 0.1 * abs(median), 1e-12)
+
+
+class SpikeGuard(Callback):
+    """Skip optimiser steps with a NaN, infinite or spiking loss or gradient norm, on all ranks together.
+
+    Looks after the backward pass of a step's last micro-batch, before clipping and before the optimiser. A skipped
+    step finds no gradients, so weights, momentum and weight decay stay as they were; schedules and ``global_step``
+    go on. Logged: ``spike_guard/skipped_steps``, how many so far.
+
+    Costs one all-reduce of three numbers and one look at the device per optimiser step (the decision is the host's),
+    none per micro-batch. Under fp16 with a gradient scaler, infinite gradients are left to the scaler, which expects
+    them.
+    """
+
+    def __init__(
+        self,
+        threshold: float = 10.0,
+        window: int = 100,
+        warmup_steps: int = 20,
+        stop_after: int = 10,
+        folder: str | Path | None = None,
+        ids: Callable[[Any], Any] = batch_ids,
+    ) -> None:
+        """Say what a spike is.
+
+        Args:
+            threshold: robust standard deviations above the median of the last good steps (see ``excess``).
+            window: good steps that the median is taken over.
+            warmup_steps: good steps before anything finite is called a spike.
+            stop_after: raise ``SpikesPersist`` once so many of the last ``window`` steps were skipped.
+            folder: for the evidence, a JSON file for each skipped step and rank; None is ``spikes`` in
+                ``trainer.default_root_dir``.
+            ids: which samples a batch holds, for the evidence.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        if threshold <= 0 or not 1 <= stop_after <= window or not 2 <= warmup_steps <= window:
+            raise ValueError(
+                f"SpikeGuard(threshold={threshold}, window={window}, warmup_steps={warmup_steps}, "
+                f"stop_after={stop_after}): threshold must be positive, 1 <= stop_after <= window and "
+                "2 <= warmup_steps <= window"
+            )
+        self.threshold, self.window, self.warmup_steps, self.stop_after = threshold, window, warmup_steps, stop_after
+        self.folder = None if folder is None else Path(folder)
+        self.ids = ids
+        self.skipped_steps = 0
+        """How many steps were found wrong, in this run and the runs that it resumes."""
+        self._recent: deque[bool] = deque(maxlen=window)
+        self._history: dict[str, deque[float]] = {}
+        self._loss: Tensor | None = None
+        self._batches: list[tuple[int, Any]] = []
+        self._has_stepped = False
+
+    # --- what a step is made of ----------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Remember which samples the step sees."""
+        if self._has_stepped:
+            self._batches, self._has_stepped = [], False
+        self._batches.append((batch_idx, self.ids(batch)))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Add up the step's loss: Lightning has divided each micro-batch's by their number."""
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+
+    # --- the decision --------------------------------------------------------------------------------
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Look at the step, and take its gradients away if something is wrong.
+
+        Raises:
+            SpikesPersist: it was one too many.
+        """
+        loss, norm = self._measure(trainer, optimizer)
+        self._loss, self._has_stepped = None, True
+        which = f"optimizer {trainer.optimizers.index(optimizer)} " if len(trainer.optimizers) > 1 else ""
+        found = {f"{which}loss": loss, f"{which}gradient norm": norm}
+        reasons = [why for name, value in found.items() if (why := self._wrong(trainer, name, value)) is not None]
+        self._recent.append(bool(reasons))
+        if reasons:
+            self._skip(trainer, pl_module, optimizer, reasons, {"loss": loss, "gradient_norm": norm})
+        else:
+            for name, value in found.items():
+                if value is not None and math.isfinite(value):
+                    self._history.setdefault(name, deque(maxlen=self.window)).append(value)
+        pl_module.log("spike_guard/skipped_steps", float(self.skipped_steps))
+
+    def _measure(self, trainer: Trainer, optimizer: Optimizer) -> tuple[float | None, float | None]:
+        """Mean loss of the ranks and the norm of all gradients; None for what there is not."""
+        device = trainer.strategy.root_device
+        loss = torch.zeros((), device=device) if self._loss is None else self._loss.float().to(device)
+        reachable = [p for p in parameters_of(optimizer) if p.grad is not None]
+        has = torch.tensor([self._loss is not None, bool(reachable)], dtype=torch.float32, device=device)
+        squares = squared_norm(reachable, trainer).to(device)
+        # In one collective, so that all ranks see the same numbers and decide the same.
+        sums: Any = trainer.strategy.reduce(torch.cat([has, loss[None], squares[None]]), reduce_op="sum")
+        has_loss, has_norm, total, summed = sums.tolist()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        return total / has_loss / scale if has_loss else None, math.sqrt(summed) if has_norm else None
+
+    def _wrong(self, trainer: Trainer, name: str, value: float | None) -> str | None:
+        if value is None:
+            return None
+        if not math.isfinite(value):
+            has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+            return None if has_scaler and name.endswith("norm") else f"{name} is {value}"
+        history = self._history.get(name, ())
+        if len(history) >= self.warmup_steps and (above := excess(value, list(history))) > self.threshold:
+            median = statistics.median(history)
+            return f"{name} is {value:.4g}, {above:.1f} deviations above its median {median:.4g}"
+        return None
+
+    def _skip(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        optimizer: Optimizer,
+        reasons: list[str],
+        measured: dict[str, float | None],
+    ) -> None:
+        self.skipped_steps += 1
+        evidence = self._save(trainer, module, optimizer, reasons, measured)
+        what = f"step {trainer.global_step}: {'; '.join(reasons)}"
+        if (why_not := _why_unskippable(trainer, optimizer)) is not None:
+            rank_zero_warn(f"{what}. The step is taken all the same: {why_not}; evidence: {evidence}")
+        else:
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None  # zeros would still decay weights and move by momentum
+            rank_zero_warn(f"{what}; the step is skipped, evidence: {evidence}")
+        if sum(self._recent) >= self.stop_after:
+            raise SpikesPersist(
+                f"{sum(self._recent)} of the last {len(self._recent)} steps were wrong (stop_after={self.stop_after}), "
+                f"the last one: {what}; look at {evidence.parent}, then resume from an earlier checkpoint with a lower "
+                "learning rate, or without those samples"
+            )
+
+    # --- evidence ------------------------------------------------------------------------------------
+
+    def _save(
+        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, reasons: list[str], measured: Any
+    ) -> Path:
+        folder = self.folder or Path(trainer.default_root_dir) / "spikes"
+        path = folder / f"step{trainer.global_step:08d}.rank{trainer.global_rank}.json"
+        evidence = {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "reasons": reasons,
+            **measured,
+            "learning_rates": [group["lr"] for group in optimizer.param_groups],
+            "batches": [{"batch_idx": index, "ids": ids} for index, ids in self._batches],
+            "gradient_norms": norms_by_name(trainer, module, optimizer),  # a collective
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(_json_safe(evidence), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            rank_zero_warn(f"SpikeGuard cannot write its evidence to {str(folder)!r} ({error.strerror}); give folder=")
+        return path
+
+    # --- resuming ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is normal, for a resumed run."""
+        history = {name: list(values) for name, values in self._history.items()}
+        return {"skipped_steps": self.skipped_steps, "recent": list(self._recent), "history": history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was normal."""
+        self.skipped_steps = state_dict["skipped_steps"]
+        self._recent.extend(state_dict["recent"])
+        self._history = {name: deque(v, maxlen=self.window) for name, v in state_dict["history"].items()}
+
+
+def _why_unskippable(trainer: Trainer, optimizer: Optimizer) -> str | None:
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        return "DeepSpeed keeps gradients to itself, so SpikeGuard sees the loss only and can only warn and stop"
+    has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+    if has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+        return "a fused optimizer under precision 16-mixed unscales gradients itself; set fused=False or bf16-mixed"
+    return None
+
+
+def _json_safe(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _json_safe(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_safe(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if isinstance(value, (int, str, type(None))) else str(value)
