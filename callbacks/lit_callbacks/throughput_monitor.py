@@ -1,102 +1,266 @@
-"""Tokens per second of training, without what is not training."""
+"""How fast training goes and where its time goes, without what is not training."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lit_callbacks.batch_counts import BatchCounts, Number, as_float, count_batch
+from lit_callbacks.clocks import PhaseTimer, clock_of
+from lit_callbacks.flops import TransformerFlops
+from lit_callbacks.peak_flops import compute_dtype, measured_peak, peak_of
+from lit_callbacks.phases import Phase, unwatch, watch
+
+Count = Callable[[Any], BatchCounts | int | None]
+PARTS: dict[str, tuple[Phase, ...]] = {
+    "data": ("data",),
+    "forward_backward": ("forward", "backward"),
+    "optimizer": ("optimizer",),
+    "callbacks": ("callbacks",),
+    "other": ("other",),
+}
+"""The parts of a step and the phases they consist of; validation and checkpoints are no part of it."""
+
+_RATES = {
+    "samples": "samples_per_second",
+    "total_tokens": "total_tokens_per_second",
+    "non_padding_tokens": "non_padding_tokens_per_second",
+    "supervised_tokens": "supervised_tokens_per_second",
+    "flops": "model_flops_per_second",
+}
 
 
-def count_tokens(batch: Any) -> int | None:
-    """Non-padding tokens of a batch with ``input_ids`` and, where it is padded, ``attention_mask``; None for others."""
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        return None
-    mask = batch.get("attention_mask")
-    return int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+@dataclass
+class Measured:
+    """What was done and how long it took, of one optimiser step or of many, on this rank."""
+
+    steps: int = 0
+    done: dict[str, Number] = field(default_factory=dict)
+    """Sums by the names of ``_RATES``; a name is missing where some batch could not be counted."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """By the names of ``PARTS``."""
+
+    @classmethod
+    def of(cls, parts: Iterable["Measured"]) -> "Measured":
+        """Their sum."""
+        parts = list(parts)
+        names = set.intersection(*(set(part.done) for part in parts)) if parts else set()
+        return cls(
+            sum(part.steps for part in parts),
+            {name: sum(part.done[name] for part in parts) for name in _RATES if name in names},
+            {name: sum(part.seconds[name] for part in parts) for name in PARTS},
+        )
+
+    @property
+    def total_seconds(self) -> float:
+        """All parts together."""
+        return sum(self.seconds.values())
 
 
 class ThroughputMonitor(Callback):
-    """Log ``throughput/tokens_per_second``: non-padding tokens that all devices trained on, per second.
+    """Log how fast training goes, over the last steps, and where a step's time goes; at the end, over the whole run.
 
-    Where the train dataloader counts ``seconds_waited`` (as lit_ft's do), also ``throughput/data_wait``: the
-    share of the time, 0 to 1, that this rank waited for its data.
+    Under ``throughput/``, of all devices together, and under ``throughput/device/`` for one device on average:
+    ``samples_per_second``, ``total_tokens_per_second`` (padding included), ``non_padding_tokens_per_second``,
+    ``supervised_tokens_per_second`` (those with a label) and ``model_flops_per_second``. Besides:
+    ``tokens_per_second``, which is ``non_padding_tokens_per_second``; ``data_wait``, the share of the time, 0 to 1,
+    that was spent waiting for data; ``step_seconds`` and its parts ``step_seconds/data``, ``/forward_backward``,
+    ``/optimizer``, ``/callbacks`` and ``/other`` (the copy to the device, logging); and ``mfu``, model FLOP/s over the
+    device's peak, 0 to 1.
 
-    Measured over the last ``window`` optimiser steps by the wall clock, data loading and optimiser
-    included; validation is taken out, and so is the first step (allocation, compilation). Logged at
-    the trainer's ``log_every_n_steps``. The device is not synchronised: over a window, the queue's
-    length does not matter.
+    Time is an optimiser step's, data included; validation, checkpoints and the first steps (allocation, compilation)
+    are left out. On CUDA it is the device's own, by events that are read once they have passed: nothing is
+    synchronised, and the last steps may be missing from a window. Elsewhere it is the process's.
+
+    ``summary`` holds the run's figures after training; they are logged as ``throughput/run/...`` too. Lightning's
+    ``Throughput`` takes one count of items, equal on all ranks and never zero, so the sums are made here.
     """
 
-    def __init__(self, window: int = 20, count: Callable[[Any], int | None] = count_tokens) -> None:
-        """Set what is counted, over how long.
+    def __init__(
+        self,
+        window: int = 20,
+        count: Count = count_batch,
+        flops: Callable[[Any], float | None] | None = None,
+        peak: float | Literal["datasheet", "measure"] = "datasheet",
+        skip_steps: int = 1,
+    ) -> None:
+        """Say what is counted, over how long, and against what.
 
         Args:
-            window: optimiser steps that the rate is taken over.
-            count: non-padding tokens of a batch, or None where it cannot tell.
+            window: optimiser steps that rates are taken over.
+            count: from a batch to what it holds, or to its non-padding tokens; None where it cannot tell.
+            flops: from a batch to the model FLOPs of its forward and backward pass on this rank; None takes a formula
+                for transformers with a Hugging Face style config (``lit_callbacks.flops``).
+            peak: FLOP/s of a device for MFU: a number, its datasheet's by name and dtype, or measured by a matrix
+                product when training starts, which serves any device.
+            skip_steps: optimiser steps at the start that are not measured.
         """
-        self.window = window
-        self.count = count
-        self.total_tokens = 0
-        """Tokens that this rank has trained on in this process, the first step left out."""
-        self.total_seconds = 0.0
-        """Seconds that they took."""
-        self.total_waited = 0.0
-        """Seconds of these that it waited for data."""
-        self._steps: deque[tuple[int, float, float]] = deque(maxlen=window)
-        self._waited = 0.0
-        self._tokens = 0
-        self._started: float | None = None
-        self._paused_at: float | None = None
+        self.window, self.count, self.flops, self.peak, self.skip_steps = window, count, flops, peak, skip_steps
+        self.summary: dict[str, float] = {}
+        """The whole run's figures, by the names that are logged, after training."""
+        self._said: set[str] = set()
+        self._timer: PhaseTimer | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget an earlier fit."""
-        self._steps.clear()
-        self._started, self._tokens = None, 0
-        self.total_tokens, self.total_seconds, self.total_waited = 0, 0.0, 0.0
+        """Begin, and forget an earlier fit."""
+        self._end(trainer)
+        self.summary = {}
+        self._steps: deque[Measured] = deque(maxlen=self.window)
+        self._run: Measured = Measured()
+        self._counts: dict[str, Number] = dict.fromkeys(_RATES, 0)
+        self._pending: deque[tuple[dict[str, Number], Any]] = deque()
+        self._skipped, self._global_step = 0, trainer.global_step
+        self._flops_of_model = None if self.flops else TransformerFlops.of(pl_module)
+        if not self.flops and self._flops_of_model is None:
+            self._warn(f"no FLOP/s and no MFU: {type(pl_module).__name__} has no transformer config; pass flops=")
+        self._peak = self._find_peak(trainer, pl_module)
+        self._timer = PhaseTimer(clock_of(trainer.strategy.root_device))
+        watch(trainer, self._timer.switch)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
-        self._paused_at = time.perf_counter()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start it again."""
-        if self._paused_at is not None and self._started is not None:
-            self._started += time.perf_counter() - self._paused_at
-        self._paused_at = None
+    def _find_peak(self, trainer: Trainer, pl_module: LightningModule) -> float | None:
+        if isinstance(self.peak, int | float):
+            return float(self.peak)
+        device, dtype = trainer.strategy.root_device, compute_dtype(trainer, pl_module)
+        if self.peak == "measure":
+            return measured_peak(device, dtype)
+        peak = peak_of(device, dtype)
+        if peak is None and device.type != "cpu" and (self.flops or self._flops_of_model):
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            self._warn(f"no MFU: no datasheet is kept for {dtype} on {name!r}; pass peak='measure' or FLOP/s")
+        return peak
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; at the end of an optimiser step, take the time."""
-        tokens = self.count(batch)
-        if tokens is None:
-            rank_zero_warn(
-                f"ThroughputMonitor cannot count the tokens of a {type(batch).__name__} without 'input_ids', so no "
-                "throughput is logged; pass count=<function from batch to int>"
-            )
+        if self._timer is None:
             return
-        self._tokens += tokens
-        if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+        self._add(batch)
+        step = trainer.global_step
+        if step == self._global_step:
             return
-        now = time.perf_counter()
-        waited = getattr(trainer.train_dataloader, "seconds_waited", 0.0)
-        if self._started is not None:
-            self._steps.append((self._tokens, now - self._started, waited - self._waited))
-            self.total_tokens += self._tokens
-            self.total_seconds += now - self._started
-            self.total_waited += waited - self._waited
-        self._started, self._tokens, self._waited = now, 0, waited
-        if self._steps and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            pl_module.log("throughput/tokens_per_second", self._rate(trainer), prog_bar=True)
-            if hasattr(trainer.train_dataloader, "seconds_waited"):
-                waits, seconds = (sum(step[k] for step in self._steps) for k in (2, 1))
-                pl_module.log("throughput/data_wait", waits / seconds)
+        every, before, self._global_step = trainer.log_every_n_steps, self._global_step, step  # type: ignore[attr-defined]
+        stretches, counts, self._counts = self._timer.cut(), self._counts, dict.fromkeys(_RATES, 0)
+        if self._skipped < self.skip_steps:
+            self._skipped += 1
+            return
+        self._pending.append((counts, stretches))
+        if every and step // every != before // every:
+            self._collect()
+            self._log(trainer, pl_module)
 
-    def _rate(self, trainer: Trainer) -> torch.Tensor:
-        tokens = sum(tokens for tokens, _, _ in self._steps)
-        seconds = sum(seconds for _, seconds, _ in self._steps)
-        local = torch.tensor(tokens / seconds, device=trainer.strategy.root_device)
-        return torch.as_tensor(trainer.strategy.reduce(local, reduce_op="sum"))
+    def _add(self, batch: Any) -> None:
+        counts = self.count(batch)
+        if not isinstance(counts, BatchCounts):
+            counts = BatchCounts(samples=count_batch(batch).samples, non_padding_tokens=counts)
+        if counts.non_padding_tokens is None:
+            self._warn(
+                f"cannot count the tokens of a {type(batch).__name__} without 'input_ids', so no tokens per second "
+                "are logged; pass count=<function from batch to int>"
+            )
+        formula = self._flops_of_model
+        flops = self.flops(batch) if self.flops else None if formula is None else formula(counts)
+        for name in list(self._counts):
+            number = flops if name == "flops" else getattr(counts, name)
+            if number is None:
+                del self._counts[name]
+            else:
+                self._counts[name] = self._counts[name] + number
+
+    def _collect(self) -> None:
+        """Take up the steps that the device has finished."""
+        while self._timer is not None and self._pending:
+            counts, stretches = self._pending[0]
+            if (seconds := self._timer.seconds(stretches)) is None:
+                return
+            self._pending.popleft()
+            parts = {name: sum(seconds.get(phase, 0.0) for phase in phases) for name, phases in PARTS.items()}
+            step = Measured(1, counts, parts)
+            self._steps.append(step)
+            self._run = step if not self._run.steps else Measured.of((self._run, step))
+
+    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if "measured" not in self._said:
+            self._said.add("measured")
+            rank_zero_info(
+                f"throughput is measured from optimiser step {self.skip_steps + 1} of this fit on, without validation "
+                "and checkpoints"
+            )
+        for name, value in self._figures(trainer, Measured.of(self._steps)).items():
+            pl_module.log(f"throughput/{name}", value, prog_bar=name == "tokens_per_second")
+
+    def _figures(self, trainer: Trainer, measured: Measured) -> dict[str, torch.Tensor]:
+        """Rates over all ranks, and times of the average rank; a collective, the same on every rank."""
+        device, ranks = trainer.strategy.root_device, trainer.world_size
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        local = [measured.done.get(name, float("nan")) for name in _RATES]
+        local += [measured.seconds[name] / max(measured.steps, 1) for name in PARTS]
+        vector = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in local])
+        vector[: len(_RATES)] /= measured.total_seconds or float("nan")
+        summed = torch.as_tensor(trainer.strategy.reduce(vector, reduce_op="sum"))
+        if not measured.steps:
+            return {}
+        figures: dict[str, torch.Tensor] = {}
+        for name, value in zip(_RATES, summed, strict=False):
+            if name in measured.done:
+                figures |= {_RATES[name]: value, f"device/{_RATES[name]}": value / ranks}
+        parts = summed[len(_RATES) :] / ranks
+        figures |= {"step_seconds": parts.sum(), "data_wait": parts[0] / parts.sum()}
+        figures |= {f"step_seconds/{name}": value for name, value in zip(PARTS, parts, strict=True)}
+        if "non_padding_tokens" in measured.done:
+            figures["tokens_per_second"] = figures["non_padding_tokens_per_second"]
+        if "flops" in measured.done and self._peak:
+            figures["mfu"] = figures["device/model_flops_per_second"] / self._peak
+        return figures
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sum up the run; here the device is waited for."""
+        if self._timer is None:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)
+        self._collect()
+        self.summary = {name: as_float(value) for name, value in self._figures(trainer, self._run).items()}
+        self._end(trainer)
+        if not self.summary:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics({f"throughput/run/{k}": v for k, v in self.summary.items()}, step=trainer.global_step)
+        rank_zero_info(describe(self.summary, self._run.steps, trainer.world_size))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the trainer its profiler back."""
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._timer is not None:
+            unwatch(trainer, self._timer.switch)
+            self._timer = None
+
+    def _warn(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            rank_zero_warn(f"ThroughputMonitor: {what}")
+
+
+def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
+    """A run's figures in two lines.
+
+    Args:
+        summary: of the monitor.
+        steps: optimiser steps that were measured.
+        ranks: devices.
+    """
+    rates = [("samples", "samples/s"), ("total_tokens", "tokens/s with padding"), ("non_padding_tokens", "without")]
+    rates += [("supervised_tokens", "supervised")]
+    said = [f"{summary[key]:,.4g} {unit}" for name, unit in rates if (key := _RATES[name]) in summary]
+    if "model_flops_per_second" in summary:
+        mfu = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
+        said.append(f"{summary['device/model_flops_per_second'] / 1e12:,.3g} model TFLOP/s per device{mfu}")
+    total = summary["step_seconds"]
+    parts = ", ".join(f"{name.replace('_', '+')} {summary[f'step_seconds/{name}'] / total:.1%}" for name in PARTS)
+    return f"throughput of {steps:,} steps on {ranks} devices: {', '.join(said)}\na step takes {total:,.4g} s: {parts}"

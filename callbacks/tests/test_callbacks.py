@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lit_callbacks import AdapterMerger, GracefulStop, StopRequested, ThroughputMonitor, throughput_monitor
+from lit_callbacks import AdapterMerger, GracefulStop, StopRequested
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -29,39 +29,13 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def loader(count: int = 8, padding: int = 0) -> DataLoader:
-    mask = torch.ones(4, dtype=torch.long)
-    mask[:padding] = 0
-    return DataLoader([{"input_ids": torch.ones(4), "attention_mask": mask}] * count, batch_size=1)
+def loader(count: int = 8) -> DataLoader:
+    return DataLoader([{"input_ids": torch.ones(4)}] * count, batch_size=1)
 
 
 def trainer(tmp_path: Path, **options: Any) -> Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     return Trainer(**{**quiet, "default_root_dir": tmp_path, "max_epochs": 1, **options})
-
-
-def test_throughput_by_a_patched_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock takes half a second; validation looks twice, and its time is left out."""
-    now = iter(range(10_000))
-    monkeypatch.setattr(throughput_monitor.time, "perf_counter", lambda: next(now) / 2)
-    monitor = ThroughputMonitor(window=2)
-    run = trainer(tmp_path, callbacks=[monitor], accumulate_grad_batches=2, log_every_n_steps=1, val_check_interval=4)
-    run.fit(Plain(), loader(8, padding=1), loader(1))
-    # Four optimiser steps of 2 x 3 tokens; the first is not timed, and the validation's own half second is left out.
-    assert monitor.total_tokens == 18
-    assert monitor.total_seconds == pytest.approx(0.5 + 1.0 + 0.5)
-    assert float(run.callback_metrics["throughput/tokens_per_second"]) == pytest.approx(12 / 1.5)
-
-
-def test_a_batch_whose_tokens_cannot_be_counted_is_a_warning(tmp_path: Path) -> None:
-    class Tensors(Plain):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            return self.layer(batch).mean()
-
-    run = trainer(tmp_path, callbacks=[ThroughputMonitor()], enable_checkpointing=False)
-    with pytest.warns(UserWarning, match="cannot count the tokens of a Tensor .* pass count="):
-        run.fit(Tensors(), DataLoader(torch.ones(4, 4)))
-    assert run.global_step == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
