@@ -37,7 +37,7 @@ from lit_ft.generation import generate_answers
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
 from lit_ft.metrics import SourceMeans, TokenMean
 from lit_ft.optimizers import clip_gradients_by_norm, configure_optimizers
-from lit_ft.rows import Row, as_row
+from lit_ft.rows import Row, as_row, sample_means
 from lit_ft.schedule_free import ScheduleFreeModule
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -128,6 +128,8 @@ class CausalLM(ScheduleFreeModule):
         """What the adapter's init found in an earlier run, where it is not to be done again."""
         self._fp32_buffers: dict[str, Tensor] = {}
         self._window_tokens = 1
+        self.record_losses: Callable[..., None] | None = None
+        """Takes ids, mean losses, tokens and sources of a training row's samples; ``lit_callbacks.LossLedger``'s."""
         self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
 
     # --- what is trained -------------------------------------------------------------------------
@@ -335,6 +337,9 @@ class CausalLM(ScheduleFreeModule):
                 torch.manual_seed(hash(place) % 2**63)
             result = self(row)
             self._update("fit", result, row)
+            if self.record_losses is not None and "sample_ids" in row:
+                means = sample_means(row, result.per_token)
+                self.record_losses(row["sample_ids"], *means, row["sample_sources"])
             replicas, _ = process.replica(self.trainer)
             weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=replicas)
             loss = result.loss_sum * weight

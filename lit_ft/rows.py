@@ -33,6 +33,10 @@ class Row(TypedDict, total=False):
     """``(n,)``, int64: which source each target is of, as a place in ``source_names``."""
     source_names: Sequence[str]
     """Sources with a loss curve of their own; empty where there is one source."""
+    sample_ids: Sequence[str]
+    """S ids, the same whenever a sample comes; absent where samples have no lasting place, as in a stream."""
+    sample_sources: Sequence[str]
+    """S names of sources, empty where there is one source; goes with ``sample_ids``."""
     window_tokens: int
     """Supervised tokens of this rank's whole optimiser step (all its micro-batches)."""
 
@@ -61,6 +65,24 @@ def lay_end_to_end(
         targets=torch.from_numpy(labels[supervised]),
         target_sources=torch.from_numpy(of_token[supervised]),
     )
+
+
+def sample_means(row: Row, per_token: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of a quantity over each sample's supervised tokens.
+
+    Args:
+        row: of S samples.
+        per_token: the quantity, ``(n,)``.
+
+    Returns:
+        Means, ``(S,)``, fp32 (0 where nothing is supervised), and numbers of tokens, ``(S,)``, fp32.
+    """
+    ends = torch.tensor(row["segment_lengths"], device=per_token.device).cumsum(0)
+    of_token = torch.bucketize(row["predict_at"], ends, right=True)
+    sums, tokens = torch.zeros((2, len(ends)), device=per_token.device)
+    sums.index_add_(0, of_token, per_token)
+    tokens.index_add_(0, of_token, torch.ones_like(per_token))
+    return sums / tokens.clamp(min=1), tokens
 
 
 def empty_row() -> Row:

@@ -3,6 +3,7 @@
 from lit_callbacks.adapter_merger import AdapterMerger
 from lit_callbacks.fail_together import FailTogether
 from lit_callbacks.graceful_stop import GracefulStop, StopRequested
+from lit_callbacks.loss_ledger import LossLedger
 from lit_callbacks.spike_guard import SpikeGuard, SpikesPersist
 from lit_callbacks.throughput_monitor import ThroughputMonitor
 
@@ -11,6 +12,7 @@ __all__ = [
     "AdapterMerger",
     "FailTogether",
     "GracefulStop",
+    "LossLedger",
     "SpikeGuard",
     "SpikesPersist",
     "StopRequested",

@@ -15,21 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_callbacks.batch_ids import batch_ids
 from lit_callbacks.gradient_norms import norms_by_name, parameters_of, squared_norm
-
-ID_KEYS = ("sample_ids", "ids", "id", "index")
-"""Where a batch that is a mapping may say which samples it holds."""
 
 
 class SpikesPersist(RuntimeError):
     """Raised out of ``trainer.fit``, on all ranks together, when too many steps had to be left out."""
-
-
-def batch_ids(batch: Any) -> Any:
-    """What a batch says of its samples: its first entry of ``ID_KEYS``; None where it has none."""
-    if not isinstance(batch, Mapping):
-        return None
-    return next((batch[key] for key in ID_KEYS if key in batch), None)
 
 
 def excess(value: float, history: Sequence[float]) -> float:

@@ -125,7 +125,7 @@ def test_what_is_normal_survives_a_resume(tmp_path: Path) -> None:
     run.save_checkpoint(tmp_path / "last.ckpt")
     resumed, module = SpikeGuard(warmup_steps=4), Scaled()
     again = Trainer(**{**QUIET, "max_epochs": 2}, default_root_dir=tmp_path, callbacks=[resumed])
-    again.fit(module, rows([1000.0] + [1.0] * 5), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    again.fit(module, rows([1000.0] + [1.0] * 5), ckpt_path=tmp_path / "last.ckpt")
     assert resumed.skipped_steps == 1
 
 

@@ -169,7 +169,11 @@ class _Rows(Dataset[Row]):
         self.samples = samples
 
     def __getitem__(self, piece: Any) -> Row:
-        return lay_out(piece, self.samples)
+        row, members = lay_out(piece, self.samples), piece[0]
+        if members:
+            row["sample_ids"] = self.samples.ids(members)
+            row["sample_sources"] = self.samples.sources_of(members)
+        return row
 
 
 def _as_it_is(row: Any) -> Any:

@@ -99,6 +99,21 @@ class Samples:
         """Those samples only; ``chosen`` is a mask or holds indices."""
         return Samples(self.parts, self.names, self.source[chosen], self.index[chosen])
 
+    def ids(self, chosen: Sequence[int]) -> list[str]:
+        """``source:row`` of each, ``row`` alone where there is one source; its later pieces end in ``.1`` and so on."""
+        ids = []
+        for i in chosen:
+            part = int(self.source[i])
+            row = self.rows[i]
+            piece = self.index[i] - np.searchsorted(self.parts[part].rows, row)
+            source = f"{self.names[part]}:" if self.names else ""
+            ids.append(f"{source}{row}.{piece}" if piece else f"{source}{row}")
+        return ids
+
+    def sources_of(self, chosen: Sequence[int]) -> list[str]:
+        """The name of each one's source, empty where there is one source."""
+        return [self.names[self.source[i]] if self.names else "" for i in chosen]
+
     def digests(self) -> np.ndarray:
         """``(samples,)``, uint64: equal for samples of equal ids and labels."""
         return np.array([_digest(*self[i]) for i in range(len(self))], dtype=np.uint64)

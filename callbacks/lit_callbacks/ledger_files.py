@@ -1,0 +1,86 @@
+"""A ledger's rows on disk: one file each time they are written, of each rank, Parquet or CSV."""
+
+import csv
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_NAME = re.compile(r"from(\d+)-to(\d+)\.rank(\d+)\.(?:parquet|csv)")
+
+
+class Visit(NamedTuple):
+    """What the model made of a sample in one optimiser step."""
+
+    step: int
+    """Optimiser steps done before this one."""
+    epoch: int
+    id: str
+    source: str
+    """Empty where samples have none."""
+    loss: float
+    """Mean over the sample's supervised tokens, in nats."""
+    tokens: int
+    """Supervised tokens."""
+
+
+def write_part(folder: Path, started: int, rank: int, visits: Sequence[Visit]) -> Path:
+    """Write some visits of one rank.
+
+    Args:
+        folder: of the ledger; made where it is missing.
+        started: optimiser step at which this run started or was resumed.
+        rank: whose they are.
+        visits: in the order of their steps; at least one.
+
+    Returns:
+        The file: Parquet where pyarrow is installed, CSV elsewhere.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"from{started:08d}-to{visits[-1].step + 1:08d}.rank{rank}"
+    columns = dict(zip(Visit._fields, zip(*visits, strict=True), strict=True))
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        path = folder / f"{name}.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([Visit._fields, *visits])
+        return path
+    path = folder / f"{name}.parquet"
+    parquet.write_table(pyarrow.table({key: list(values) for key, values in columns.items()}), path)
+    return path
+
+
+def read_visits(folder: Path) -> list[Visit]:
+    """All visits of a ledger, by step; those that a later resume took back are left out."""
+    parts = {path: tuple(map(int, match.groups())) for path in folder.glob("from*") if (match := _match(path))}
+    starts = sorted({started for started, _, _ in parts.values()})
+    visits: list[Visit] = []
+    for path, (started, _, _) in parts.items():
+        taken_back_at = min((other for other in starts if other > started), default=None)
+        visits += [v for v in _read(path) if taken_back_at is None or v.step < taken_back_at]
+    return sorted(visits, key=lambda visit: visit.step)
+
+
+def forget(folder: Path, started: int, rank: int) -> None:
+    """Delete what a rank wrote at or after a step: the run starts there again."""
+    for path in folder.glob(f"from*.rank{rank}.*"):
+        if (match := _match(path)) and int(match.group(1)) >= started:
+            path.unlink()
+
+
+def _match(path: Path) -> Any:
+    return _NAME.fullmatch(path.name)
+
+
+def _read(path: Path) -> list[Visit]:
+    if path.suffix == ".csv":
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.reader(file)
+            next(rows)
+            return [Visit(int(s), int(e), i, o, float(loss), int(t)) for s, e, i, o, loss, t in rows]
+    from pyarrow import parquet
+
+    columns = parquet.read_table(path).to_pydict()
+    return [Visit(*row) for row in zip(*(columns[name] for name in Visit._fields), strict=True)]

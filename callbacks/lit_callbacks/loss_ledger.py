@@ -1,0 +1,198 @@
+"""Write down what the model makes of every sample, every time it sees it."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lit_callbacks.batch_ids import batch_ids, batch_sources
+from lit_callbacks.ledger_files import Visit, forget, read_visits, write_part
+from lit_callbacks.ledger_summary import summarise
+from lit_callbacks.tables import show_table
+
+SUMMARY = "summary.json"
+"""What ``summarise`` returns, in the ledger's folder."""
+
+
+class LossLedger(Callback):
+    """Keep the loss of each sample at each visit; at the end, name the worst, what rose, and likely duplicates.
+
+    Losses come from the module in one of three ways:
+
+    - ``training_step`` returns a dict with ``sample_losses``, ``(samples,)``, the mean of each, or ``token_losses``,
+      ``(samples, tokens)``, with ``token_mask`` beside it (else what is 0 does not count);
+    - the module has an attribute ``record_losses``: it is this callback's ``record`` while training runs, None
+      otherwise, and the module calls it in its step;
+    - something else calls ``record``.
+
+    Tensors stay on their device until they are written, so no step waits for them.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        write_every_n_steps: int = 100,
+        top: int = 20,
+        ids: Callable[[Any], Any] = batch_ids,
+        sources: Callable[[Any], Any] = batch_sources,
+    ) -> None:
+        """Say where to write, and what a batch holds.
+
+        Args:
+            folder: for the files, Parquet where pyarrow is installed, else CSV; None is ``loss_ledger`` in
+                ``trainer.default_root_dir``.
+            write_every_n_steps: optimiser steps between two writes.
+            top: samples named at the end.
+            ids: one id a sample of the batch, the same each time a sample comes; None where there are none.
+            sources: one source a sample, or None.
+        """
+        self.folder = None if folder is None else Path(folder)
+        self.write_every_n_steps, self.top = write_every_n_steps, top
+        self.ids, self.sources = ids, sources
+        self._pending: list[tuple[int, int, list[str], list[str], Tensor, Tensor]] = []
+        self._place = (0, 0)
+        self._started = self._written_at = 0
+        self._is_off = False
+        self._has_recorded = False
+
+    # --- what comes in -------------------------------------------------------------------------------
+
+    def record(
+        self, ids: Any, losses: Tensor, tokens: Tensor | Sequence[int] | None = None, sources: Any = None
+    ) -> None:
+        """Note the losses of some samples; of the current optimiser step.
+
+        Args:
+            ids: one a sample, a list or tensor.
+            losses: ``(samples,)``, mean over each sample's supervised tokens, in nats.
+            tokens: ``(samples,)``, how many these are; None is 1 each.
+            sources: one a sample; None where there are none.
+        """
+        names = [str(one) for one in _listed(ids)]
+        self._has_recorded = True
+        of = [""] * len(names) if sources is None else [str(one) for one in _listed(sources)]
+        counts = torch.ones(len(names)) if tokens is None else torch.as_tensor(tokens)
+        if not len(names) == len(losses) == len(counts) == len(of):
+            rank_zero_warn(
+                f"LossLedger.record got {len(names)} ids, {len(losses)} losses, {len(counts)} token counts and "
+                f"{len(of)} sources, and leaves them out; give one of each for each sample"
+            )
+        elif names and not self._is_off:
+            self._pending.append((*self._place, names, of, losses.detach().float(), counts.detach()))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lend ``record`` to the module, and forget what the run is about to do again."""
+        self._started = self._written_at = trainer.global_step
+        self._pending, self._has_recorded = [], False
+        self._place = (trainer.global_step, trainer.current_epoch)
+        self._safely(lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank))
+        self._lend(pl_module, self.record)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note which step it is."""
+        self._place = (trainer.global_step, trainer.current_epoch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take what the step returned; write now and then."""
+        if (found := _returned(outputs)) is not None:
+            ids = outputs.get("sample_ids", self.ids(batch))
+            if ids is None:
+                rank_zero_warn(
+                    f"LossLedger cannot tell samples apart: the {type(batch).__name__} has no 'sample_ids', so their "
+                    "losses are not kept; add them to the batch, or pass ids=<function from batch to list>"
+                )
+                self._has_recorded = True
+            else:
+                self.record(ids, *found, self.sources(batch))
+        if not self._has_recorded:
+            rank_zero_warn(
+                f"LossLedger sees no losses of samples: {type(pl_module).__name__}.training_step returns neither "
+                "'sample_losses' nor 'token_losses', and nothing has called record; nothing is kept until it does"
+            )
+        if trainer.global_step - self._written_at >= self.write_every_n_steps:
+            self._write(trainer)
+
+    # --- what goes out -------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write what there is."""
+        self._write(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the rest; on rank 0, sum up what all ranks wrote."""
+        self._lend(pl_module, None)
+        self._write(trainer)
+        trainer.strategy.barrier("LossLedger")
+        if trainer.is_global_zero and not self._is_off:
+            self._safely(lambda: self._sum_up(self._root(trainer)))
+
+    def _lend(self, module: Any, record: Callable[..., None] | None) -> None:
+        if hasattr(module, "record_losses"):
+            module.record_losses = record
+
+    def _root(self, trainer: Trainer) -> Path:
+        return self.folder or Path(trainer.default_root_dir) / "loss_ledger"
+
+    def _write(self, trainer: Trainer) -> None:
+        self._written_at = trainer.global_step
+        pending, self._pending = self._pending, []
+        if not pending or self._is_off:
+            return
+        # The only place that waits for the device.
+        losses = torch.cat([one[4] for one in pending]).tolist()
+        tokens = torch.cat([one[5].to(pending[0][5].device) for one in pending]).tolist()
+        places = [
+            (step, epoch, name, source)
+            for step, epoch, names, sources, *_ in pending
+            for name, source in zip(names, sources, strict=True)
+        ]
+        visits = [
+            Visit(*place, loss, int(count)) for place, loss, count in zip(places, losses, tokens, strict=True) if count
+        ]
+        if visits:
+            self._safely(lambda: write_part(self._root(trainer), self._started, trainer.global_rank, visits))
+
+    def _safely(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except OSError as error:
+            rank_zero_warn(f"LossLedger cannot write ({error}), so no losses are kept from here on; give folder=")
+            self._is_off, self._pending = True, []
+
+    def _sum_up(self, folder: Path) -> None:
+        visits = read_visits(folder)
+        if not visits:
+            return
+        summary = summarise(visits, self.top)
+        (folder / SUMMARY).write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        header = ("sample", "source", "tokens", "visits", "first", "last")
+        rows = [[sample[key] for key in ("id", *header[1:])] for sample in summary["worst"]]
+        show_table(f"worst of {summary['samples']:,} samples, loss in nats per token", header, rows)
+        if pairs := [" = ".join(pair["ids"]) for pair in summary["twins"]]:
+            rank_zero_info(f"likely duplicates, by how their losses go: {', '.join(pairs)}")
+        rank_zero_info(f"losses of all samples: {folder}")
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+def _returned(outputs: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Mean loss and number of tokens of each sample, from what ``training_step`` returned."""
+    if not isinstance(outputs, Mapping):
+        return None
+    if "sample_losses" in outputs:
+        return outputs["sample_losses"], outputs.get("sample_tokens")
+    if "token_losses" not in outputs:
+        return None
+    losses = outputs["token_losses"].detach()  # (samples, tokens)
+    mask = outputs.get("token_mask", losses != 0)
+    tokens = mask.sum(1)
+    return (losses * mask).sum(1) / tokens.clamp(min=1), tokens
