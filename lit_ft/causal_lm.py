@@ -276,26 +276,37 @@ class CausalLM(ScheduleFreeModule):
 
     def forward(self, row: Row) -> TokenLoss:
         """Summed loss and number of right predictions over a row's supervised tokens."""
+        return self.token_loss(self.hidden_states(row), row)
+
+    def hidden_states(self, row: Row, decoder: Callable[..., Any] | None = None) -> Tensor:
+        """Final hidden states of a row's tokens, ``(T, H)``.
+
+        Args:
+            row: T tokens.
+            decoder: in place of the base model's, where a strategy has only a part of its layers here.
+        """
         base = self.base_model
         lengths = row["segment_lengths"]
         if len(lengths) > 1:
             self._check_isolation()
-        decoder = getattr(base, base.base_model_prefix)
+        decoder = decoder or getattr(base, base.base_model_prefix)
         self._segment_lengths = lengths
         is_packed = base.config._attn_implementation == loading.PACKED
         options = {"segment_lengths": prompt_learning.virtual_lengths(self.model, lengths)} if is_packed else {}
         if prompt_learning.method_of(self.model) is not None:
-            hidden = prompt_learning.hidden_states(self.model, decoder, row, **options)[0]
-        else:
-            hidden = decoder(
-                input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, **options
-            ).last_hidden_state[0]
+            return prompt_learning.hidden_states(self.model, decoder, row, **options)[0]
+        output = decoder(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, **options)
+        return output.last_hidden_state[0]
+
+    def token_loss(self, hidden: Tensor, row: Row) -> TokenLoss:
+        """Summed loss and number of right predictions, from a row's final hidden states ``(T, H)``."""
+        head = self.base_model.get_output_embeddings()
         return token_cross_entropy(
             hidden[row["predict_at"]],
             self._head,
             row["targets"],
-            chunk_tokens=tokens_per_chunk(base.get_output_embeddings().weight.shape[0]),
-            head_parameters=[p for p in base.get_output_embeddings().parameters() if p.requires_grad],
+            chunk_tokens=tokens_per_chunk(head.weight.shape[0]),
+            head_parameters=list(head.parameters()),
         )
 
     def _check_isolation(self) -> None:

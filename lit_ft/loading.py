@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import late_casting, peft_methods, quantisation
@@ -236,8 +236,8 @@ def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
 class _HiddenStates(nn.Module):
     """Stands in for the decoder: hands the hidden states on that it is given."""
 
-    def forward(self, inputs_embeds: Tensor, **_: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:

@@ -4,10 +4,13 @@ Legend: n supervised tokens, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 
 LOGITS_PER_CHUNK = 2**26
@@ -43,16 +46,15 @@ def token_cross_entropy(
         head: the model's own head, ``(m, H) -> (m, V)``, soft-capping and scaling included.
         targets: token ids, ``(n,)``, int64.
         chunk_tokens: supervised tokens whose logits exist at a time.
-        head_parameters: the head's parameters that train; they get their gradients through the result.
+        head_parameters: the head's parameters; those that train get their gradients through the result.
 
     Raises:
         ValueError: ``hidden`` and ``targets`` disagree in length.
     """
     if len(hidden) != len(targets):
         raise ValueError(f"{len(hidden)} hidden states for {len(targets)} targets; one each is needed")
-    if not torch.is_grad_enabled():
-        head_parameters = ()
-    return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, *head_parameters))
+    trains = [p for p in head_parameters if p.requires_grad and torch.is_grad_enabled()]
+    return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, *trains))
 
 
 def tokens_per_chunk(vocabulary: int) -> int:
@@ -70,35 +72,62 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        differentiate = [hidden.requires_grad, *(tensor.requires_grad for tensor in parameters)]
-        sums = [torch.zeros_like(t) for t, wanted in zip((hidden, *parameters), differentiate, strict=True) if wanted]
+        of_hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
+        of_parameters: list[Tensor | None] = [None for _ in parameters]
         per_token = hidden.new_zeros(len(hidden), dtype=torch.float32)
         correct = targets.new_zeros(())
         for start in range(0, len(hidden), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            with torch.set_grad_enabled(bool(sums)):
-                part = hidden[chunk].detach().requires_grad_(hidden.requires_grad)
-                logits = head(part)
-                losses = cross_entropy(logits.float(), targets[chunk], reduction="none")
-                loss = losses.sum()
-            per_token[chunk] = losses.detach()
-            correct += (logits.detach().argmax(-1) == targets[chunk]).sum()
-            if sums:
-                inputs = [t for t, wanted in zip((part, *parameters), differentiate, strict=True) if wanted]
-                for i, grad in enumerate(torch.autograd.grad(loss, inputs)):
-                    into = sums[i][chunk] if i == 0 and hidden.requires_grad else sums[i]
-                    into += grad
-        ctx.save_for_backward(*sums)
-        ctx.differentiate = differentiate
+            part = hidden[chunk].detach().requires_grad_(hidden.requires_grad)
+            inputs = [part, *parameters] if hidden.requires_grad else [*parameters]
+            losses, right, grads = _chunk_loss(head, part, targets[chunk], inputs)
+            per_token[chunk] = losses
+            correct += right
+            if of_hidden is not None:
+                of_hidden[chunk] = grads[0]
+            for i, grad in enumerate(grads[len(grads) - len(parameters) :]):
+                total = of_parameters[i]
+                of_parameters[i] = grad if total is None else total.add_(grad)
+        of_parameters = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(parameters, of_parameters, strict=True)
+        ]
+        ctx.save_for_backward(of_hidden, *of_parameters)
         ctx.mark_non_differentiable(correct, per_token)
         return per_token.sum(), correct, per_token
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a head's gradient is as large as the head. A second backward raises (saved tensor changed).
-        sums = iter(ctx.saved_tensors)
-        hidden, *parameters = (next(sums).mul_(grad_loss) if wanted else None for wanted in ctx.differentiate)
+        hidden, *parameters = (g if g is None else g.mul_(grad_loss) for g in ctx.saved_tensors)
         return hidden, None, None, None, *parameters
+
+
+def _chunk_loss(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Loss of each token, right predictions, gradients of the summed loss; logits end with it."""
+    with torch.set_grad_enabled(bool(inputs)):
+        logits = head(hidden)
+        # Cut along the vocabulary by tensor parallelism: no rank has a whole row of logits.
+        with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+            losses = cross_entropy(logits.float(), targets, reduction="none")
+            grads = torch.autograd.grad(losses.sum(), inputs) if inputs else ()
+    right = (_most_likely(logits.detach()) == targets).sum()
+    return _whole(losses.detach()), right, grads
+
+
+def _most_likely(logits: Tensor) -> Tensor:
+    if not isinstance(logits, DTensor):
+        return logits.argmax(-1)
+    mesh, vocabulary = logits.device_mesh, logits.shape[-1]
+    best, place = logits.to_local().max(-1, keepdim=True)
+    place = place + mesh.get_local_rank() * -(-vocabulary // mesh.size())
+    best, place = (DTensor.from_local(t, mesh, [Shard(1)], run_check=False).full_tensor() for t in (best, place))
+    return place.gather(1, best.argmax(1, keepdim=True))[:, 0]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def loss_weight(*, window_tokens: int, accumulate: int, replicas: int) -> float:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_ft.partition import cut_evenly
+
 IGNORE_INDEX = -100
 """Label of a token that is not supervised, as ``torch.nn.CrossEntropyLoss`` has it."""
 
@@ -96,6 +98,54 @@ def empty_row() -> Row:
         targets=nothing,
         target_sources=nothing,
     )
+
+
+def split(row: Row, parts: int) -> list[Row]:
+    """A row as several, by whole samples in order, about equal in tokens; parts without samples are dummies.
+
+    A dummy is one token that predicts nothing: it can be computed, and adds nothing to loss or gradients.
+    """
+    lengths = row["segment_lengths"]
+    samples = cut_evenly(lengths, min(parts, len(lengths)))
+    pieces = [_cut(row, lengths, part.start, part.stop) for part in samples]
+    return pieces + [_dummy(row["input_ids"].device)] * (parts - len(pieces))
+
+
+def _cut(row: Row, lengths: Sequence[int], first: int, last: int) -> Row:
+    start, end = sum(lengths[:first]), sum(lengths[:last])
+    at = row["predict_at"]
+    is_here = (at >= start) & (at < end)
+    piece = Row(
+        input_ids=row["input_ids"][:, start:end],
+        position_ids=row["position_ids"][:, start:end],
+        segment_lengths=list(lengths[first:last]),
+        predict_at=at[is_here] - start,
+        targets=row["targets"][is_here],
+    )
+    if "target_sources" in row:
+        piece["target_sources"] = row["target_sources"][is_here]
+    return piece
+
+
+def _dummy(device: torch.device) -> Row:
+    row = lay_end_to_end([(np.zeros(1, dtype=np.int64), np.full(1, IGNORE_INDEX))])
+    for name in ("input_ids", "position_ids", "predict_at", "targets", "target_sources"):
+        row[name] = row[name].to(device)
+    return row
+
+
+def pad_to_multiple(row: Row, of: int) -> Row:
+    """The row with a last sample of dummy tokens, which predict nothing: its tokens are a multiple of ``of``."""
+    missing = -row["input_ids"].numel() % of
+    if missing == 0:
+        return row
+    ids = row["input_ids"]
+    return {
+        **row,
+        "input_ids": torch.cat([ids, ids.new_zeros(1, missing)], dim=1),
+        "position_ids": torch.cat([row["position_ids"], torch.arange(missing, device=ids.device)[None]], dim=1),
+        "segment_lengths": [*row["segment_lengths"], missing],
+    }
 
 
 def as_row(batch: Row | Mapping[str, Tensor]) -> Row:

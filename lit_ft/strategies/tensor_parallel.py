@@ -1,0 +1,477 @@
+"""Tensor and sequence parallelism: each rank computes with its slices of a layer's matrices, on plain tensors.
+
+A decoder layer's attention and MLP are its blocks; what runs between them is the residual stream. Within a block every
+value and every gradient is one rank's part: copied in and summed on the way out, once forward and once backward
+(Shoeybi et al. 2019, arXiv:1909.08053, section 3). With sequence parallelism the residual stream is cut along the
+sequence, and the two become all-gather and reduce-scatter, which move as much (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2). Which matrix is cut which way is Hugging Face's plan (``tp_plan``).
+
+Parameters are ``DTensor`` for optimiser and checkpoints; a forward pass sees their local tensors, so that no operator
+in it pays for dispatch. ``to_local(grad_placements=...)`` says of each gradient whether it is whole or a part.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+from lit_ft.errors import RecipeError
+
+COLUMNS, ROWS = "colwise", "rowwise"
+WHOLE_OUT, WHOLE_IN = "colwise_gather_output", "rowwise_split_input"
+EXPERTS = "experts"
+_STYLES = {
+    "colwise": COLUMNS,
+    "rowwise": ROWS,
+    "colwise_gather_output": WHOLE_OUT,
+    "colwise_rep": WHOLE_OUT,
+    "rowwise_split_input": WHOLE_IN,
+    "rowwise_rep": WHOLE_IN,
+    "replicated_with_grad_allreduce": "within",
+    "moe_tp_experts": EXPERTS,
+    "ep_dispatch_experts": EXPERTS,
+}
+_OF_WEIGHTS = {"packed_colwise", "grouped_gemm"}  # say of one weight what the style of its module says already
+_OF_EDGES = {"embedding_rowwise", "embedding_colwise"}  # embedding and head are cut here for every architecture
+_SEQUENCE = Shard(1)
+
+
+class Plan:
+    """Which module is cut which way.
+
+    Args:
+        base: a Hugging Face model, with or without adapters in it; it may be on the meta device.
+        given: a plan of the recipe, module names (``*`` for a layer's number) to Hugging Face's styles; it adds to the
+            model's own.
+
+    Raises:
+        RecipeError: there is no plan, or a style in it is not known here.
+    """
+
+    def __init__(self, base: PreTrainedModel, given: Mapping[str, str] | None = None) -> None:
+        of_experts = getattr(base.config, "base_model_ep_plan", None) or {}
+        of_experts = {f"{base.base_model_prefix}.{name}": style for name, style in of_experts.items()}
+        styles = {**of_experts, **(base.tp_plan or {}), **(given or {})}
+        unknown = sorted({s for s in styles.values() if s not in _STYLES and s not in _OF_WEIGHTS | _OF_EDGES})
+        if unknown:
+            raise RecipeError(
+                f"tensor parallelism: the plan of {type(base).__name__} has the styles {unknown}, which are not "
+                f"supported; known are {sorted(_STYLES)}. Give others by trainer.strategy.init_args.tp_plan"
+            )
+        self.styles: dict[nn.Module, str] = {}
+        for name, module in base.named_modules():
+            style = _STYLES.get(styles.get(replace_layer_number_by_wildcard(name), ""))
+            if style is not None:
+                self.styles[module] = style
+        edges = {base.get_input_embeddings(), base.get_output_embeddings()}
+        if not set(self.styles) - edges:
+            raise RecipeError(
+                f"tensor parallelism: Hugging Face has no plan for {type(base).__name__}; give one by "
+                "trainer.strategy.init_args.tp_plan, e.g. {model.layers.*.self_attn.q_proj: colwise, ...o_proj: "
+                "rowwise}, take an architecture that has one (llama, mistral, qwen, gemma, phi3, granite, olmo2, "
+                "mixtral, ...), or set tensor_parallel_size to 1"
+            )
+
+    def covers(self, block: nn.Module) -> bool:
+        """Whether all of a block's weights are cut, or within what is cut, so that it is entered and left once."""
+        if self.styles.get(block) == EXPERTS:
+            return True
+        found = {self.styles.get(module) for module in _linears(block)}
+        return found <= {COLUMNS, ROWS, "within"} and {COLUMNS, ROWS} <= found
+
+
+def _linears(block: nn.Module) -> Iterator[nn.Module]:
+    """Modules of a block that own weights; a layer with an adapter is one."""
+    for child in block.children():
+        if isinstance(child, BaseTunerLayer):
+            yield child
+        else:
+            yield from _linears(child)
+    if block._parameters:
+        yield block
+
+
+class TensorParallel:
+    """Cuts a model over the ranks of a mesh dimension.
+
+    Args:
+        mesh: one dimension.
+        sequence_parallel: cut the residual stream along the sequence; rows need a multiple of the ranks in tokens.
+        loss_parallel: leave logits cut along the vocabulary.
+    """
+
+    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool = False, loss_parallel: bool = True) -> None:
+        self.mesh, self.size = mesh, mesh.size()
+        self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
+        self._cut: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are cut once
+
+    # --- moving between layouts ------------------------------------------------------------------
+
+    def _move(self, x: Tensor, have: Placement, want: Placement, gradient: Placement, **of_whole: Any) -> Tensor:
+        whole = DTensor.from_local(x, self.mesh, [have], run_check=False, **of_whole)
+        return whole.redistribute(placements=[want]).to_local(grad_placements=[gradient])
+
+    def _copy_in(self, x: Tensor) -> Tensor:
+        """Nothing forward, the sum of the ranks' gradients backward."""
+        return self._move(x, Replicate(), Replicate(), Partial()) if x.requires_grad else x
+
+    def _sum_out(self, x: Tensor) -> Tensor:
+        return self._move(x, Partial(), Replicate(), Replicate())
+
+    # --- layers ----------------------------------------------------------------------------------
+
+    def cut(self, base: PreTrainedModel, layers: Sequence[nn.Module], plan: Plan) -> None:
+        """Cut a model.
+
+        Args:
+            base: the model; parts of it may be missing here.
+            layers: its decoder layers that are here.
+            plan: how.
+        """
+        for layer in layers:
+            self.cut_layer(layer, plan)
+        if isinstance(embedding := base.get_input_embeddings(), nn.Embedding | ModulesToSaveWrapper):
+            self.cut_embedding(embedding)
+        if isinstance(head := base.get_output_embeddings(), nn.Linear | BaseTunerLayer | ModulesToSaveWrapper):
+            self.cut_head(head)
+        for module in base.modules():
+            if any(not isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
+                self._keep_own(module, self._in_stream)
+
+    @property
+    def _in_stream(self) -> Placement:
+        """What a rank computes of the gradients of weights that every rank has whole, between the blocks."""
+        return Partial() if self.sequence_parallel else Replicate()
+
+    def cut_layer(self, layer: nn.Module, plan: Plan) -> None:
+        """Cut the blocks of a decoder layer; what is not cut is on every rank."""
+        for child in layer.children():
+            if _is_block(child):
+                self._cut_block(child, plan)
+            else:
+                self.keep(child, self._in_stream)
+        self._keep_own(layer, self._in_stream)
+
+    def _cut_block(self, block: nn.Module, plan: Plan) -> None:
+        if plan.covers(block):
+            self._cut_unit(block, plan)
+            enter, leave = (self._gather_parts, self._scatter_sum) if self.sequence_parallel else (None, None)
+        else:
+            self._cut_units_within(block, plan)
+            enter, leave = (self._gather, self._scatter) if self.sequence_parallel else (None, None)
+        if enter is None or leave is None:
+            return
+        _wrap(block, _on_hidden(enter), leave)
+
+    def _cut_units_within(self, block: nn.Module, plan: Plan) -> None:
+        for child in block.children():
+            style = plan.styles.get(child)
+            if style in (WHOLE_OUT, WHOLE_IN):
+                self._cut_linear(child, COLUMNS if style == WHOLE_OUT else ROWS)
+                before, after = self._copy_in, self._join_features
+                if style == WHOLE_IN:
+                    before, after = self._cut_features, self._sum_out
+                _wrap(child, _on_hidden(before), after)
+            elif plan.covers(child):
+                self._cut_unit(child, plan, wrap=True)
+            elif style in (COLUMNS, ROWS):
+                raise RecipeError(
+                    f"tensor parallelism: the plan cuts {type(child).__name__} {style} within {type(block).__name__}, "
+                    "whose other weights it leaves whole; set tensor_parallel_size to 1, or give a tp_plan that cuts "
+                    "all of them (or uses colwise_gather_output and rowwise_split_input)"
+                )
+            elif any(module in plan.styles for module in child.modules()):
+                self._cut_units_within(child, plan)
+            else:
+                self.keep(child, Replicate())
+        self._keep_own(block, Replicate())
+
+    def _cut_unit(self, unit: nn.Module, plan: Plan, wrap: bool | None = None) -> None:
+        """Cut a module whose gradients are all parts; where it is a whole block of sequence shards, that wraps it."""
+        if plan.styles.get(unit) == EXPERTS:
+            self._share_out_experts(unit)
+            return
+        for linear in _linears(unit):
+            style = plan.styles.get(linear)
+            if style in (COLUMNS, ROWS):
+                self._cut_linear(linear, style)
+            else:
+                self._keep_own(linear, Partial())
+        if wrap or not self.sequence_parallel:
+            _wrap(unit, _on_hidden(self._copy_in), self._sum_out)
+
+    def _cut_linear(self, linear: nn.Module, style: str) -> None:
+        """Cut a linear layer, and its adapter with it: of ``W + B A`` columns cut W and B, rows cut W and A."""
+        cut = 0 if style == COLUMNS else 1
+        for name, part in linear.named_modules():
+            is_whole = f".{name}".find(".lora_A." if style == COLUMNS else ".lora_B.") >= 0
+            for key, weight in list(part._parameters.items()):
+                if weight is None:
+                    continue
+                at = Replicate() if is_whole or (style == ROWS and key == "bias") else Shard(min(cut, weight.ndim - 1))
+                self._set(part, key, at)
+            # Each rank adds its share of a bias that is added to a sum.
+            share = 1 / self.size if style == ROWS else 1.0
+            if part._parameters:
+                _compute_on_local(part, Partial(), {"bias": share})
+
+    # --- experts ---------------------------------------------------------------------------------
+
+    def _share_out_experts(self, experts: Any) -> None:
+        """Give each rank some experts whole; all see all tokens, and what they answer is summed."""
+        own = experts.num_experts // self.size
+        for key, weight in list(experts._parameters.items()):
+            assert weight is None or weight.shape[0] == experts.num_experts
+            if weight is not None:
+                self._set(experts, key, Shard(0))
+        _compute_on_local(experts, Partial())
+        experts.num_experts, experts._is_expert_parallel = own, True
+        forward, rank = experts.forward, self.mesh.get_local_rank()
+
+        def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            is_own = index // own == rank
+            # An expert of another rank is the one past the last, with weight 0: the model's own code skips it.
+            index = torch.where(is_own, index % own, own)
+            weights = self._copy_in(weights).masked_fill(~is_own, 0.0)
+            answer = forward(self._copy_in(hidden), index, weights, *args, **kwargs)
+            if not is_own.any():  # every rank needs gradients of its weights, which may be reduced together
+                answer = answer + sum(weight.to_local().sum() * 0 for weight in experts.parameters())
+            return self._sum_out(answer)
+
+        experts.forward = on_own_experts
+
+    # --- embedding and head ----------------------------------------------------------------------
+
+    def cut_embedding(self, embedding: nn.Module) -> None:
+        """Give each rank the embeddings of some tokens."""
+        for table in _without_wrapper(embedding):
+            self._set(table, "weight", Shard(0))
+            rows, start = len(table.weight.to_local()), self._start(table.weight)
+            if table.padding_idx is not None:  # its embedding does not train, on the rank that has it
+                table.padding_idx = table.padding_idx - start if start <= table.padding_idx < start + rows else None
+            _compute_on_local(table, Shard(0))
+            _wrap_lookup(table, start, rows, self._sum_out)
+
+    def cut_head(self, head: nn.Module) -> None:
+        """Give each rank the logits of some tokens."""
+        for linear in _without_wrapper(head):
+            self._cut_linear(linear, COLUMNS)
+            vocabulary = next(weight for name, weight in linear.named_parameters() if "lora_" not in name).shape[0]
+            _wrap(linear, _on_hidden(self._copy_in), partial(self._logits, vocabulary))
+
+    def _logits(self, vocabulary: int, local: Tensor) -> Tensor:
+        shape = torch.Size((*local.shape[:-1], vocabulary))
+        stride = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(
+            local, self.mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=stride
+        )
+        return whole if self.loss_parallel else whole.full_tensor(grad_placements=[Replicate()])
+
+    def _start(self, weight: Any) -> int:
+        return self.mesh.get_local_rank() * -(-weight.shape[0] // self.size)
+
+    # --- the sequence ----------------------------------------------------------------------------
+
+    def _gather_parts(self, x: Tensor) -> Tensor:
+        return self._move(x, _SEQUENCE, Replicate(), Partial())
+
+    def _scatter_sum(self, x: Tensor) -> Tensor:
+        return self._move(x, Partial(), _SEQUENCE, _SEQUENCE)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return self._move(x, _SEQUENCE, Replicate(), Replicate())
+
+    def _scatter(self, x: Tensor) -> Tensor:
+        return self._move(x, Replicate(), _SEQUENCE, _SEQUENCE)
+
+    def begin_stream(self, layer: nn.Module) -> None:
+        """Cut the residual stream before the first layer of all."""
+        _wrap(layer, _on_hidden(self._scatter_hidden))
+
+    def _scatter_hidden(self, hidden: Tensor) -> Tensor:
+        if hidden.shape[1] % self.size:
+            raise RecipeError(
+                f"sequence_parallel=true cuts rows into {self.size} parts, but one has {hidden.shape[1]} tokens; pad "
+                "it to a multiple (lit_ft.CausalLM does), or set sequence_parallel to false"
+            )
+        return self._scatter(hidden)
+
+    def end_stream(self, hidden: Tensor) -> Tensor:
+        """The whole of what the last layer gives."""
+        return self._gather(hidden) if self.sequence_parallel else hidden
+
+    # --- features --------------------------------------------------------------------------------
+
+    def _join_features(self, x: Tensor) -> Tensor:
+        return self._move(x, Shard(x.ndim - 1), Replicate(), Replicate())
+
+    def _cut_features(self, x: Tensor) -> Tensor:
+        return self._move(x, Replicate(), Shard(x.ndim - 1), Shard(x.ndim - 1))
+
+    # --- parameters ------------------------------------------------------------------------------
+
+    def keep(self, module: nn.Module, gradient: Placement) -> None:
+        """Leave a module's weights whole on every rank, and say whether their gradients are whole or parts."""
+        for part in module.modules():
+            self._keep_own(part, gradient)
+
+    def _keep_own(self, module: nn.Module, gradient: Placement) -> None:
+        for key, weight in list(module._parameters.items()):
+            if weight is not None:
+                self._set(module, key, Replicate())
+        if module._parameters:
+            _compute_on_local(module, gradient)
+
+    def _set(self, module: nn.Module, key: str, placement: Placement) -> None:
+        weight = module._parameters[key]
+        assert weight is not None
+        if weight not in self._cut:
+            # No communication: every rank has the whole, as a rule mapped from the same file. Cloned to let go of it.
+            part = distribute_tensor(weight.data, self.mesh, [placement], src_data_rank=None)
+            part = DTensor.from_local(
+                part.to_local().clone(), self.mesh, [placement], run_check=False, shape=part.shape, stride=part.stride()
+            )
+            self._cut[weight] = nn.Parameter(part, requires_grad=weight.requires_grad)
+        module._parameters[key] = self._cut[weight]
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) or any(p.ndim > 1 for p in module.parameters(recurse=False))
+
+
+def _without_wrapper(module: nn.Module) -> list[Any]:
+    """The layer itself, or the frozen and the trained copy that PEFT keeps of it."""
+    if isinstance(module, ModulesToSaveWrapper):
+        return [module.original_module, *module.modules_to_save.values()]
+    return [module]
+
+
+def _wrap(module: nn.Module, before: Any = None, after: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Put functions around a module's ``forward``, within its hooks."""
+    forward = module.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            args, kwargs = before(args, kwargs)
+        output = forward(*args, **kwargs)
+        if after is None:
+            return output
+        return (after(output[0]), *output[1:]) if isinstance(output, tuple) else after(output)
+
+    module.forward = wrapped
+
+
+def _on_hidden(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Apply a function to the hidden states among a module's arguments: the first."""
+
+    def apply(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (function(args[0]), *args[1:]), kwargs
+        first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, {**kwargs, first: function(kwargs[first])}
+
+    return apply
+
+
+def _compute_on_local(module: nn.Module, gradient: Placement, factors: Mapping[str, float] | None = None) -> None:
+    """Show a module's ``forward`` the local tensors of its own parameters.
+
+    Args:
+        module: its parameters are ``DTensor``.
+        gradient: of parameters that every rank has whole: what one rank computes of it.
+        factors: on parameters, by name.
+    """
+    forward = module.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        own = dict(module._parameters)
+        for name, weight in own.items():
+            if isinstance(weight, DTensor):
+                cut = [gradient if at.is_replicate() else at for at in weight.placements]
+                local: Any = weight.to_local(grad_placements=cut)
+                factor = (factors or {}).get(name, 1.0)
+                module._parameters[name] = local if factor == 1 else local * factor
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    module.forward = wrapped
+
+
+def _wrap_lookup(table: nn.Module, start: int, rows: int, total: Callable[[Tensor], Tensor]) -> None:
+    forward = table.forward
+
+    def wrapped(ids: Tensor) -> Tensor:
+        is_own = (ids >= start) & (ids < start + rows)
+        found = forward((ids - start).clamp(0, max(rows - 1, 0)))
+        return total(found.masked_fill(~is_own[..., None], 0.0))
+
+    table.forward = wrapped
+
+
+# --- what does not fit ---------------------------------------------------------------------------------
+
+
+def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = None) -> None:
+    """Find what cannot be cut before weights are read.
+
+    Args:
+        base: on the meta device, with its adapters.
+        size: ranks.
+        given: a plan of the recipe.
+
+    Raises:
+        RecipeError: it names the value, the rule and what fits.
+    """
+    plan, config = Plan(base, given), base.config.get_text_config()
+    styles = set(plan.styles.values())
+    sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
+    sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    for name, count in sizes.items():
+        if COLUMNS in styles and isinstance(count, int) and count % size:
+            raise RecipeError(_must_divide(size, name, count))
+    for module, style in plan.styles.items():
+        if style == EXPERTS and module.num_experts % size:  # type: ignore[operator]
+            raise RecipeError(_must_divide(size, "the number of experts", int(module.num_experts)))  # type: ignore[arg-type]
+        if style in (WHOLE_OUT, WHOLE_IN) and module is not base.get_output_embeddings():
+            weight = next(module.parameters())
+            width = weight.shape[0 if style == WHOLE_OUT else -1]
+            if width % size:
+                raise RecipeError(_must_divide(size, f"the width of {type(module).__name__}", width))
+    for name, module in base.named_modules():
+        _check_adapter(name, module, plan)
+
+
+def _must_divide(size: int, name: str, count: int) -> str:
+    fitting = [n for n in range(1, count + 1) if count % n == 0]
+    nearest = min(fitting, key=lambda n: (abs(n - size), n))
+    return f"tensor_parallel_size={size} must divide {name}={count}; use {nearest}"
+
+
+def _check_adapter(name: str, module: nn.Module, plan: Plan) -> None:
+    if not isinstance(module, BaseTunerLayer):
+        return
+    why = None
+    if not isinstance(module, LoraLayer):
+        why = f"the method of {type(module).__name__} was not compared with one process"
+    elif module.lora_variant or any(module.use_dora.values()):
+        why = "this variant of LoRA looks at whole weights"
+    elif module.lora_embedding_A:
+        why = "LoRA on an embedding looks tokens up in whole tables"
+    elif not isinstance(module.get_base_layer(), nn.Linear):
+        why = f"LoRA on {type(module.get_base_layer()).__name__} (routers and experts) computes something else there"
+    if why is not None:
+        raise RecipeError(
+            f"model.peft: {name}: under tensor parallelism {why}; take LoraConfig on linear layers of attention and "
+            "MLP, or set tensor_parallel_size to 1 (pipeline_parallel_size and data_parallel_size split it too)"
+        )
