@@ -4,6 +4,7 @@ Callback hooks do not enclose the waiting for data, the other callbacks or the w
 actions do. A profiler of the user's own goes on working: every action is passed on to it.
 """
 
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal
@@ -51,6 +52,9 @@ class PhaseProfiler(Profiler):
         self.inner = inner
         self.listeners: list[Listener] = []
         self.phase: Phase = "other"
+        self.failed_in: Phase | None = None
+        """The phase in which the last error was raised; it has gone through those around it since."""
+        self._error: int | None = None
         self._open: list[tuple[str, Phase]] = []
         self._validating = False
 
@@ -67,6 +71,8 @@ class PhaseProfiler(Profiler):
 
     def stop(self, action_name: str) -> None:
         """An action ends; those that began before the profiler stood here are not ours."""
+        if (error := sys.exc_info()[1]) is not None and id(error) != self._error:
+            self._error, self.failed_in = id(error), self.phase
         if self._open and self._open[-1][0] == action_name:
             _, phase = self._open.pop()
             # Validation has no action of its own: it ends with the last of its hooks, the strategy's.
@@ -117,3 +123,9 @@ def unwatch(trainer: Any, listener: Listener) -> None:
     profiler.listeners.remove(listener)
     if not profiler.listeners:
         trainer.profiler = profiler.inner
+
+
+def failed_in(trainer: Any) -> Phase | None:
+    """The phase in which the last error was raised, where phases are watched."""
+    profiler = trainer.profiler
+    return profiler.failed_in if isinstance(profiler, PhaseProfiler) else None

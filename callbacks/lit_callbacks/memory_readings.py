@@ -1,0 +1,53 @@
+"""How much memory a device's allocator and this process hold, as far as they tell."""
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+MIB = 2**20
+_STATM = Path("/proc/self/statm")
+
+
+def host_memory() -> int | None:
+    """Bytes of the process's own resident memory, pages of mapped files left out; None where ``/proc`` is missing."""
+    try:
+        _, resident, shared = _STATM.read_bytes().split(maxsplit=3)[:3]
+    except OSError:
+        return None
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
+def host_peak() -> int:
+    """Bytes of the process's largest resident size so far, mapped files included."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def allocated(device: torch.device) -> int | None:
+    """Bytes of tensors on an accelerator; None on a CPU, whose allocator does not count."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return torch.mps.current_allocated_memory() if device.type == "mps" else None
+
+
+def reserved(device: torch.device) -> int | None:
+    """Bytes that the allocator holds of an accelerator's memory, in use or not."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return torch.mps.driver_allocated_memory() if device.type == "mps" else None
+
+
+def take_peaks(device: torch.device) -> tuple[int, int] | None:
+    """The most bytes allocated and reserved since the last call, on CUDA; counted on the host, without waiting."""
+    if device.type != "cuda":
+        return None
+    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peaks
+
+
+def in_mib(figures: dict[str, int | None]) -> dict[str, float]:
+    """Those that are known, in MiB, under names that say so."""
+    return {f"{name}_mib": value / MIB for name, value in figures.items() if value is not None}
