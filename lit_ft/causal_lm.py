@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import move_data_to_device
@@ -37,7 +38,7 @@ from lit_ft.generation import generate_answers
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
 from lit_ft.metrics import SourceMeans, TokenMean
 from lit_ft.optimizers import clip_gradients_by_norm, configure_optimizers
-from lit_ft.rows import Row, as_row, sample_means
+from lit_ft.rows import Row, as_row, lay_end_to_end, sample_means
 from lit_ft.schedule_free import ScheduleFreeModule
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -391,6 +392,12 @@ class CausalLM(ScheduleFreeModule):
         Where weights are split over ranks, every rank must call it equally often, some with no prompts if need be.
         """
         return generate_answers(self.model, self.base_model, self.tokenizer, prompts, max_new_tokens)
+
+    def text_loss(self, texts: Sequence[str]) -> tuple[Tensor, int]:
+        """Summed cross-entropy of plain texts in nats, and their number of predicted tokens."""
+        encoded = [np.array(self.tokenizer(text)["input_ids"]) for text in texts]
+        rows = [move_data_to_device(lay_end_to_end([(ids, ids)]), self.device) for ids in encoded]
+        return torch.stack([self(row).loss_sum for row in rows]).sum(), sum(len(row["targets"]) for row in rows)
 
     def predict_step(self, batch: Sequence[Mapping[str, str]], batch_idx: int) -> list[dict[str, str]]:
         """Answer each ``{"prompt", "expected"}`` of the batch; returns them with ``"answer"``."""

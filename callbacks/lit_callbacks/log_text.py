@@ -1,0 +1,37 @@
+"""Text in a trainer's loggers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+
+def log_text(trainer: Trainer, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], step: int) -> bool:
+    """Give a table of texts to every logger that takes text: TensorBoard, and those with ``log_text`` (W&B).
+
+    Args:
+        trainer: whose loggers; called on rank 0 alone.
+        name: of the table.
+        columns: their names.
+        rows: cells.
+        step: optimiser step.
+
+    Returns:
+        Whether a logger took it, or there is none.
+    """
+    taken = [_log(logger, name, columns, rows, step) for logger in trainer.loggers]
+    return any(taken) or not taken
+
+
+def _log(logger: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], step: int) -> bool:
+    experiment: Any = getattr(logger, "experiment", None)
+    if hasattr(experiment, "add_text"):
+        # Indented by four, Markdown shows a text as it is.
+        cells = [cell for row in rows for cell in zip(columns, row, strict=True)]
+        text = "\n\n".join(f"**{column}**\n\n    " + cell.replace("\n", "\n    ") for column, cell in cells)
+        experiment.add_text(name, text, step)
+    elif hasattr(logger, "log_text"):
+        logger.log_text(key=name, columns=list(columns), data=[list(row) for row in rows], step=step)
+    else:
+        return False
+    return True
