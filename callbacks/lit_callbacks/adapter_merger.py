@@ -1,32 +1,20 @@
 """Write what training made as folders that Hugging Face tools load."""
 
-import copy
-import os
-import shutil
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_callbacks.gather import is_split, whole_weights
-from lit_callbacks.merge_check import (
-    BOUNDS,
-    DEQUANTISED_BOUND,
-    Layout,
-    check_kept,
-    check_same,
-    compare,
-    logits_of,
-    read_back,
-    sample_ids,
-    share_lost,
-)
+from lit_callbacks.merge_check import MergeFailed
+from lit_callbacks.merging import check_mergeable, find_model, is_peft, save_adapter, save_merged, unsplit
+from lit_callbacks.whole_folder import keep_newest
 
 Kind = Literal["adapter", "merged"]
 Texts = Callable[[Kind, Trainer, LightningModule], Mapping[str, str]]
@@ -34,31 +22,99 @@ Texts = Callable[[Kind, Trainer, LightningModule], Mapping[str, str]]
 
 
 class AdapterMerger(Callback):
-    """At the end of training, write the adapter and, if asked to, the merged model.
+    """Write the adapter and, if asked to, the merged model: when training ends, and on the way.
 
     The module must hold a ``peft.PeftModel`` or, for full fine-tuning, a
     ``transformers.PreTrainedModel`` somewhere; its ``tokenizer``, where it has one, is saved with the
     weights. A module that must write its adapter in its own way has a method
     ``save_adapter(folder, state_dict)``, given whole weights by name where they are split over ranks.
-    Folders appear whole or not at all.
+    Folders appear whole or not at all. What cannot be merged is refused when training starts. A model on the way that
+    cannot be written or is found wrong is a warning; at the end it is an error. Optimisers with two sets of weights
+    (schedule-free ones, with ``train()`` and ``eval()``) have those that answer in place meanwhile.
     """
 
     def __init__(
-        self, adapter_dir: str | Path, merged_dir: str | Path | None = None, texts: Texts | None = None
+        self,
+        adapter_dir: str | Path,
+        merged_dir: str | Path | None = None,
+        texts: Texts | None = None,
+        every_n_steps: int | None = None,
+        on_best: bool = False,
+        keep_last: int = 3,
     ) -> None:
-        """Choose where to write.
+        """Choose where to write, and when.
 
         Args:
             adapter_dir: folder for ``PeftModel.from_pretrained``; not written in full fine-tuning.
             merged_dir: folder for ``AutoModelForCausalLM.from_pretrained``; None does not merge.
             texts: gives text files that go into the folders, a ``README.md`` in place of PEFT's template, say.
+            every_n_steps: also write every so many optimiser steps, to ``<adapter_dir>-step-<n>`` and
+                ``<merged_dir>-step-<n>``; None does not.
+            on_best: also write when a ``ModelCheckpoint`` with a ``monitor`` saves a new best, to
+                ``<adapter_dir>-best-step-<n>`` and so on, with that checkpoint's weights.
+            keep_last: how many of each of those stay, the newest.
+
+        Raises:
+            ValueError: ``every_n_steps`` or ``keep_last`` is below 1.
         """
+        for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1; leave it out for the default")
         self.adapter_dir = Path(adapter_dir)
         self.merged_dir = None if merged_dir is None else Path(merged_dir)
         self.texts: Texts = texts or (lambda *_: {})
+        self.every_n_steps, self.on_best, self.keep_last = every_n_steps, on_best, keep_last
+        self._best: list[str] = []
+        self._has_new_best = False
+        self._last_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what cannot be merged before the long work."""
+        model = find_model(pl_module)
+        if self.merged_dir is not None:
+            check_mergeable(model)
+        self._best, self._has_new_best, self._last_step = _best_paths(trainer), False, trainer.global_step
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """See whether it is a new best; its weights are in place until the next batch."""
+        if self.on_best and (best := _best_paths(trainer)) != self._best:
+            self._best, self._has_new_best = best, True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Write the best that was saved."""
+        self._write_best(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write every ``every_n_steps``."""
+        step, before, every = trainer.global_step, self._last_step, self.every_n_steps
+        self._last_step = step
+        if every is not None and step // every != before // every:
+            self._write_on_the_way(trainer, pl_module, "step-")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the folders, on rank 0; the other ranks send their shares of split weights."""
+        self._write_best(trainer, pl_module)
+        self._write(trainer, pl_module, "")
+
+    def _write_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._has_new_best:
+            self._has_new_best = False
+            self._write_on_the_way(trainer, pl_module, "best-step-")
+
+    def _write_on_the_way(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
+        # The random numbers of the run do not depend on what is written.
+        with torch.random.fork_rng(devices=[]), weights_that_answer(trainer, pl_module):
+            try:
+                self._write(trainer, pl_module, f"-{name}{trainer.global_step}")
+                for folder in (self.adapter_dir, self.merged_dir):
+                    if folder is not None and trainer.is_global_zero and folder.parent.is_dir():
+                        keep_newest(folder.parent, f"{folder.name}-{name}", self.keep_last)
+            except (MergeFailed, OSError, ValueError) as error:
+                rank_zero_warn(f"AdapterMerger: step {trainer.global_step} is not written: {error}")
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         model, tokenizer = find_model(pl_module), getattr(pl_module, "tokenizer", None)
         writes, state = trainer.is_global_zero, None
         if is_split(model):
@@ -69,248 +125,38 @@ class AdapterMerger(Callback):
         if not writes:
             return
         if is_peft(model):
+            folder = self.adapter_dir.with_name(self.adapter_dir.name + suffix)
             write = getattr(pl_module, "save_adapter", model.save_pretrained)
             write = write if state is None else partial(write, state_dict=state)
-            save_adapter(model, self.adapter_dir, tokenizer, self.texts("adapter", trainer, pl_module), write)
-            rank_zero_info(f"adapter: {self.adapter_dir}")
+            save_adapter(model, folder, tokenizer, self.texts("adapter", trainer, pl_module), write)
+            rank_zero_info(f"adapter: {folder}")
         if self.merged_dir is not None:
-            save_merged(whole, self.merged_dir, tokenizer, texts=self.texts("merged", trainer, pl_module))
-            rank_zero_info(f"merged model: {self.merged_dir}")
+            folder = self.merged_dir.with_name(self.merged_dir.name + suffix)
+            save_merged(whole, folder, tokenizer, texts=self.texts("merged", trainer, pl_module))
+            rank_zero_info(f"merged model: {folder}")
 
 
-def unsplit(model: Any, keep: bool) -> Any:
-    """A copy, on this rank's CPU, of a model that is split over ranks; a collective.
-
-    Args:
-        model: a ``PeftModel`` or ``PreTrainedModel``.
-        keep: whether this rank wants it; None elsewhere.
-    """
-    weights = whole_weights(model, keep=keep)
-    if not keep:
-        return None
-    base = model.get_base_model() if is_peft(model) else model
-    with torch.device("meta"):
-        known = type(base)(copy.deepcopy(base.config)).state_dict()
-    own = {_name_in_base(name): weight for name, weight in weights.items() if _name_in_base(name) in known}
-    whole = type(base).from_pretrained(None, config=copy.deepcopy(base.config), state_dict=own, dtype=base.dtype)
-    whole.generation_config, whole.name_or_path = base.generation_config, base.name_or_path
-    if not is_peft(model):
-        return whole
-    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-
-    adapted = get_peft_model(whole, copy.deepcopy(model.active_peft_config))
-    set_peft_model_state_dict(adapted, get_peft_model_state_dict(model, state_dict=weights))
-    return adapted
+def _best_paths(trainer: Trainer) -> list[str]:
+    monitored = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor is not None]
+    return [callback.best_model_path for callback in monitored]
 
 
-def _name_in_base(name: str) -> str:
-    for wrapping in ("base_model.model.", ".base_layer", ".original_module", ".token_adapter"):
-        name = name.replace(wrapping, "", 1)
-    return name
-
-
-def find_model(module: nn.Module) -> Any:
-    """The ``PeftModel`` within a module, else its ``PreTrainedModel``.
-
-    Raises:
-        ValueError: it holds neither.
-    """
-    from transformers import PreTrainedModel
-
-    for wanted in (is_peft, lambda m: isinstance(m, PreTrainedModel)):
-        for candidate in module.modules():
-            if wanted(candidate):
-                return candidate
-    raise ValueError(f"{type(module).__name__} holds no peft.PeftModel and no transformers.PreTrainedModel to save")
-
-
-def is_peft(model: nn.Module) -> bool:
-    """Whether a module is a ``PeftModel``; False where peft is not installed."""
+@contextmanager
+def weights_that_answer(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Have a schedule-free optimiser's average in place, and after it the very weights of before, bit by bit."""
+    two_sets: list[Any] = [
+        optimizer
+        for optimizer in trainer.optimizers
+        if callable(getattr(optimizer, "eval", None)) and optimizer.param_groups[0].get("train_mode", False)
+    ]
+    aside = [(p, p.detach().clone()) for p in module.parameters() if p.requires_grad] if two_sets else []
+    for optimizer in two_sets:
+        optimizer.eval()
     try:
-        from peft import PeftModel
-    except ModuleNotFoundError:
-        return False
-    return isinstance(model, PeftModel)
-
-
-def save_adapter(
-    model: Any,
-    folder: Path,
-    tokenizer: Any = None,
-    texts: Mapping[str, str] | None = None,
-    write: Callable[[Path], None] | None = None,
-) -> None:
-    """Write a ``PeftModel``'s adapter, with the tokenizer, for ``PeftModel.from_pretrained``.
-
-    Args:
-        model: holds the adapter.
-        folder: where to; an earlier folder there is replaced.
-        tokenizer: saved with it.
-        texts: files that go with it, by name.
-        write: writes the adapter, in place of ``model.save_pretrained``.
-    """
-    _write_whole(folder, write or model.save_pretrained, tokenizer, texts)
-
-
-def save_merged(
-    model: Any,
-    folder: Path,
-    tokenizer: Any = None,
-    dtype: torch.dtype | None = None,
-    quantized_base: Literal["dequantize", "keep"] | None = None,
-    texts: Mapping[str, str] | None = None,
-) -> None:
-    """Write a model with its adapter merged, for ``AutoModelForCausalLM.from_pretrained``.
-
-    The model itself is left as it is: a copy on the CPU is merged. Before the folder appears, the files are read
-    back, and the logits of what was read are compared with those of base and adapter on some prompts.
-
-    Args:
-        model: a ``PeftModel`` or ``PreTrainedModel``.
-        folder: where to; an earlier folder there is replaced.
-        tokenizer: saved with it, chat template included.
-        dtype: of the saved weights; None keeps theirs.
-        quantized_base: of a base in 4 or 8 bits: dequantize it and merge into that, or keep it quantised and round
-            the merged weights again. What it costs is measured and said.
-        texts: files that go with it, by name.
-
-    Raises:
-        ValueError: the tuning method cannot be merged, or ``quantized_base`` does not fit the base.
-        MergeFailed: the merged model is not the trained one; nothing is left in ``folder``'s place.
-    """
-    _check_mergeable(model, dtype, quantized_base)
-
-    def write(temporary: Path) -> None:
-        if is_peft(model):
-            _write_merged(model, temporary, tokenizer, dtype, quantized_base)
-            return
-        layout = Layout.of(model)
-        whole = model if dtype in (None, model.dtype) else copy.deepcopy(model).to(dtype)
-        whole.save_pretrained(temporary)
-        check_same(read_back(temporary, layout.saved_as(whole)), whole)
-
-    _write_whole(folder, write, tokenizer, texts)
-
-
-def _write_merged(
-    model: Any, folder: Path, tokenizer: Any, dtype: torch.dtype | None, quantized_base: str | None
-) -> None:
-    trained = copy.deepcopy(model).cpu().eval()
-    base = trained.get_base_model()
-    if base.config._attn_implementation not in ("eager", "sdpa"):
-        base.set_attn_implementation("sdpa")  # attention of a device or of a training loop, which takes other arguments
-    layout, ids = Layout.of(base), sample_ids(base, tokenizer)
-    wanted = logits_of(trained, ids)
-    trained_mib = base.get_memory_footprint() / 2**20
-    with trained.disable_adapter():
-        untrained = logits_of(trained, ids) if quantized_base is not None else wanted
-    if quantized_base == "dequantize":
-        trained = _dequantised(trained, dtype or base.dtype)
-    _part_embeddings(trained.get_base_model())
-    with warnings.catch_warnings():
-        # What PEFT warns of, rounding and parted embeddings, is measured and said below.
-        warnings.filterwarnings("ignore", message=".*rounding errors.*|.*no longer tied.*")
-        merged = trained.merge_and_unload(safe_merge=True)
-    merged = merged.to(dtype) if dtype is not None else merged
-    merged.save_pretrained(folder)
-    layout, merged_dtype = layout.saved_as(merged), merged.dtype
-    mib, in_memory = merged.get_memory_footprint() / 2**20, logits_of(merged, ids) if quantized_base == "keep" else None
-    del base, trained, merged  # what is read back takes their place in memory
-
-    again = read_back(folder, layout)
-    got = logits_of(again, ids)
-    if quantized_base is None:
-        rank_zero_info(f"merge verified: {compare(wanted, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]))}")
-        return
-    lost = share_lost(wanted, got, untrained)
-    if in_memory is not None:
-        compare(in_memory, got, BOUNDS[torch.float32])  # the files hold what was merged
-        what, report = "merged, and rounded to the base's bits again", compare(wanted, got, float("inf"))
-        check_kept(lost, report)
-    else:
-        what = f"dequantised to {str(merged_dtype).removeprefix('torch.')} and merged"
-        report = compare(wanted, got, DEQUANTISED_BOUND)
-    rank_zero_info(
-        f"{what}: against the quantised model that was trained, {report}; of what training did to the logits, "
-        f"{lost:.1%} is lost; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training"
-    )
-
-
-def _dequantised(model: Any, dtype: torch.dtype) -> Any:
-    """The adapter on the dequantised base; PEFT's layers for quantised weights cannot be merged into others."""
-    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-
-    adapter, config = get_peft_model_state_dict(model, save_embedding_layers=False), model.active_peft_config
-    try:
-        base = model.unload().dequantize(dtype).to(dtype)
-    except NotImplementedError as error:
-        raise ValueError(
-            f"transformers cannot dequantise {model.config.quantization_config.quant_method} weights ({error}); merge "
-            "into the model that they were quantised from, or use the adapter as it is"
-        ) from error
-    plain = get_peft_model(base, config)
-    set_peft_model_state_dict(plain, adapter)
-    return plain.eval()
-
-
-def _part_embeddings(base: Any) -> None:
-    """Give a tied head weights of its own where an adapter changes one side: a merge would change both.
-
-    Trainable tokens change both sides themselves.
-    """
-    sides = base.get_input_embeddings(), base.get_output_embeddings()
-    if sides[1] is None or not any(
-        hasattr(side, "base_layer") and not hasattr(side, "trainable_tokens_delta") for side in sides
-    ):
-        return
-    embedding, head = (getattr(side, "base_layer", side) for side in sides)
-    if embedding.weight is head.weight:
-        head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
-
-
-def _check_mergeable(model: Any, dtype: torch.dtype | None, quantized_base: str | None) -> None:
-    if is_peft(model) and not hasattr(model.base_model, "merge_and_unload"):
-        method = model.active_peft_config.peft_type.value
-        raise ValueError(f"{method} adds no weights that could be merged into the base; use the adapter as it is")
-    base = model.get_base_model() if is_peft(model) else model
-    is_quantised = getattr(base, "is_quantized", False)
-    if is_quantised and quantized_base is None:
-        raise ValueError(
-            "the base is quantised, and an adapter that is merged into it is rounded with it; choose quantized_base: "
-            "dequantize (exact to the merged dtype, 2 to 4 times the size) or keep (small, and further from what was "
-            "trained)"
-        )
-    if not is_quantised and quantized_base is not None:
-        raise ValueError(f"quantized_base={quantized_base}, but the base is not quantised; leave it out")
-    if quantized_base == "keep" and dtype is not None:
-        raise ValueError(f"quantized_base=keep leaves weights in their bits; leave dtype={dtype} out")
-
-
-def _write_whole(
-    folder: Path, write: Callable[[Path], None], tokenizer: Any, texts: Mapping[str, str] | None = None
-) -> None:
-    _check_replaceable(folder)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        write(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        for name, text in (texts or {}).items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
+        yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _check_replaceable(folder: Path) -> None:
-    if not folder.exists():
-        return
-    held = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"}
-    if held and not held & {"config.json", "adapter_config.json"}:
-        raise ValueError(
-            f"{str(folder)!r} holds other things than a model ({', '.join(sorted(held)[:3])}), which would be lost; "
-            "name a new folder"
-        )
+        for optimizer in two_sets:
+            optimizer.train()
+        with torch.no_grad():
+            for parameter, weight in aside:
+                parameter.copy_(weight)
