@@ -79,11 +79,12 @@ def test_every_n_steps_the_last_are_kept(tmp_path: Path) -> None:
 
 
 def test_writing_on_the_way_changes_no_bit_of_the_run(tmp_path: Path) -> None:
-    """Dropout draws from the generator that a merge would draw from too."""
+    """Dropout draws from the generator that what is written may draw from too: examples on a model card, say."""
     runs = []
-    for options in ({}, {"every_n_steps": 1}):
+    for every in (None, 1):
         module = Adapted(lora())
-        merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged", **options)  # type: ignore[arg-type]
+        card = lambda *_: {"README.md": f"an example: {torch.rand(1)}"}  # noqa: E731
+        merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged", card, every_n_steps=every)
         torch.manual_seed(1)
         make_trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(module, texts())
         runs.append(module.steps[-1])
