@@ -32,7 +32,7 @@ from lit_ft import (
 )
 from lit_ft.adapter_start import Start
 from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, write_fingerprint
-from lit_ft.checkpoints_io import check_fit, shapes_of, trainable_shapes
+from lit_ft.checkpoints_io import Shapes, check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
@@ -127,6 +127,8 @@ class CausalLM(ScheduleFreeModule):
         )
         self.start: Start | None = None
         """What the adapter's init found in an earlier run, where it is not to be done again."""
+        self._trains: Shapes = {}
+        self._optimizer_names: list[list[str]] = []
         self._fp32_buffers: dict[str, Tensor] = {}
         self._window_tokens = 1
         self.record_losses: Callable[..., None] | None = None
@@ -206,6 +208,7 @@ class CausalLM(ScheduleFreeModule):
         self._head = loading.head_of(self.base_model)
         if self.neftune_alpha is not None:
             self.base_model.get_input_embeddings().register_forward_hook(self._add_noise)
+        self._trains = trainable_shapes(self)
 
     def _adapted(self, base: PreTrainedModel) -> PreTrainedModel | PeftModel:
         if self.peft is None or not adapter_start.needs_start(self.peft):
@@ -280,7 +283,7 @@ class CausalLM(ScheduleFreeModule):
         return self.token_loss(self.hidden_states(row), row)
 
     def hidden_states(self, row: Row, decoder: Callable[..., Any] | None = None) -> Tensor:
-        """Final hidden states of a row's tokens, ``(T, H)``.
+        """Final hidden states of a row's tokens, ``(1, T, H)``.
 
         Args:
             row: T tokens.
@@ -295,15 +298,15 @@ class CausalLM(ScheduleFreeModule):
         is_packed = base.config._attn_implementation == loading.PACKED
         options = {"segment_lengths": prompt_learning.virtual_lengths(self.model, lengths)} if is_packed else {}
         if prompt_learning.method_of(self.model) is not None:
-            return prompt_learning.hidden_states(self.model, decoder, row, **options)[0]
+            return prompt_learning.hidden_states(self.model, decoder, row, **options)
         output = decoder(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, **options)
-        return output.last_hidden_state[0]
+        return output.last_hidden_state
 
     def token_loss(self, hidden: Tensor, row: Row) -> TokenLoss:
-        """Summed loss and number of right predictions, from a row's final hidden states ``(T, H)``."""
+        """Summed loss and number of right predictions, from a row's final hidden states ``(1, T, H)``."""
         head = self.base_model.get_output_embeddings()
         return token_cross_entropy(
-            hidden[row["predict_at"]],
+            hidden[0, row["predict_at"]],
             self._head,
             row["targets"],
             chunk_tokens=tokens_per_chunk(head.weight.shape[0]),
@@ -343,9 +346,9 @@ class CausalLM(ScheduleFreeModule):
         if row["input_ids"].numel() == 0:
             loss = torch.zeros((), device=self.device, requires_grad=True)
         else:
-            # A function of seed, step and rank: the same draws after a resume, other ones on other ranks.
+            # A function of seed, step and replica: the same draws after a resume, other ones for other data.
             if process.is_seeded():
-                place = process.seed(), self.trainer.global_step, batch_idx, self.trainer.global_rank
+                place = process.seed(), self.trainer.global_step, batch_idx, process.replica(self.trainer)[1]
                 torch.manual_seed(hash(place) % 2**63)
             result = self(row)
             self._update("fit", result, row)
@@ -441,7 +444,11 @@ class CausalLM(ScheduleFreeModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer over the trainable parameters, and the schedule."""
-        return configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors)
+        made: Any = configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors)
+        name_of = {id(p): name for name, p in self.named_parameters()}
+        groups = (made["optimizer"] if isinstance(made, dict) else made).param_groups
+        self._optimizer_names = [[name_of[id(p)] for group in groups for p in group["params"]]]
+        return made
 
     def on_train_start(self) -> None:
         """Say where a method's schedule is not that of the run."""
@@ -497,8 +504,9 @@ class CausalLM(ScheduleFreeModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the trainable weights only: the frozen base is where it came from."""
         super().on_save_checkpoint(checkpoint)
-        trains = trainable_shapes(self)
-        checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in trains}
+        checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in self._trains}
+        # State dicts of optimizers number their parameters; a rank that holds some of them needs to know which.
+        checkpoint["optimizer_names"] = self._optimizer_names
         checkpoint["method_state"] = method_calls.state_of(self.model)
         checkpoint["adapter_start"] = self.start
         checkpoint["base"] = self.base_fingerprint
@@ -507,7 +515,9 @@ class CausalLM(ScheduleFreeModule):
         """Refuse a checkpoint of another model, or of a base that has changed since."""
         super().on_load_checkpoint(checkpoint)
         adapter_start.check_same(self.start, checkpoint.get("adapter_start"))
-        check_fit(shapes_of(checkpoint["state_dict"]), trainable_shapes(self))
+        own = trainable_shapes(self)  # fewer than trains where other ranks hold some of the layers
+        saved = shapes_of(checkpoint["state_dict"])
+        check_fit({n: shape for n, shape in saved.items() if n in own or n not in self._trains}, own)
         if "base" in checkpoint:
             check_same_base(checkpoint["base"], self.base_fingerprint, "the checkpoint")
         method_calls.load_state(self.model, checkpoint.get("method_state", {}))

@@ -3,8 +3,9 @@
 Legend: n supervised tokens, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,22 @@ from torch.nn.functional import cross_entropy
 
 LOGITS_PER_CHUNK = 2**26
 """Logits that exist at a time: 441 tokens of a 151,936-token vocabulary, 256 MiB in fp32."""
+
+
+_is_repeatable = ContextVar("_is_repeatable", default=False)
+
+
+@contextmanager
+def repeatable_backward() -> Iterator[None]:
+    """Within it, losses are computed whose backward pass can run twice, for inputs and for weights apart.
+
+    Zero-bubble pipeline schedules need that; it costs a trained head's gradient in memory.
+    """
+    token = _is_repeatable.set(True)
+    try:
+        yield
+    finally:
+        _is_repeatable.reset(token)
 
 
 class TokenLoss(NamedTuple):
@@ -92,13 +109,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             torch.zeros_like(p) if g is None else g for p, g in zip(parameters, of_parameters, strict=True)
         ]
         ctx.save_for_backward(of_hidden, *of_parameters)
+        ctx.is_repeatable = _is_repeatable.get()
         ctx.mark_non_differentiable(correct, per_token)
         return per_token.sum(), correct, per_token
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a head's gradient is as large as the head. A second backward raises (saved tensor changed).
-        hidden, *parameters = (g if g is None else g.mul_(grad_loss) for g in ctx.saved_tensors)
+        scale = torch.mul if ctx.is_repeatable else Tensor.mul_
+        hidden, *parameters = (g if g is None else scale(g, grad_loss) for g in ctx.saved_tensors)
         return hidden, None, None, None, *parameters
 
 

@@ -7,7 +7,7 @@ of ranks. ``meta.pt`` in it is the rest of Lightning's checkpoint.
 
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
+
+from lit_ft.errors import RecipeError
 
 META = "meta.pt"
 
@@ -74,26 +76,106 @@ def _is_of(parameter: Tensor, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
+# --- parts of an optimiser's state --------------------------------------------------------------------
+
+
+def pick(saved: dict[str, Any], names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Of an optimiser's state, that of some of its parameters.
+
+    Args:
+        saved: a state dict.
+        names: its parameters, in order.
+        groups: the parameters wanted, as the other optimiser groups them.
+
+    Raises:
+        RecipeError: one of them was not trained there.
+    """
+    place = {name: index for index, name in enumerate(names)}
+    if missing := [name for group in groups for name in group if name not in place]:
+        raise RecipeError(
+            f"the checkpoint has no optimizer state for {missing[0]} and {len(missing) - 1} others; resume with the "
+            "recipe that wrote it"
+        )
+    settings = {index: group for group in saved["param_groups"] for index in group["params"]}
+    order = [name for group in groups for name in group]
+    start = 0
+    own_groups = []
+    for group in groups:
+        own_groups.append({**settings[place[group[0]]], "params": list(range(start, start + len(group)))})
+        start += len(group)
+    state = {i: saved["state"][place[name]] for i, name in enumerate(order) if place[name] in saved["state"]}
+    return {"state": state, "param_groups": own_groups}
+
+
+def join(
+    parts: Sequence[tuple[dict[str, Any], Sequence[str]]], order: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """One optimiser's state from those of several, each of which has some of its parameters: the inverse of ``pick``.
+
+    Args:
+        parts: state dicts, each with its parameters' names in order.
+        order: all names as one process would have them.
+
+    Returns:
+        The state, and its parameters' names in order.
+    """
+    rank = {name: index for index, name in enumerate(order)}
+    groups: list[tuple[dict[str, Any], set[str]]] = []
+    states: dict[str, Any] = {}
+    for state, names in parts:
+        after = 0
+        for group in state["param_groups"]:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            found = next((i for i, (known, _) in enumerate(groups) if known == settings), None)
+            if found is None:
+                groups.insert(after, (settings, set()))
+                found = after
+            groups[found][1].update(names[index] for index in group["params"])
+            after = found + 1
+        states |= {names[index]: value for index, value in state["state"].items()}
+    joined = [name for _, members in groups for name in sorted(members, key=lambda name: rank[name])]
+    place = {name: index for index, name in enumerate(joined)}
+    return {
+        "state": {place[name]: value for name, value in states.items()},
+        "param_groups": [{**known, "params": sorted(place[n] for n in members)} for known, members in groups],
+    }, joined
+
+
 # --- folders -----------------------------------------------------------------------------------------
 
 
-def save_shares(checkpoint: dict[str, Any], path: Path, names: Sequence[Sequence[str]]) -> None:
+def save_shares(
+    checkpoint: dict[str, Any],
+    path: Path,
+    names: Sequence[Sequence[str]],
+    join_stages: Callable[[Any], list[Any]] = lambda own: [own],
+    order: Sequence[str] = (),
+) -> None:
     """Write each rank's share.
 
     Args:
         checkpoint: Lightning's, with split tensors.
         path: the folder; an earlier checkpoint there is replaced.
         names: for each optimiser, its parameters' names in order.
+        join_stages: gathers an object from the ranks that hold other parameters.
+        order: of all parameters, where others hold some.
     """
     tensors: dict[str, Any] = {f"weights/{name}": tensor.detach() for name, tensor in checkpoint["state_dict"].items()}
-    rest = {**checkpoint, "state_dict": list(checkpoint["state_dict"]), "optimizer_states": []}
-    for place, (state, order) in enumerate(zip(checkpoint.get("optimizer_states", []), names, strict=True)):
-        others: dict[str, Any] = {}
+    described = []
+    for place, (state, own) in enumerate(zip(checkpoint.get("optimizer_states", []), names, strict=True)):
+        others: dict[int, dict[str, Any]] = {}
         for index, values in state["state"].items():
             for key, value in values.items():
-                into = tensors if isinstance(value, Tensor) else others
-                into[f"optimizer.{place}/{key}/{order[index]}"] = value
-        rest["optimizer_states"].append({"param_groups": state["param_groups"], "names": list(order), "others": others})
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{place}/{key}/{own[index]}"] = value
+                else:
+                    others.setdefault(index, {})[key] = value
+        described.append(({"state": others, "param_groups": state["param_groups"]}, list(own)))
+    stages = join_stages((list(checkpoint["state_dict"]), described))
+    rest = {**checkpoint, "state_dict": sorted({name for weights, _ in stages for name in weights})}
+    of_optimizers = zip(*(described for _, described in stages), strict=True)
+    joined = [join(parts, order or parts[0][1]) for parts in of_optimizers]
+    rest["optimizer_states"] = [{"state": state, "names": names} for state, names in joined]
     temporary = path.with_name(f".{path.name}.new")
     dcp.save(tensors, checkpoint_id=temporary)  # waits for all ranks
     if torch.distributed.get_rank() == 0:
@@ -105,27 +187,45 @@ def save_shares(checkpoint: dict[str, Any], path: Path, names: Sequence[Sequence
 
 
 def load_shares(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], names: Sequence[Sequence[str]]
+    path: Path, module: nn.Module, groups: Sequence[Sequence[Sequence[str]]], aliases: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Lightning's checkpoint, its tensors split as the module's; each rank reads its share only."""
+    """Lightning's checkpoint, its tensors split as the module's; each rank reads its share only.
+
+    Args:
+        path: the folder.
+        module: its parameters say what is read and how it is split.
+        groups: for each optimiser, the names of its parameters by group.
+        aliases: names in optimisers that differ from the module's, where a tied weight is here under its other name.
+    """
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
     own = dict(module.named_parameters(remove_duplicate=False))
+    own_by_name = own | {alias: own[name] for alias, name in (aliases or {}).items()}
     tensors: dict[str, Any] = {
         f"weights/{name}": torch.empty_like(own[name], requires_grad=False)
         for name in rest["state_dict"]
         if name in own
     }
     saved = _sizes(path)
-    for place, order in enumerate(names):
-        for name in order:
+    for place, of_optimizer in enumerate(groups):
+        for name in (name for group in of_optimizer for name in group):
             for key in _keys(saved, place, name):
+                like, entry = own_by_name[name], saved[key]
                 tensors[key] = (
-                    torch.empty_like(own[name], dtype=saved[key].properties.dtype, requires_grad=False)
-                    if saved[key].size == own[name].shape
-                    else torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
+                    torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
+                    if entry.size == like.shape
+                    else torch.empty(entry.size, dtype=entry.properties.dtype)
                 )
     dcp.load(tensors, checkpoint_id=path)
-    return _as_lightning(rest, tensors, names)
+    whole = _as_lightning(rest, tensors)
+    # A validation has no optimizers to give states to.
+    whole["optimizer_names"] = [[name for group in of_optimizer for name in group] for of_optimizer in groups]
+    whole["optimizer_states"] = [
+        pick(state, entry["names"], of_optimizer)
+        for state, entry, of_optimizer in zip(
+            whole["optimizer_states"], rest["optimizer_states"], groups, strict=bool(groups)
+        )
+    ]
+    return whole
 
 
 def read_whole(path: Path) -> dict[str, Any]:
@@ -137,7 +237,7 @@ def read_whole(path: Path) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    return _as_lightning(rest, tensors, [entry["names"] for entry in rest["optimizer_states"]])
+    return _as_lightning(rest, tensors)
 
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -158,15 +258,16 @@ def _keys(saved: dict[str, TensorStorageMetadata], place: int, name: str) -> lis
     return [key for key in saved if key.startswith(f"optimizer.{place}/") and key.split("/", 2)[2] == name]
 
 
-def _as_lightning(rest: dict[str, Any], tensors: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _as_lightning(rest: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     states = []
-    # A validation has no optimizers to give states to.
-    for place, (entry, order) in enumerate(zip(rest["optimizer_states"], names, strict=bool(names))):
-        state: dict[int, dict[str, Any]] = {}
-        for key, value in {**tensors, **entry["others"]}.items():
+    for place, entry in enumerate(rest["optimizer_states"]):
+        state = {index: dict(values) for index, values in entry["state"]["state"].items()}
+        index_of = {name: index for index, name in enumerate(entry["names"])}
+        for key, value in tensors.items():
             if key.startswith(f"optimizer.{place}/"):
                 _, what, name = key.split("/", 2)
-                state.setdefault(order.index(name), {})[what] = value
-        states.append({"state": state, "param_groups": entry["param_groups"]})
+                state.setdefault(index_of[name], {})[what] = value
+        states.append({"state": state, "param_groups": entry["state"]["param_groups"]})
     weights = {key.removeprefix("weights/"): value for key, value in tensors.items() if key.startswith("weights/")}
-    return {**rest, "state_dict": weights, "optimizer_states": states}
+    names = [entry["names"] for entry in rest["optimizer_states"]]
+    return {**rest, "state_dict": weights, "optimizer_states": states, "optimizer_names": names}

@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.strategies import FSDPStrategy
-from lit_ft.strategies.fsdp import check_optimizer
+from lit_ft.strategies.sharded import check_optimizer
 
 pytestmark = pytest.mark.processes
 

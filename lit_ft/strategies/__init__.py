@@ -3,8 +3,12 @@
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"FSDPStrategy": "fsdp", "DeepSpeedStrategy": "deepspeed"}
-__all__ = ["DeepSpeedStrategy", "FSDPStrategy"]
+_HOMES = {
+    "DeepSpeedStrategy": "deepspeed",
+    "FSDPStrategy": "fsdp",
+    "ModelParallelStrategy": "model_parallel",
+}
+__all__ = ["DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"]
 
 
 def __getattr__(name: str) -> Any:

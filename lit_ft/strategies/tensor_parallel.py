@@ -11,10 +11,12 @@ in it pays for dispatch. ``to_local(grad_placements=...)`` says of each gradient
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
@@ -129,16 +131,25 @@ class TensorParallel:
 
     # --- layers ----------------------------------------------------------------------------------
 
-    def cut(self, base: PreTrainedModel, layers: Sequence[nn.Module], plan: Plan) -> None:
+    def cut(
+        self,
+        base: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        plan: Plan,
+        settle: Callable[[nn.Module], Any] = lambda _: None,
+    ) -> None:
         """Cut a model.
 
         Args:
             base: the model; parts of it may be missing here.
             layers: its decoder layers that are here.
             plan: how.
+            settle: called with a module before it is cut.
         """
         for layer in layers:
+            settle(layer)
             self.cut_layer(layer, plan)
+        settle(base)
         if isinstance(embedding := base.get_input_embeddings(), nn.Embedding | ModulesToSaveWrapper):
             self.cut_embedding(embedding)
         if isinstance(head := base.get_output_embeddings(), nn.Linear | BaseTunerLayer | ModulesToSaveWrapper):
@@ -162,15 +173,12 @@ class TensorParallel:
         self._keep_own(layer, self._in_stream)
 
     def _cut_block(self, block: nn.Module, plan: Plan) -> None:
-        if plan.covers(block):
+        if plan.covers(block) and plan.styles.get(block) != EXPERTS:
             self._cut_unit(block, plan)
-            enter, leave = (self._gather_parts, self._scatter_sum) if self.sequence_parallel else (None, None)
+            _wrap(block, _on_hidden(self._enter), self._leave)
         else:
             self._cut_units_within(block, plan)
-            enter, leave = (self._gather, self._scatter) if self.sequence_parallel else (None, None)
-        if enter is None or leave is None:
-            return
-        _wrap(block, _on_hidden(enter), leave)
+            _wrap(block, _on_hidden(self._enter_whole), self._leave_whole)
 
     def _cut_units_within(self, block: nn.Module, plan: Plan) -> None:
         for child in block.children():
@@ -181,8 +189,11 @@ class TensorParallel:
                 if style == WHOLE_IN:
                     before, after = self._cut_features, self._sum_out
                 _wrap(child, _on_hidden(before), after)
+            elif style == EXPERTS:
+                self._share_out_experts(child)
             elif plan.covers(child):
-                self._cut_unit(child, plan, wrap=True)
+                self._cut_unit(child, plan)
+                _wrap(child, _on_hidden(self._copy_in), self._sum_out)
             elif style in (COLUMNS, ROWS):
                 raise RecipeError(
                     f"tensor parallelism: the plan cuts {type(child).__name__} {style} within {type(block).__name__}, "
@@ -195,19 +206,14 @@ class TensorParallel:
                 self.keep(child, Replicate())
         self._keep_own(block, Replicate())
 
-    def _cut_unit(self, unit: nn.Module, plan: Plan, wrap: bool | None = None) -> None:
-        """Cut a module whose gradients are all parts; where it is a whole block of sequence shards, that wraps it."""
-        if plan.styles.get(unit) == EXPERTS:
-            self._share_out_experts(unit)
-            return
+    def _cut_unit(self, unit: nn.Module, plan: Plan) -> None:
+        """Cut a module whose values and gradients are all parts."""
         for linear in _linears(unit):
             style = plan.styles.get(linear)
             if style in (COLUMNS, ROWS):
                 self._cut_linear(linear, style)
             else:
                 self._keep_own(linear, Partial())
-        if wrap or not self.sequence_parallel:
-            _wrap(unit, _on_hidden(self._copy_in), self._sum_out)
 
     def _cut_linear(self, linear: nn.Module, style: str) -> None:
         """Cut a linear layer, and its adapter with it: of ``W + B A`` columns cut W and B, rows cut W and A."""
@@ -279,35 +285,46 @@ class TensorParallel:
     def _start(self, weight: Any) -> int:
         return self.mesh.get_local_rank() * -(-weight.shape[0] // self.size)
 
-    # --- the sequence ----------------------------------------------------------------------------
+    # --- into blocks and out of them -------------------------------------------------------------
 
-    def _gather_parts(self, x: Tensor) -> Tensor:
-        return self._move(x, _SEQUENCE, Replicate(), Partial())
+    def _enter(self, x: Tensor) -> Tensor:
+        return self._move(x, _SEQUENCE, Replicate(), Partial()) if self.sequence_parallel else self._copy_in(x)
 
-    def _scatter_sum(self, x: Tensor) -> Tensor:
-        return self._move(x, Partial(), _SEQUENCE, _SEQUENCE)
+    def _leave(self, x: Tensor) -> Tensor:
+        return self._move(x, Partial(), _SEQUENCE, _SEQUENCE) if self.sequence_parallel else self._sum_out(x)
 
-    def _gather(self, x: Tensor) -> Tensor:
-        return self._move(x, _SEQUENCE, Replicate(), Replicate())
+    def _enter_whole(self, x: Tensor) -> Tensor:
+        """Into a block that computes on whole values, as far as its parts do not."""
+        return self._move(x, _SEQUENCE, Replicate(), Replicate()) if self.sequence_parallel else x
 
-    def _scatter(self, x: Tensor) -> Tensor:
-        return self._move(x, Replicate(), _SEQUENCE, _SEQUENCE)
+    def _leave_whole(self, x: Tensor) -> Tensor:
+        return self._move(x, Replicate(), _SEQUENCE, _SEQUENCE) if self.sequence_parallel else x
 
     def begin_stream(self, layer: nn.Module) -> None:
         """Cut the residual stream before the first layer of all."""
-        _wrap(layer, _on_hidden(self._scatter_hidden))
+        _wrap(layer, _on_hidden(self._begin))
 
-    def _scatter_hidden(self, hidden: Tensor) -> Tensor:
-        if hidden.shape[1] % self.size:
+    def _begin(self, hidden: Tensor) -> Tensor:
+        if self.sequence_parallel and hidden.shape[1] % self.size:
             raise RecipeError(
                 f"sequence_parallel=true cuts rows into {self.size} parts, but one has {hidden.shape[1]} tokens; pad "
                 "it to a multiple (lit_ft.CausalLM does), or set sequence_parallel to false"
             )
-        return self._scatter(hidden)
+        return self._leave_whole(hidden)
 
     def end_stream(self, hidden: Tensor) -> Tensor:
-        """The whole of what the last layer gives."""
-        return self._gather(hidden) if self.sequence_parallel else hidden
+        """The whole, ``(1, T, H)``, of what the last layer gives."""
+        return self._enter_whole(hidden)
+
+    @contextmanager
+    def as_one_process(self) -> Iterator[None]:
+        """Within it the model takes and gives whole tensors of any length, as ``generate`` does."""
+        flags = self.sequence_parallel, self.loss_parallel
+        self.sequence_parallel = self.loss_parallel = False
+        try:
+            yield
+        finally:
+            self.sequence_parallel, self.loss_parallel = flags
 
     # --- features --------------------------------------------------------------------------------
 
@@ -316,6 +333,24 @@ class TensorParallel:
 
     def _cut_features(self, x: Tensor) -> Tensor:
         return self._move(x, Replicate(), Shard(x.ndim - 1), Shard(x.ndim - 1))
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def sum_parts(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum gradients of which each rank has computed a part, all in one message for each dtype."""
+        parts: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
+        for parameter in parameters:
+            gradient: Any = parameter.grad
+            if any(placement.is_partial() for placement in gradient.placements):
+                parts.setdefault(gradient.dtype, []).append((parameter, gradient.to_local()))
+        for found in parts.values():
+            together = torch.cat([part.flatten() for _, part in found])
+            dist.all_reduce(together, group=self.mesh.get_group())
+            for (parameter, part), total in zip(
+                found, together.split([part.numel() for _, part in found]), strict=True
+            ):
+                whole: Any = DTensor.from_local(total.view_as(part), self.mesh, [Replicate()], run_check=False)
+                parameter.grad = whole
 
     # --- parameters ------------------------------------------------------------------------------
 

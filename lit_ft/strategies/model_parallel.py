@@ -1,0 +1,466 @@
+"""Tensor, sequence and pipeline parallelism with sharded data parallelism, on one mesh."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch import Trainer
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+from lit_ft import rows, split_checkpoints
+from lit_ft.errors import RecipeError
+from lit_ft.partition import cut_evenly
+from lit_ft.strategies import pipeline, tensor_parallel
+from lit_ft.strategies.pipeline import Pipeline, StageModule
+from lit_ft.strategies.sharded import ShardedStrategy, decoder_layers, local
+from lit_ft.strategies.tensor_parallel import Plan, TensorParallel
+
+Size = int | Literal["auto"]
+PIPELINE, DATA, TENSOR = "pipeline_parallel", "data_parallel", "tensor_parallel"
+
+
+class Sizes(NamedTuple):
+    """Ranks along each dimension of the mesh, from the outermost to the innermost."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+
+class ModelParallelStrategy(ShardedStrategy):
+    """Give each rank some layers (pipeline), and of these a part of each matrix (tensor) or of all weights (data).
+
+    Megatron-LM's three dimensions (Narayanan et al. 2021, arXiv:2104.04473) on torch's ``DTensor``, ``fully_shard`` and
+    ``torch.distributed.pipelining``. Any Hugging Face decoder that has a plan; LoRA and full fine-tuning. The numbers
+    are those of one process, and checkpoints those of every other strategy.
+    """
+
+    def __init__(
+        self,
+        pipeline_parallel_size: Size = 1,
+        tensor_parallel_size: Size = 1,
+        data_parallel_size: Size = "auto",
+        schedule: str = "1F1B",
+        num_microbatches: int | None = None,
+        layers_per_stage: list[int] | None = None,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = True,
+        tp_plan: dict[str, str] | None = None,
+        reshard_after_forward: bool = True,
+        save_distributed_checkpoint: bool | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+    ) -> None:
+        """Lay out the mesh; the product of the sizes is the number of ranks, and one of them may be auto.
+
+        Args:
+            pipeline_parallel_size: ranks that a model's layers are dealt out to.
+            tensor_parallel_size: ranks that each layer is cut over; keep them on one node.
+            data_parallel_size: ranks that each see other data, and shard what is left (as under FSDP).
+            schedule: of the pipeline: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or
+                DualPipeV. All but the first two give a rank two stages.
+            num_microbatches: parts that a pipeline cuts a row into; it must divide data.micro_batch_size. null is
+                data.micro_batch_size.
+            layers_per_stage: decoder layers of each stage, first to last; null balances them by their weights, head
+                included.
+            sequence_parallel: cut what runs between a layer's blocks along the sequence: less memory, the same
+                communication.
+            loss_parallel: leave logits cut along the vocabulary.
+            tp_plan: how modules are cut, where Hugging Face does not say, e.g. {model.layers.*.mlp.up_proj: colwise}.
+            reshard_after_forward: free a layer's weights after its forward pass; without a pipeline only.
+            save_distributed_checkpoint: each rank writes its share into a folder; false writes one file; null does
+                so where an adapter is trained.
+            process_group_backend: of torch.distributed; null is nccl on CUDA, gloo on CPU.
+            timeout: how long a rank waits for the others before the run fails.
+
+        Raises:
+            RecipeError: the schedule is unknown.
+        """
+        super().__init__(save_distributed_checkpoint, process_group_backend, timeout)
+        if schedule not in pipeline.SCHEDULES:
+            raise RecipeError(f"trainer.strategy schedule={schedule!r} is unknown; use one of {pipeline.SCHEDULES}")
+        self.requested = Sizes(pipeline_parallel_size, data_parallel_size, tensor_parallel_size)  # type: ignore[arg-type]
+        self.schedule, self.num_microbatches, self.layers_per_stage = schedule, num_microbatches, layers_per_stage
+        self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
+        self.tp_plan, self.reshard_after_forward = tp_plan, reshard_after_forward
+        self.pipeline: Pipeline | None = None
+        self.tensor: TensorParallel | None = None
+        self._tied: dict[str, nn.Parameter] = {}
+        self._trained_names: list[str] = []
+
+    # --- what does not fit -----------------------------------------------------------------------
+
+    def check(self, trainer: Trainer, module: nn.Module, datamodule: Any = None) -> None:
+        """Find what does not fit before weights are read.
+
+        Raises:
+            RecipeError: it names the value, the rule and what works.
+        """
+        sizes = self.sizes()
+        if sizes.pipeline == 1:
+            return
+        per_row = getattr(datamodule, "micro_batch_size", None)
+        count = self.micro_batches(per_row)
+        if count < sizes.pipeline:
+            raise RecipeError(
+                f"trainer.strategy num_microbatches={count} leaves stages idle: a pipeline of {sizes.pipeline} needs "
+                f"as many at least; set data.micro_batch_size to a multiple of {sizes.pipeline}"
+            )
+        if per_row is not None and per_row % count:
+            fitting = [n for n in range(sizes.pipeline, per_row + 1) if per_row % n == 0]
+            raise RecipeError(
+                f"trainer.strategy num_microbatches={count} must divide data.micro_batch_size={per_row}; use one of "
+                f"{fitting}, or set data.micro_batch_size to {count * max(1, round(per_row / count))}"
+            )
+        if str(trainer.precision) == "16-mixed":
+            raise RecipeError(
+                "trainer.precision=16-mixed scales the loss after a pipeline's backward pass is done; use bf16-mixed"
+            )
+        if not hasattr(module, "hidden_states") or not hasattr(module, "token_loss"):
+            raise RecipeError(
+                f"pipeline_parallel_size={sizes.pipeline} needs a module with hidden_states(row, decoder) and "
+                f"token_loss(hidden, row), as lit_ft.CausalLM has; {type(module).__name__} has not"
+            )
+
+    def check_model(self, skeleton: nn.Module) -> None:
+        """Find what of a model cannot be split, before weights are read.
+
+        Args:
+            skeleton: the model with its adapters, on the meta device.
+
+        Raises:
+            RecipeError: it names the value, the rule and what works.
+        """
+        base, sizes = base_of(skeleton), self.sizes()
+        if sizes.tensor > 1:
+            if getattr(base, "is_quantized", False):
+                raise RecipeError(
+                    f"tensor_parallel_size={sizes.tensor} cannot cut the packed weights of a quantised base; leave "
+                    "quantization out, or use pipeline_parallel_size and data_parallel_size"
+                )
+            tensor_parallel.check(base, sizes.tensor, self.tp_plan)
+        if sizes.pipeline > 1:
+            self._check_stages(skeleton, base)
+
+    def _check_stages(self, skeleton: nn.Module, base: PreTrainedModel) -> None:
+        if not any(name.endswith(".layers") for name in base.pp_plan or ()):
+            raise RecipeError(
+                f"pipeline_parallel_size={self.sizes().pipeline}: Hugging Face does not say how {type(base).__name__} "
+                "is cut into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
+            )
+        if isinstance(skeleton, PeftModel) and skeleton.active_peft_config.is_prompt_learning:
+            raise RecipeError(
+                f"pipeline_parallel_size={self.sizes().pipeline}: {skeleton.active_peft_config.peft_type.value} adds "
+                "virtual tokens, which no stage but the first knows of; take another method, or no pipeline"
+            )
+        self.layers_of_stages(base)
+
+    # --- sizes -----------------------------------------------------------------------------------
+
+    def sizes(self) -> Sizes:
+        """The mesh for the ranks that there are.
+
+        Raises:
+            RecipeError: the sizes do not multiply to the ranks.
+        """
+        world = self.num_nodes * self.num_processes
+        unknown = [name for name, size in self.requested._asdict().items() if size == "auto"]
+        known = math.prod(size for size in self.requested if size != "auto")
+        if len(unknown) > 1:
+            names = ", ".join(f"{name}_parallel_size" for name in unknown)
+            raise RecipeError(f"trainer.strategy: {names} are auto; give all but one of them")
+        if known < 1 or world % known or (not unknown and known != world):
+            asked = " x ".join(f"{name} {size}" for name, size in self.requested._asdict().items())
+            divisors = [n for n in range(1, world + 1) if world % n == 0]
+            raise RecipeError(
+                f"trainer.strategy: {asked} must make {world} ranks ({self.num_nodes} nodes x {self.num_processes} "
+                f"devices); each size is one of {divisors}, or start a multiple of {known} ranks"
+            )
+        return Sizes(*(world // known if size == "auto" else size for size in self.requested))
+
+    def micro_batches(self, micro_batch_size: int | None) -> int:
+        """Parts that a pipeline cuts a row into."""
+        return self.num_microbatches or micro_batch_size or self.sizes().pipeline
+
+    def layers_of_stages(self, base: PreTrainedModel) -> list[range]:
+        """Places of each stage's decoder layers.
+
+        Raises:
+            RecipeError: there are too few layers, or those given do not add up.
+        """
+        stages = self.sizes().pipeline * pipeline.stages_per_rank(self.schedule)
+        layers = getattr(base, base.base_model_prefix).layers
+        if self.layers_per_stage is not None:
+            given = self.layers_per_stage
+            if len(given) != stages or sum(given) != len(layers) or min(given) < 1:
+                raise RecipeError(
+                    f"trainer.strategy layers_per_stage={given} must be {stages} numbers of at least 1 (stages of "
+                    f"{self.schedule} on {self.sizes().pipeline} ranks) that add up to the {len(layers)} layers"
+                )
+            ends = torch.tensor(given).cumsum(0).tolist()
+            return [range(end - count, end) for end, count in zip(ends, given, strict=True)]
+        if len(layers) < stages:
+            raise RecipeError(
+                f"pipeline_parallel_size={self.sizes().pipeline} with schedule {self.schedule} makes {stages} stages, "
+                f"but {type(base).__name__} has {len(layers)} layers; use at most "
+                f"{len(layers) // pipeline.stages_per_rank(self.schedule)}"
+            )
+        # The head is computed with the last stage; an embedding is a look-up, and costs nothing.
+        head = sum(p.numel() for p in base.get_output_embeddings().parameters())
+        costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
+        costs[-1] += head
+        return cut_evenly(costs, stages)
+
+    # --- processes and mesh ----------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        self.sizes()  # before processes are started, so that what is wrong is said once
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Join the processes and lay out the mesh."""
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+        self._device_mesh = init_device_mesh(
+            self.root_device.type, tuple(self.sizes()), mesh_dim_names=(PIPELINE, DATA, TENSOR)
+        )
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _mesh(self, name: str) -> DeviceMesh:
+        return self.device_mesh[name]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks; a sum counts each share of the data once, though several ranks compute it."""
+        result = super().reduce(tensor, group, reduce_op)
+        copies = self.world_size // self.sizes().data
+        if group is not None or copies == 1 or str(reduce_op).lower() not in ("sum", "reduceop.sum", "redoptype.sum"):
+            return result
+        return result / copies if result.is_floating_point() else result // copies
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks say so, or any."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, op=ReduceOp.MIN if all else ReduceOp.MAX)
+        return bool(votes)
+
+    # --- model -----------------------------------------------------------------------------------
+
+    def shard(self, module: nn.Module) -> None:
+        """Drop the layers of other stages, cut what is left, shard that over the data-parallel ranks."""
+        base, sizes = base_of(module), self.sizes()
+        self.check_model(module)
+        self._trained_names = [name for name, p in module.named_parameters() if p.requires_grad]
+        plan = Plan(base, self.tp_plan) if sizes.tensor > 1 else None
+        if sizes.tensor > 1:
+            self.tensor = TensorParallel(self._mesh(TENSOR), self.sequence_parallel, self.loss_parallel)
+        stages = self._make_stages(module, base) if sizes.pipeline > 1 else []
+        layers = [layer for layer in decoder_layers(base) if any(True for _ in layer.parameters())]
+        if plan is not None and self.tensor is not None:
+            self._cut(module, base, layers, plan, self.tensor)
+        self._settle(module)
+        if sizes.data > 1:
+            self._shard_over_data(module, layers, stages)
+        if stages:
+            self._start_pipeline(module, base, stages)
+
+    def _make_stages(self, module: nn.Module, base: PreTrainedModel) -> list[StageModule]:
+        layers, size = self.layers_of_stages(base), self.sizes().pipeline
+        parts = getattr(base, base.base_model_prefix).layers
+        embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+        trains = [any(_trains(parts[place]) for place in of_stage) for of_stage in layers]
+        trains[0] = trains[0] or _trains(embedding)
+        self._trains_before = [any(trains[:k]) for k in range(len(layers) + 1)]
+        self._boundary_dtype = getattr(embedding.weight, "cast_to", embedding.weight.dtype)
+        self._edges = {
+            name: which
+            for name, p in module.named_parameters(remove_duplicate=False)
+            for which, edge in (("embedding", embedding), ("head", head))
+            if p is edge.weight and name.endswith(f"{_name_of(base, edge)}.weight")
+        }
+        self._is_tied = head.weight is embedding.weight
+        own = pipeline.stages_of(self._mesh(PIPELINE).get_local_rank(), size, self.schedule)
+        pipeline.drop_layers(base, [layers[k] for k in own], is_first=0 in own, is_last=len(layers) - 1 in own)
+        end = (lambda hidden: hidden) if self.tensor is None else self.tensor.end_stream
+        return [StageModule(module, base, k, len(layers), layers[k], end) for k in own]
+
+    def _cut(
+        self, module: Any, base: PreTrainedModel, layers: Sequence[nn.Module], plan: Plan, parallel: TensorParallel
+    ) -> None:
+        parallel.cut(base, layers, plan, self._settle)
+        decoder = getattr(base, base.base_model_prefix)
+        if parallel.sequence_parallel and decoder.layers[0] is layers[0]:
+            parallel.begin_stream(layers[0])
+        if self.sizes().pipeline > 1:
+            return
+        if parallel.sequence_parallel:
+            _map_result(decoder, parallel.end_stream)
+            if hasattr(module, "hidden_states"):
+                whole = module.hidden_states
+                module.hidden_states = lambda row, decoder=None: whole(
+                    rows.pad_to_multiple(row, parallel.size), decoder
+                )
+        if hasattr(module, "answer"):
+            module.answer = parallel.as_one_process()(module.answer)
+
+    def _shard_over_data(self, module: nn.Module, layers: Sequence[nn.Module], stages: Sequence[StageModule]) -> None:
+        options: dict[str, Any] = {"mesh": self._mesh(DATA), "mp_policy": self._precision_policy()}
+        # With a pipeline, weights that are freed between passes give wrong gradients under zero-bubble schedules.
+        reshard = self.reshard_after_forward and not stages
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=reshard, **options)
+        roots: Sequence[nn.Module] = stages or [module]
+        for root in roots:
+            fully_shard(root, reshard_after_forward=False, **options)
+        if not stages and hasattr(module, "answer"):
+            register_fsdp_forward_method(module, "answer")
+
+    def _start_pipeline(self, module: nn.Module, base: PreTrainedModel, stages: Sequence[StageModule]) -> None:
+        tensor = self.tensor if self.sequence_parallel else None
+        share = 1 if tensor is None else tensor.size
+        datamodule = getattr(module.trainer, "datamodule", None)
+        policy = self._precision_policy().param_dtype if self.sizes().data > 1 else None
+        width = base.config.get_text_config().hidden_size
+        self.pipeline = Pipeline(
+            module,
+            stages,
+            self.sizes().pipeline * pipeline.stages_per_rank(self.schedule),
+            self._mesh(PIPELINE),
+            self.schedule,
+            self.micro_batches(getattr(datamodule, "micro_batch_size", None)),
+            torch.empty(1, 0, width, dtype=policy or self._boundary_dtype, device=self.root_device),
+            self._trains_before,
+            multiple=share,
+            share=share,
+        )
+        module.forward = self.pipeline
+        self._tie(module)
+
+    def _fsdp_roots(self) -> Sequence[nn.Module]:
+        return self.pipeline.stages if self.pipeline is not None else super()._fsdp_roots()
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within an accumulation window, gradients stay on their rank."""
+        if self.pipeline is not None:
+            self.pipeline.within_window(True)
+        with super().block_backward_sync():
+            yield
+        if self.pipeline is not None:
+            self.pipeline.within_window(False)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """At the end of an accumulation window, bring together what ranks have computed of the same gradients."""
+        if self._within_window:
+            return
+        assert self.model is not None
+        if self.tensor is not None:
+            self.tensor.sum_parts([p for p in self.model.parameters() if p.grad is not None])
+        if self._tied:
+            self._sync_tied()
+
+    def _tie(self, module: nn.Module) -> None:
+        """Find the weight that embedding and head share, where it lies on two stages."""
+        own = dict(module.named_parameters(remove_duplicate=False))
+        here = {which: own[name] for name, which in self._edges.items() if name in own}
+        per_stage, last = self._ranks_per_stage(), self.pipeline.last_rank if self.pipeline else 0
+        first_ranks = range(per_stage)
+        last_stage = last - last % per_stage
+        # A collective: every rank makes every group.
+        pairs = [dist.new_group([r, last_stage + r]) for r in first_ranks] if last_stage else []
+        if not self._is_tied or not any(p.requires_grad for p in here.values()):
+            return
+        if len({id(p) for p in here.values()}) == 2 or last_stage:
+            self._tied = here
+            self._tied_group = pairs[self.global_rank % per_stage] if pairs else None
+
+    def _sync_tied(self) -> None:
+        gradients = [local(p.grad) for p in self._tied.values() if p.grad is not None]
+        if len(gradients) == 2:
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+        else:
+            dist.all_reduce(gradients[0], group=self._tied_group)
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        return self._tied.get("head") is not parameter
+
+    def _ranks_per_stage(self) -> int:
+        return self.world_size // self.sizes().pipeline
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def _saved_name(self, name: str) -> str:
+        if self._tied and self._edges.get(name) == "head":
+            return next(other for other, which in self._edges.items() if which == "embedding")
+        return name
+
+    def _order(self) -> list[str]:
+        return self._trained_names
+
+    def _leads_stage(self) -> bool:
+        return self.global_rank % self._ranks_per_stage() == 0
+
+    def _join_stages(self, own: Any) -> list[Any]:
+        if self.sizes().pipeline == 1:
+            return [own]
+        group = self._mesh(PIPELINE).get_group()
+        first = dist.get_global_rank(group, 0)
+        parts: list[Any] | None = [None] * self.sizes().pipeline if self.global_rank == first else None
+        dist.gather_object(own, parts, dst=first, group=group)
+        return parts if parts is not None else [own]
+
+    def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: dict[str, Any]) -> dict[str, Any]:
+        if self.sizes().pipeline == 1:
+            return state
+        if "optimizer_names" not in checkpoint:
+            raise RecipeError(
+                "the checkpoint does not name the parameters of its optimizer, so a pipeline's stages cannot tell "
+                "theirs; resume without a pipeline (pipeline_parallel_size: 1) and save again"
+            )
+        return split_checkpoints.pick(state, checkpoint["optimizer_names"][place], self._names_in_optimizers()[place])
+
+
+def base_of(module: nn.Module) -> PreTrainedModel:
+    """The Hugging Face causal LM in a module.
+
+    Raises:
+        RecipeError: it holds none.
+    """
+    for candidate in module.modules():
+        if isinstance(candidate, PreTrainedModel) and candidate.get_output_embeddings() is not None:
+            return candidate
+    raise RecipeError(
+        f"ModelParallelStrategy needs a Hugging Face causal LM, and {type(module).__name__} holds none; use ddp or "
+        "lit_ft.strategies.FSDPStrategy"
+    )
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _name_of(base: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in base.named_modules() if module is wanted)
+
+
+def _map_result(decoder: nn.Module, function: Any) -> None:
+    forward = decoder.forward
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.last_hidden_state = function(output.last_hidden_state)
+        return output
+
+    decoder.forward = mapped

@@ -1,0 +1,301 @@
+"""What strategies that give each rank a share of the weights have in common: set-up, gradient norm, checkpoints."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy as LightningModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lit_callbacks.gather import Wanted, whole_weights
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from lit_ft import late_casting, split_checkpoints
+from lit_ft.checkpoints_io import AnyCheckpointIO
+from lit_ft.errors import RecipeError
+
+
+class ShardedStrategy(LightningModelParallelStrategy):
+    """Base of strategies whose ranks hold shares of the weights, as ``DTensor``."""
+
+    def __init__(
+        self,
+        save_distributed_checkpoint: bool | None,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+    ) -> None:
+        super().__init__(
+            data_parallel_size="auto",
+            tensor_parallel_size=1,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.save_in_shares = save_distributed_checkpoint
+        self._within_window = False
+        self._joined_names: dict[int, list[str]] = {}
+
+    def shard(self, module: nn.Module) -> None:
+        """Give each rank its share of the weights."""
+        raise NotImplementedError
+
+    # --- set-up ----------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Join the processes and lay out the mesh."""
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = AnyCheckpointIO()
+        super().setup_environment()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Within it the model is built; its weights stay in their files."""
+        with late_casting.casting_later():
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the model, then make the optimiser of its shards."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        if self.model is None or not getattr(self.model, "_is_sharded", False):
+            self.model = self.lightning_module
+            self.shard(self.model)
+            self.model._is_sharded = True  # type: ignore[assignment]
+        self._place()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                check_optimizer(optimizer)
+        self.setup_precision_plugin()
+
+    def _place(self) -> None:
+        self.model_to_device()
+
+    def _settle(self, module: nn.Module) -> None:
+        """Bring weights into the dtypes that they train in, just before they are split."""
+        late_casting.cast(module)
+        self.precision_plugin.convert_module(module)
+
+    def _precision_policy(self) -> MixedPrecisionPolicy:
+        dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(self.precision_plugin.precision))
+        if dtype is None:
+            return MixedPrecisionPolicy()
+        # Weights travel in half precision; what autocast keeps in fp32 (the residual stream) stays so.
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within an accumulation window, gradients stay on their rank."""
+        self._within_window = True
+        self._sync_gradients(False)
+        try:
+            yield
+        finally:
+            self._within_window = False
+            self._sync_gradients(True)
+
+    def _sync_gradients(self, wanted: bool) -> None:
+        for module in self._fsdp_modules():
+            module.set_requires_gradient_sync(wanted, recurse=False)
+
+    def clip_gradients_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+        """Norm of all gradients over all ranks, a scalar; they are scaled down to ``max_norm`` where that is given.
+
+        torch's own cannot mix meshes. Each rank adds up its squares, a part that several have as much less; one
+        scalar is exchanged.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None and self._counts(p)]
+        pieces = [local(gradient) for gradient in gradients]
+        total = torch.zeros((), device=self.root_device)
+        for norm, gradient in zip(torch._foreach_norm(pieces) if pieces else [], gradients, strict=True):
+            total += norm.float().to(total.device) ** 2 / self._copies_of(gradient)
+        torch.distributed.all_reduce(total)
+        norm = total.sqrt()
+        if max_norm is not None:
+            every = [local(p.grad) for p in parameters if p.grad is not None]
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+            for gradient in every:
+                gradient.mul_(factor.to(gradient.device))
+        return norm
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is counted here: a tied weight that two stages hold is counted on one."""
+        return True
+
+    def _copies_of(self, gradient: Tensor) -> int:
+        """How many ranks hold the same piece of a gradient."""
+        copies = self._ranks_per_stage()
+        if isinstance(gradient, DTensor):
+            for dimension, placement in enumerate(gradient.placements):
+                if not placement.is_replicate():
+                    copies //= gradient.device_mesh.size(dimension)
+        return copies
+
+    def _ranks_per_stage(self) -> int:
+        return self.world_size
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning hands the optimiser's saved state over; it is split here."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights that train: whole on rank 0, or each rank's shards of them."""
+        self._reshard()
+        assert self.model is not None
+        if self._saves_in_shares():
+            return {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        return self.whole_weights(self.model, lambda _, p: p.requires_grad, keep=self.global_rank == 0)
+
+    def whole_weights(self, module: nn.Module, wanted: Wanted = lambda *_: True, keep: bool = True) -> dict[str, Any]:
+        """A module's parameters by name, whole, on the CPU, with those that other ranks hold; a collective.
+
+        Args:
+            module: the LightningModule, or a part of it.
+            wanted: which parameters.
+            keep: whether this rank wants them; only rank 0 can have them all, ``{}`` elsewhere.
+        """
+        parts = self._join_stages(whole_weights(module, wanted, keep=self._leads_stage()))
+        return {name: tensor for part in parts for name, tensor in part.items()} if keep else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimiser's state: whole on rank 0, or each rank's shards of it."""
+        state = optimizer.state_dict()
+        if self._saves_in_shares():
+            return state
+        index = next(i for i, own in enumerate(self.optimizers) if own is optimizer)
+        names = [name for group in self._names_in_optimizers()[index] for name in group]
+        parts = self._join_stages((split_checkpoints.gather(state, keep=self._leads_stage()), names))
+        if self.global_rank != 0:
+            return {}
+        joined, self._joined_names[index] = split_checkpoints.join(parts, self._order())
+        return joined
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take each rank's share of saved weights."""
+        self._reshard()
+        assert self.model is not None
+        with torch.no_grad():
+            for name, own in self.model.named_parameters(remove_duplicate=False):
+                if (saved := checkpoint["state_dict"].get(name)) is not None:
+                    own.copy_(split_checkpoints.split_like(own, saved))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take each rank's share of saved optimiser states."""
+        for place, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            optimizer.load_state_dict(
+                split_checkpoints.split_state(optimizer, self._own_part(checkpoint, place, state))
+            )
+
+    def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Of an optimiser's state, that of the parameters that are here."""
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a folder of shares, or one file."""
+        path = Path(self.broadcast(filepath))
+        if self._saves_in_shares():
+            names = [[name for group in groups for name in group] for groups in self._names_in_optimizers()]
+            split_checkpoints.save_shares(checkpoint, path, names, self._join_stages, self._order())
+        elif self.is_global_zero:
+            checkpoint["optimizer_names"] = list(self._joined_names.values())
+            self.checkpoint_io.save_checkpoint(checkpoint, path)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any strategy; of a file, each rank takes only its share into memory."""
+        path = Path(self.broadcast(checkpoint_path))
+        if not split_checkpoints.is_folder_of_shares(path):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        assert self.model is not None
+        return split_checkpoints.load_shares(path, self.model, self._names_in_optimizers())
+
+    def _saves_in_shares(self) -> bool:
+        if self.save_in_shares is not None:
+            return self.save_in_shares
+        module: Any = self.lightning_module
+        return getattr(module, "peft", None) is None
+
+    def _reshard(self) -> None:
+        # What is gathered once for a whole pass is still gathered after one without a backward pass.
+        for module in self._fsdp_modules():
+            module.reshard()
+
+    def _fsdp_modules(self) -> Iterator[FSDPModule]:
+        for root in self._fsdp_roots():
+            yield from (module for module in root.modules() if isinstance(module, FSDPModule))
+
+    def _fsdp_roots(self) -> Sequence[nn.Module]:
+        assert self.model is not None
+        return [self.model]
+
+    def _names_in_optimizers(self) -> list[list[list[str]]]:
+        self._reshard()
+        assert self.model is not None
+        name_of = {id(p): self._saved_name(name) for name, p in self.model.named_parameters()}
+        return [
+            [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+
+    # What changes where ranks hold different parameters: pipeline stages.
+
+    def _saved_name(self, name: str) -> str:
+        return name
+
+    def _order(self) -> list[str]:
+        """Names of what trains, as one process would have them."""
+        assert self.model is not None
+        return [name for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def _leads_stage(self) -> bool:
+        """Whether this rank collects what its stage holds."""
+        return self.global_rank == 0
+
+    def _join_stages(self, own: Any) -> list[Any]:
+        """An object from a rank of each stage, in order, at least on rank 0."""
+        return [own]
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse optimisers that do not compute on shards what they compute on whole weights.
+
+    Raises:
+        RecipeError: it names those that do.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim") or type(optimizer).__name__ not in _ON_SHARDS:
+        raise RecipeError(
+            f"optimizer={type(optimizer).__module__}.{type(optimizer).__name__} does not work on shards, or nobody has "
+            f"tried; take one of torch.optim's {', '.join(_ON_SHARDS)}, or trainer.strategy=ddp"
+        )
+
+
+_ON_SHARDS = ("AdamW", "Adam", "SGD", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop")
+"""Optimisers that were compared with one process (tests/test_strategies.py); bitsandbytes' and schedulefree's fail."""
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers that Hugging Face says must not be split between devices."""
+    names: set[str] = set()
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel):
+            names |= set(model._no_split_modules or [])
+    return [layer for layer in module.modules() if type(layer).__name__ in names]
