@@ -20,6 +20,7 @@ COMMANDS = {
     "check": ("lit_ft.commands.check", "look at the data of a recipe: what is trained on, and what is wrong"),
     "convert": ("lit_ft.commands.convert", "write data in another format"),
     "bandwidth": ("lit_ft.commands.bandwidth", "measure how fast the ranks of a cluster exchange tensors"),
+    "report": ("lit_ft.commands.report", "write one HTML page about a run"),
     "export": ("lit_ft.commands.export", "write a run's adapter or merged model as a Hugging Face folder"),
 }
 

@@ -23,7 +23,7 @@ from lit_ft.run_folder import RunFolder
 MIB = 2**20
 
 
-class RunReport(Callback):
+class ConsoleSummary(Callback):
     """One line about what is trained when training starts, one about what came of it when it ends."""
 
     def __init__(self, run: RunFolder) -> None:

@@ -6,6 +6,7 @@ from lit_callbacks.forgetting_probe import ForgettingProbe
 from lit_callbacks.graceful_stop import GracefulStop, StopRequested
 from lit_callbacks.loss_ledger import LossLedger
 from lit_callbacks.memory_profiler import MemoryProfiler
+from lit_callbacks.run_report import RunReport
 from lit_callbacks.sample_generations import SampleGenerations
 from lit_callbacks.spike_guard import SpikeGuard, SpikesPersist
 from lit_callbacks.throughput_monitor import ThroughputMonitor
@@ -18,6 +19,7 @@ __all__ = [
     "GracefulStop",
     "LossLedger",
     "MemoryProfiler",
+    "RunReport",
     "SampleGenerations",
     "SpikeGuard",
     "SpikesPersist",

@@ -18,6 +18,9 @@ from torch.optim import Optimizer
 from lit_callbacks.batch_ids import batch_ids
 from lit_callbacks.gradient_norms import norms_by_name, parameters_of, squared_norm
 
+LEAST_DEVIATION = 0.1
+"""Share of the median that counts as a deviation in a run without noise."""
+
 
 class SpikesPersist(RuntimeError):
     """Raised out of ``trainer.fit``, on all ranks together, when too many steps had to be left out."""
@@ -26,13 +29,18 @@ class SpikesPersist(RuntimeError):
 def excess(value: float, history: Sequence[float]) -> float:
     """How many standard deviations ``value`` lies above the median of ``history``.
 
-    The deviation is 1.4826 x the median absolute deviation, which is the standard deviation of a normal
-    distribution and is not moved by spikes; at least a tenth of the median, so that a quiet run does not call
-    everything a spike.
+    Of logarithms where all are positive: gradient norms, and losses of a task that is nearly learnt, range over powers
+    of ten, and a step of twenty times the median is one of many good ones. The deviation is 1.4826 x the median
+    absolute deviation, which is the standard deviation of a normal distribution and is not moved by spikes; at least
+    ``LEAST_DEVIATION`` of the median, so that a quiet run does not call everything a spike.
     """
+    if value > 0 and min(history) > 0:
+        value, history, least = math.log(value), [math.log(past) for past in history], LEAST_DEVIATION
+    else:
+        least = max(LEAST_DEVIATION * abs(statistics.median(history)), 1e-12)
     median = statistics.median(history)
     spread = 1.4826 * statistics.median(abs(past - median) for past in history)
-    return (value - median) / max(spread, 0.1 * abs(median), 1e-12)
+    return (value - median) / max(spread, least)
 
 
 class SpikeGuard(Callback):
@@ -49,7 +57,7 @@ class SpikeGuard(Callback):
 
     def __init__(
         self,
-        threshold: float = 10.0,
+        threshold: float = 6.0,
         window: int = 100,
         warmup_steps: int = 20,
         stop_after: int = 10,

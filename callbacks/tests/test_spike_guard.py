@@ -62,10 +62,12 @@ def moved(module: Scaled) -> list[bool]:
 
 
 def test_excess_by_hand() -> None:
-    # The median is 3, the median absolute deviation 1: (9 - 3) / 1.4826.
-    assert excess(9.0, [1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(6 / 1.4826)
+    # Powers of e: the median is e^3, the median absolute deviation of the logarithms 1.
+    assert excess(math.e**9, [math.e**k for k in (1, 2, 3, 4, 5)]) == pytest.approx(6 / 1.4826)
     # A run without any noise: a tenth of the median counts as its deviation.
-    assert excess(4.0, [2.0, 2.0, 2.0]) == pytest.approx(10.0)
+    assert excess(2.0 * math.e, [2.0, 2.0, 2.0]) == pytest.approx(10.0)
+    # Negative losses have no logarithms.
+    assert excess(9.0, [-1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(6 / 1.4826)
 
 
 @pytest.mark.parametrize("bad", [1000.0, math.nan, math.inf])

@@ -22,7 +22,7 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks import AdapterMerger, FailTogether, GracefulStop, ThroughputMonitor
+from lit_callbacks import AdapterMerger, FailTogether, GracefulStop, RunReport, ThroughputMonitor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.base_fingerprint import check_same_base
@@ -35,7 +35,7 @@ from lit_ft.exporting import texts_of
 from lit_ft.launching import check_world_size
 from lit_ft.optimizers import configure_optimizers
 from lit_ft.peft_methods import check_mergeable
-from lit_ft.reporting import MetricsCSV, RunReport, show_progress_on_terminals_only
+from lit_ft.reporting import ConsoleSummary, MetricsCSV, show_progress_on_terminals_only
 from lit_ft.run_folder import RunFolder, new_run, newest_run
 
 RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
@@ -184,7 +184,7 @@ class TrainingCLI(LightningCLI):
             loggers = [MetricsCSV(folder), TensorBoardLogger(folder.root, name="tensorboard", version="")]
             kwargs["logger"] = loggers if self.subcommand == "fit" else False
         if given.enable_progress_bar is None and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-            # In a file or a pipe a bar is noise; RunReport writes a line now and then instead.
+            # In a file or a pipe a bar is noise; ConsoleSummary writes a line now and then instead.
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
             if sys.stdout.isatty():
                 theme = RichProgressBarTheme(metrics_format=".4g")  # three decimals would show a learning rate as 0.000
@@ -196,7 +196,13 @@ class TrainingCLI(LightningCLI):
         """The recipe's callbacks between lit_ft's own; one that the recipe names takes the place of the default."""
         folder = self.run_folder
         # First, so that a signal after the last step stops at once and the run's lines frame all others.
-        first = [FailTogether(), GracefulStop(folder.checkpoints / "last.ckpt"), RunReport(folder), ThroughputMonitor()]
+        first = [
+            FailTogether(),
+            GracefulStop(folder.checkpoints / "last.ckpt"),
+            ConsoleSummary(folder),
+            RunReport(folder.root),
+            ThroughputMonitor(),
+        ]
         last: list[Callback] = []
         if isinstance(self.model, CausalLM) or self.options.merge:
             last.append(AdapterMerger(folder.adapter, folder.merged if self.options.merge else None, texts_of(folder)))

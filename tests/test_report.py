@@ -1,0 +1,60 @@
+"""``report``, and the page that ``fit`` writes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_rows
+from test_cli import clean_environment, run  # noqa: F401 (the fixture holds here too)
+from test_processes import recipe
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "rows.json").write_text(json.dumps(make_rows(8)))
+    answers = {
+        "class_path": "lit_callbacks.SampleGenerations",
+        "init_args": {"prompts": ["Hello"], "max_new_tokens": 3},
+    }
+    arguments = recipe(folder, model_folder, str(folder / "rows.json"), max_steps=4, callbacks=[answers])
+    command = [sys.executable, "-m", "lit_ft", *arguments, "--run_dir", str(folder / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"report: {folder / 'run' / 'report.html'}" in done.stdout + done.stderr
+    return folder / "run"
+
+
+def test_fit_leaves_a_page(finished: Path) -> None:
+    page = (finished / "report.html").read_text()
+    assert 'aria-label="loss"' in page
+    assert "<summary>Hello</summary>" in page
+    assert "class_path: lit_ft.CausalLM" in page
+    environment = json.loads((finished / "environment.json").read_text())
+    assert environment["optimiser_steps"] == 4
+    assert {"torch", "lightning", "lit-ft", "transformers", "peft"} <= set(environment["versions"])
+
+
+def test_report_writes_it_again_and_elsewhere(
+    finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    whole = (finished / "report.html").read_text()
+    (finished / "report.html").unlink()
+    run(capsys, "report", str(finished))
+    assert (finished / "report.html").read_text() == whole
+    run(capsys, "report", str(finished), "--out", str(tmp_path / "page.html"))
+    assert (tmp_path / "page.html").read_text() == whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "run='nowhere' holds no run (no config.yaml there); name the folder that fit wrote"),
+        (["RUN", "--out", "RUN/missing/page.html"], "the page cannot be written ([Errno 2]"),
+    ],
+)
+def test_what_is_wrong_is_said(finished: Path, capsys: Any, arguments: list[str], said: str) -> None:
+    assert said in run(capsys, "report", *(one.replace("RUN", str(finished)) for one in arguments), code=2)
