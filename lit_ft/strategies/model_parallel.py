@@ -162,7 +162,16 @@ class ModelParallelStrategy(ShardedStrategy):
                 f"pipeline_parallel_size={self.sizes().pipeline}: {skeleton.active_peft_config.peft_type.value} adds "
                 "virtual tokens, which no stage but the first knows of; take another method, or no pipeline"
             )
-        self.layers_of_stages(base)
+        parts, head = getattr(base, base.base_model_prefix).layers, base.get_output_embeddings()
+        stages = self.layers_of_stages(base)
+        for number, of_stage in enumerate(stages):
+            edges = [base.get_input_embeddings()] * (number == 0) + [head] * (number == len(stages) - 1)
+            if not any(_trains(part) for part in (*(parts[place] for place in of_stage), *edges)):
+                raise RecipeError(
+                    f"pipeline_parallel_size={self.sizes().pipeline}: nothing trains in stage {number} (layers "
+                    f"{of_stage.start} to {of_stage.stop - 1}); train something in each, choose layers_per_stage so "
+                    "that each has some, or use data_parallel_size and tensor_parallel_size"
+                )
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -275,11 +284,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     def _make_stages(self, module: nn.Module, base: PreTrainedModel) -> list[StageModule]:
         layers, size = self.layers_of_stages(base), self.sizes().pipeline
-        parts = getattr(base, base.base_model_prefix).layers
         embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-        trains = [any(_trains(parts[place]) for place in of_stage) for of_stage in layers]
-        trains[0] = trains[0] or _trains(embedding)
-        self._trains_before = [any(trains[:k]) for k in range(len(layers) + 1)]
         self._boundary_dtype = getattr(embedding.weight, "cast_to", embedding.weight.dtype)
         self._edges = {
             name: which
@@ -338,7 +343,6 @@ class ModelParallelStrategy(ShardedStrategy):
             self.schedule,
             self.micro_batches(getattr(datamodule, "micro_batch_size", None)),
             torch.empty(1, 0, width, dtype=policy or self._boundary_dtype, device=self.root_device),
-            self._trains_before,
             multiple=share,
             share=share,
         )

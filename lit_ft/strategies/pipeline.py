@@ -211,7 +211,6 @@ class Pipeline:
         schedule: name of a schedule of ``torch.distributed.pipelining``.
         micro_batches: parts that a row is cut into.
         boundary: what stages exchange, an empty ``(1, 0, H)`` of the right dtype and device.
-        trains_before: for each stage, and for what is after the last, whether a stage before it trains.
         multiple: tokens of a micro-batch are made a multiple of.
         share: of a micro-batch's tokens that a rank has between layers.
     """
@@ -225,7 +224,6 @@ class Pipeline:
         schedule: str,
         micro_batches: int,
         boundary: Tensor,
-        trains_before: Sequence[bool],
         multiple: int = 1,
         share: int = 1,
     ) -> None:
@@ -239,21 +237,18 @@ class Pipeline:
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._made: list[Tensor | None] = []
 
-        def like(requires_grad: bool) -> Tensor:
-            return torch.empty((1, 1, self.width), dtype=boundary.dtype, device="meta", requires_grad=requires_grad)
-
+        # Shapes change with every micro-batch; these say how many tensors there are, and of what kind.
+        place = torch.empty(1, dtype=torch.int64, device="meta")
+        hidden = torch.empty((1, 1, self.width), dtype=boundary.dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
         self._torch_stages = [
             _Stage(
                 stage,
                 stage.index,
                 count,
                 self.device,
-                input_args=torch.empty(1, dtype=torch.int64, device="meta")
-                if stage.is_first
-                else like(trains_before[stage.index]),
-                output_args=torch.empty((), device="meta", requires_grad=True)
-                if stage.is_last
-                else like(trains_before[stage.index + 1]),
+                input_args=place if stage.is_first else hidden,
+                output_args=loss if stage.is_last else hidden,
                 group=mesh.get_group(),
             )
             for stage in stages

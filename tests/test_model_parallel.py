@@ -1,0 +1,238 @@
+"""Tensor, sequence and pipeline parallelism, with sharded data parallelism, compute what one process computes."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from lit_callbacks.gather import whole_weights
+from peft import LoraConfig
+from ranks import on_ranks
+from test_strategies import Record, adamw, assert_same, sgd
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lit_ft import CausalLM, TextDataModule
+from lit_ft.checkpoints_io import AnyCheckpointIO
+from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+
+pytestmark = pytest.mark.processes
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+WAYS: dict[str, dict[str, Any]] = {"LoRA": {"peft": LORA}, "full": {}}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, and what else the strategy is told."""
+
+    pipeline: int = 1
+    data: int = 1
+    tensor: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.data * self.tensor
+
+    def strategy(self) -> ModelParallelStrategy:
+        return ModelParallelStrategy(
+            self.pipeline, self.tensor, self.data, timeout=timedelta(seconds=60), **self.options
+        )
+
+
+def scheduled(schedule: str, **sizes: int) -> Layout:
+    return Layout(pipeline=2, options={"schedule": schedule, "num_microbatches": 4}, **sizes)
+
+
+SEQUENCE = {"sequence_parallel": True}
+LAYOUTS = {
+    "tp2": Layout(tensor=2),
+    "tp2-sequence": Layout(tensor=2, options=SEQUENCE),
+    "tp2-whole_logits": Layout(tensor=2, options={"loss_parallel": False}),
+    "pp2": Layout(pipeline=2),
+    "pp4": Layout(pipeline=4),
+    "pp2-given_layers": Layout(pipeline=2, options={"layers_per_stage": [3, 1]}),
+    "dp2": Layout(data=2),
+    "dp2xtp2": Layout(data=2, tensor=2),
+    "dp2xpp2": Layout(data=2, pipeline=2),
+    "pp2xtp2": Layout(pipeline=2, tensor=2),
+    "pp2xtp2-sequence": Layout(pipeline=2, tensor=2, options=SEQUENCE),
+    "dp2xtp2xpp2": Layout(2, 2, 2),
+    "dp2xtp2xpp2-sequence": Layout(2, 2, 2, SEQUENCE),
+    **{schedule: scheduled(schedule) for schedule in ("GPipe", "LoopedBFS", "Interleaved1F1B")},
+    **{schedule: scheduled(schedule) for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")},
+    "dp2xZBVZeroBubble": scheduled("ZBVZeroBubble", data=2),
+    "tp2xDualPipeV": scheduled("DualPipeV", tensor=2),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Two epochs over 21 rows in steps of 8, in two micro-batches: each epoch's last is short."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    precision: Any = "32-true"
+    epochs: int = 2
+    resume: str | None = None
+    save: str | None = None
+    save_after: int | None = None
+
+
+def fit(
+    make_trainer: Any, folder: str, data: str, run: Run, layout: Layout | None = None, strategy: Any = None
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
+    """Loss and gradient norm of each step, final weights (rank 0's), loss of the validation."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    replicas = 1 if layout is None else layout.data
+    module = CausalLM(folder, **run.model, optimizer=run.optimizer)
+    record = Record(run.save_after, run.save)
+    trainer = make_trainer(
+        max_epochs=run.epochs,
+        devices=1 if layout is None else layout.world,
+        strategy=strategy or ("auto" if layout is None else layout.strategy()),
+        accumulate_grad_batches=2 // replicas,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        callbacks=[record],
+        precision=run.precision,
+        use_distributed_sampler=False,
+        plugins=[AnyCheckpointIO()],
+    )
+    trainer.fit(module, TextDataModule(data, micro_batch_size=4, max_length=96, val_path=data), ckpt_path=run.resume)
+    if run.save is not None and run.save_after is None:
+        trainer.save_checkpoint(run.save)
+    gather = getattr(trainer.strategy, "whole_weights", whole_weights)
+    weights = gather(module, lambda _, p: p.requires_grad, keep=trainer.global_rank == 0)
+    return record.steps, weights, float(trainer.callback_metrics["val/loss"])
+
+
+@pytest.fixture(scope="session")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], str]:
+    """A Qwen2 of four layers, with a tied head or with one of its own, random weights and biases."""
+
+    def make(tied: bool) -> str:
+        folder = tmp_path_factory.getbasetemp() / f"four-layers-{tied}"
+        if folder.exists():
+            return str(folder)
+        tokenizer = make_tokenizer()
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=383,  # odd: ranks have unequal parts of it
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+            max_position_embeddings=512,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            dtype="float32",
+            initializer_range=0.2,
+        )
+        model = Qwen2ForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def check_same(
+    make_trainer: Any, folder: str, data: str, run: Run, layout: Layout, tolerance: float = 1e-5, steps: int = 6
+) -> None:
+    one, weights, validated = fit(make_trainer, folder, data, run)
+    results = on_ranks(layout.world, fit, make_trainer, folder, data, run, layout, timeout=150)
+    for found, _, loss in results:
+        assert len(found) == steps
+        assert found == results[0][0]  # every rank logs the same
+        assert loss == pytest.approx(validated, rel=tolerance)
+    assert_same(results[0][0], results[0][1], one, weights, tolerance)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_numbers(make_trainer: Any, four_layers: Any, write_rows: Any, layout: str, way: str) -> None:
+    check_same(make_trainer, four_layers(True), write_rows(count=21), Run(WAYS[way]), LAYOUTS[layout])
+
+
+MORE: dict[str, tuple[str, Run, bool]] = {
+    "untied, tp2-sequence": ("tp2-sequence", Run(), False),
+    "untied, pp2": ("pp2", Run(), False),
+    "untied, dp2xtp2xpp2": ("dp2xtp2xpp2", Run(), False),
+    "head with an adapter": (
+        "pp2xtp2",
+        Run({"peft": LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}),
+        False,
+    ),
+    "embedding and head in full": (
+        "pp2xtp2",
+        Run({"peft": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])}),
+        False,
+    ),
+    "some layers, pp2": ("pp2", Run({"trainable": [r"layers\.[13]\."]}), True),
+    "some layers, dp2xpp2": ("dp2xpp2", Run({"trainable": [r"layers\.[13]\."]}), True),
+    "checkpointing, pp2xtp2-sequence": ("pp2xtp2-sequence", Run({"gradient_checkpointing": True}), True),
+    "checkpointing, ZBVZeroBubble": ("ZBVZeroBubble", Run({"gradient_checkpointing": True}), True),
+    "selective checkpointing, dp2xtp2": ("dp2xtp2", Run({"gradient_checkpointing": "selective"}), True),
+    "random weights, pp2xtp2": ("pp2xtp2", Run({"init": "random"}), True),
+    "eager attention, pp2xtp2-sequence": ("pp2xtp2-sequence", Run({"attn_implementation": "eager"}), True),
+    "Adam, pp2xtp2": ("pp2xtp2", Run(optimizer=adamw), True),
+    "rsLoRA, tp2": ("tp2", Run({"peft": LoraConfig(r=4, target_modules="all-linear", use_rslora=True)}), True),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_same_numbers_in_other_ways(make_trainer: Any, four_layers: Any, write_rows: Any, case: str) -> None:
+    layout, run, tied = MORE[case]
+    tolerance = 1e-4 if run.optimizer is adamw else 1e-5
+    check_same(make_trainer, four_layers(tied), write_rows(count=21), run, LAYOUTS[layout], tolerance)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------
+
+OTHERS: dict[str, Any] = {"one process": None, "ddp2": "ddp", "fsdp2": FSDPStrategy}
+MOVES = [
+    ("pp2xtp2", "one process"),
+    ("one process", "pp2xtp2"),
+    ("pp2xtp2", "dp2xtp2"),
+    ("dp2xtp2xpp2", "pp4"),
+    ("tp2-sequence", "ZBVZeroBubble"),
+    ("ZBVZeroBubble", "pp2"),
+    ("fsdp2", "dp2xpp2"),
+    ("dp2xpp2", "ddp2"),
+]
+
+
+def fit_somewhere(make_trainer: Any, folder: str, data: str, run: Run, where: str) -> list[Any]:
+    if where in LAYOUTS:
+        return on_ranks(LAYOUTS[where].world, fit, make_trainer, folder, data, run, LAYOUTS[where], timeout=150)
+    if where == "one process":
+        return on_ranks(1, fit, make_trainer, folder, data, run, timeout=150)
+    make = OTHERS[where]
+    strategy = make if isinstance(make, str) else make()
+    return on_ranks(2, fit, make_trainer, folder, data, run, Layout(data=2), strategy, timeout=150)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_a_run_goes_on_under_another_layout(
+    make_trainer: Any, four_layers: Any, write_rows: Any, tmp_path: Path, before: str, after: str, way: str
+) -> None:
+    data, folder, saved = write_rows(count=21), four_layers(True), str(tmp_path / "saved.ckpt")
+    run = Run(WAYS[way], optimizer=adamw)
+    whole, weights, _ = fit(make_trainer, folder, data, run)
+    fit_somewhere(make_trainer, folder, data, replace(run, epochs=1, save=saved), before)
+    assert Path(saved).is_dir() == (way == "full" and before in (*LAYOUTS, "fsdp2"))
+    found, own, _ = fit_somewhere(make_trainer, folder, data, replace(run, resume=saved), after)[0]
+    assert_same(found, own, whole[3:], weights, 1e-4)
