@@ -1,5 +1,6 @@
 """The callbacks that look at samples and answers, with lit_ft's module and data."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,10 @@ def test_the_ledger_holds_the_loss_that_each_sample_has_alone(
     samples = data.splits["train"]
     assert sorted(visits) == sorted(samples.ids(range(9)))
     assert {visit.source for visit in visits.values()} == {"a", "b"}
+    summary = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())
     for i, name in enumerate(samples.ids(range(9))):
+        (sample,) = [one for one in summary["worst"] if one["id"] == name]
+        assert sample["text"] == module.tokenizer.decode(samples[i][0])[:500]
         alone = lay_end_to_end([samples[i]])
         assert visits[name].tokens == len(alone["targets"])
         assert visits[name].loss == pytest.approx(float(module(alone).per_token.mean()), rel=1e-4)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from lit_callbacks.ledger_files import Visit, forget, read_visits, write_part
 from lit_callbacks.ledger_summary import summarise
 from lit_callbacks.tables import show_table
 
+TEXT_KEPT, TEXT_SHOWN = 500, 60
+"""Characters of a sample's text in the summary, and in the table on the terminal."""
 SUMMARY = "summary.json"
 """What ``summarise`` returns, in the ledger's folder."""
 
@@ -40,6 +43,7 @@ class LossLedger(Callback):
         top: int = 20,
         ids: Callable[[Any], Any] = batch_ids,
         sources: Callable[[Any], Any] = batch_sources,
+        texts: Callable[[Sequence[str]], Mapping[str, str]] | None = None,
     ) -> None:
         """Say where to write, and what a batch holds.
 
@@ -50,10 +54,12 @@ class LossLedger(Callback):
             top: samples named at the end.
             ids: one id a sample of the batch, the same each time a sample comes; None where there are none.
             sources: one source a sample, or None.
+            texts: from ids to texts, to show the samples that are named; None asks the data module's method
+                ``sample_texts(ids)``, where it has one.
         """
         self.folder = None if folder is None else Path(folder)
         self.write_every_n_steps, self.top = write_every_n_steps, top
-        self.ids, self.sources = ids, sources
+        self.ids, self.sources, self.texts = ids, sources, texts
         self._pending: list[tuple[int, int, list[str], list[str], Tensor, Tensor]] = []
         self._place = (0, 0)
         self._started = self._written_at = 0
@@ -131,7 +137,21 @@ class LossLedger(Callback):
         self._write(trainer)
         trainer.strategy.barrier("LossLedger")
         if trainer.is_global_zero and not self._is_off:
-            self._safely(lambda: self._sum_up(self._root(trainer)))
+            self._safely(lambda: self._sum_up(self._root(trainer), trainer))
+
+    def _add_texts(self, summary: dict[str, Any], texts: Any) -> None:
+        if texts is None:
+            return
+        named = [*summary["worst"], *summary["risen"], *({"id": pair["ids"][0]} for pair in summary["twins"])]
+        try:
+            found = texts([sample["id"] for sample in named])
+        except Exception as error:  # somebody else's function: the run is worth more
+            rank_zero_warn(f"LossLedger: no texts of samples ({type(error).__name__}: {error})")
+            return
+        for sample in (*summary["worst"], *summary["risen"]):
+            sample["text"] = found.get(sample["id"], "")[:TEXT_KEPT]
+        for pair in summary["twins"]:
+            pair["text"] = found.get(pair["ids"][0], "")[:TEXT_KEPT]
 
     def _lend(self, module: Any, record: Callable[..., None] | None) -> None:
         if hasattr(module, "record_losses"):
@@ -166,18 +186,23 @@ class LossLedger(Callback):
             rank_zero_warn(f"LossLedger cannot write ({error}), so no losses are kept from here on; give folder=")
             self._is_off, self._pending = True, []
 
-    def _sum_up(self, folder: Path) -> None:
+    def _sum_up(self, folder: Path, trainer: Any) -> None:
         visits = read_visits(folder)
         if not visits:
             return
         summary = summarise(visits, self.top)
+        self._add_texts(summary, self.texts or getattr(trainer.datamodule, "sample_texts", None))
         (folder / SUMMARY).write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        header = ("sample", "source", "tokens", "visits", "first", "last")
-        rows = [[sample[key] for key in ("id", *header[1:])] for sample in summary["worst"]]
+        header = ("sample", "source", "tokens", "visits", "first", "last", "text")
+        rows = [[_shown(sample.get(key, "")) for key in ("id", *header[1:])] for sample in summary["worst"]]
         show_table(f"worst of {summary['samples']:,} samples, loss in nats per token", header, rows)
         if pairs := [" = ".join(pair["ids"]) for pair in summary["twins"]]:
             rank_zero_info(f"likely duplicates, by how their losses go: {', '.join(pairs)}")
         rank_zero_info(f"losses of all samples: {folder}")
+
+
+def _shown(cell: Any) -> Any:
+    return shorten(cell, TEXT_SHOWN, placeholder="...") if isinstance(cell, str) else cell
 
 
 def _listed(values: Any) -> list[Any]:

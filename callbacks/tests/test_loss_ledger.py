@@ -216,13 +216,22 @@ def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
 
 def test_the_table_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
-    fit(tmp_path, Steps(), rows([5.0, 6.5], source=["a", "b"]), LossLedger(), max_epochs=1)
+    ledger = LossLedger(texts=lambda ids: {name: f"[text] of {name} " + "words " * 100 for name in ids})
+    fit(tmp_path, Steps(), rows([5.0, 6.5], source=["a", "b"]), ledger, max_epochs=1)
+    worst = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["worst"]
+    assert [len(sample["text"]) for sample in worst] == [500, 500]
     assert (
         "worst of 2 samples, loss in nats per token\n"
-        "  sample  source  tokens  visits  first  last\n"
-        "  1       b            1       1    6.5   6.5\n"
-        "  0       a            1       1      5     5"
+        "  sample  source  tokens  visits  first  last  text\n"
+        "  1       b            1       1    6.5   6.5  [text] of 1 words words words words words words words...\n"
+        "  0       a            1       1      5     5  [text] of 0 words words words words words words words..."
     ) in caplog.text
+
+
+def test_texts_that_cannot_be_had_are_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"LossLedger: no texts of samples \(ZeroDivisionError"):
+        fit(tmp_path, Steps(), rows([5.0]), LossLedger(texts=lambda ids: 1 / 0))
+    assert (tmp_path / "loss_ledger" / "summary.json").exists()
 
 
 def two_ranks(folder: str) -> None:

@@ -1,6 +1,6 @@
 """The LightningDataModule: data sets of any format in, padding-free rows out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
@@ -257,6 +257,12 @@ class TextDataModule(LightningDataModule):
                     prompt, question, answer = prompt_and_answer(example, tokenization.template)
                     found.append({"prompt": prompt, "question": question["content"], "expected": answer["content"]})
         return found
+
+    def sample_texts(self, ids: Sequence[str]) -> dict[str, str]:
+        """Training samples as the model sees them, by the ``sample_ids`` that rows carry."""
+        samples, tokenizer = self.splits["train"], self.preparation.tokenizer
+        places = dict(zip(samples.ids(range(len(samples))), range(len(samples)), strict=True))
+        return {name: tokenizer.decode(samples[places[name]][0]) for name in ids if name in places}
 
     def setup(self, stage: str) -> None:
         """Load what the stage needs, unless that was done before."""
