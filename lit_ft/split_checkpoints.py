@@ -195,11 +195,11 @@ def load_shares(
         path: the folder.
         module: its parameters say what is read and how it is split.
         groups: for each optimiser, the names of its parameters by group.
-        aliases: names in optimisers that differ from the module's, where a tied weight is here under its other name.
+        aliases: names of module parameters that optimisers know by another: tied weights, here under their second.
     """
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
     own = dict(module.named_parameters(remove_duplicate=False))
-    own_by_name = own | {alias: own[name] for alias, name in (aliases or {}).items()}
+    own_by_name = own | {known: own[name] for name, known in (aliases or {}).items()}
     tensors: dict[str, Any] = {
         f"weights/{name}": torch.empty_like(own[name], requires_grad=False)
         for name in rest["state_dict"]

@@ -221,7 +221,9 @@ class ShardedStrategy(LightningModelParallelStrategy):
         if not split_checkpoints.is_folder_of_shares(path):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         assert self.model is not None
-        return split_checkpoints.load_shares(path, self.model, self._names_in_optimizers())
+        names = [name for name, _ in self.model.named_parameters()]
+        aliases = {name: self._saved_name(name) for name in names if self._saved_name(name) != name}
+        return split_checkpoints.load_shares(path, self.model, self._names_in_optimizers(), aliases)
 
     def _saves_in_shares(self) -> bool:
         if self.save_in_shares is not None:
