@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lit_callbacks.gather import is_split, whole_weights
+from lit_callbacks.gather import is_split, reshard, whole_weights
 from lit_callbacks.merge_check import MergeFailed
 from lit_callbacks.merging import check_mergeable, find_model, is_peft, save_adapter, save_merged, unsplit
 from lit_callbacks.whole_folder import keep_newest
@@ -24,10 +24,10 @@ Texts = Callable[[Kind, Trainer, LightningModule], Mapping[str, str]]
 class AdapterMerger(Callback):
     """Write the adapter and, if asked to, the merged model: when training ends, and on the way.
 
-    The module must hold a ``peft.PeftModel`` or, for full fine-tuning, a
-    ``transformers.PreTrainedModel`` somewhere; its ``tokenizer``, where it has one, is saved with the
-    weights. A module that must write its adapter in its own way has a method
-    ``save_adapter(folder, state_dict)``, given whole weights by name where they are split over ranks.
+    The module must hold a ``peft.PeftModel`` or, for full fine-tuning, a ``transformers.PreTrainedModel`` somewhere
+    (the extra ``peft``); its ``tokenizer``, where it has one, is saved with the weights. A module that writes what it
+    trains in its own way has a method ``save_adapter(folder, state_dict)``, given whole weights by name where they are
+    split over ranks; it needs neither.
     Folders appear whole or not at all. What cannot be merged is refused when training starts. A model on the way that
     cannot be written or is found wrong is a warning; at the end it is an error. Optimisers with two sets of weights
     (schedule-free ones, with ``train()`` and ``eval()``) have those that answer in place meanwhile.
@@ -117,6 +117,7 @@ class AdapterMerger(Callback):
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         model, tokenizer = find_model(pl_module), getattr(pl_module, "tokenizer", None)
         writes, state = trainer.is_global_zero, None
+        reshard(pl_module)
         if is_split(model):
             state = whole_weights(model, lambda _, p: p.requires_grad, keep=writes)
             whole = unsplit(model, keep=writes) if self.merged_dir is not None else None
@@ -124,9 +125,9 @@ class AdapterMerger(Callback):
             whole = model
         if not writes:
             return
-        if is_peft(model):
+        if is_peft(model) or model is pl_module:
             folder = self.adapter_dir.with_name(self.adapter_dir.name + suffix)
-            write = getattr(pl_module, "save_adapter", model.save_pretrained)
+            write = getattr(pl_module, "save_adapter", None) or model.save_pretrained
             write = write if state is None else partial(write, state_dict=state)
             save_adapter(model, folder, tokenizer, self.texts("adapter", trainer, pl_module), write)
             rank_zero_info(f"adapter: {folder}")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 Wanted = Callable[[str, nn.Parameter], bool]
@@ -48,6 +49,16 @@ def whole_weights(module: nn.Module, wanted: Wanted = lambda *_: True, keep: boo
             if keep:
                 found[name] = whole.cpu().clone() if whole.data_ptr() == _address(parameter) else whole.cpu()
     return found
+
+
+def reshard(module: nn.Module) -> None:
+    """Leave each rank its shards only, where FSDP2 kept whole weights after a forward pass without a backward one.
+
+    Every rank calls it before weights are looked at: a rank that lets go of them alone waits for the others' for ever.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def is_split(module: nn.Module) -> bool:

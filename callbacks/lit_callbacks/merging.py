@@ -58,18 +58,30 @@ def _name_in_base(name: str) -> str:
 
 
 def find_model(module: nn.Module) -> Any:
-    """The ``PeftModel`` within a module, else its ``PreTrainedModel``.
+    """The ``PeftModel`` within a module, else its ``PreTrainedModel``, else the module if it has ``save_adapter``.
 
     Raises:
-        ValueError: it holds neither.
+        ValueError: it is none of these.
     """
-    from transformers import PreTrainedModel
-
-    for wanted in (is_peft, lambda m: isinstance(m, PreTrainedModel)):
+    for wanted in (is_peft, is_pretrained):
         for candidate in module.modules():
             if wanted(candidate):
                 return candidate
-    raise ValueError(f"{type(module).__name__} holds no peft.PeftModel and no transformers.PreTrainedModel to save")
+    if callable(getattr(module, "save_adapter", None)):
+        return module
+    raise ValueError(
+        f"{type(module).__name__} holds no peft.PeftModel and no transformers.PreTrainedModel to save; give it a "
+        "method save_adapter(folder, state_dict) that writes what it trains"
+    )
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether a module is a ``PreTrainedModel``; False where transformers is not installed."""
+    try:
+        from transformers import PreTrainedModel
+    except ModuleNotFoundError:
+        return False
+    return isinstance(model, PreTrainedModel)
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -222,6 +234,10 @@ def check_mergeable(model: Any, dtype: torch.dtype | None = None, quantized_base
     Raises:
         ValueError: the tuning method adds no weights, or ``quantized_base`` or ``dtype`` does not fit the base.
     """
+    if not is_peft(model) and not is_pretrained(model):
+        raise ValueError(
+            f"{type(model).__name__} holds no model of peft or transformers that could be merged; leave merged_dir out"
+        )
     if is_peft(model) and not hasattr(model.base_model, "merge_and_unload"):
         method = model.active_peft_config.peft_type.value
         raise ValueError(f"{method} adds no weights that could be merged into the base; use the adapter as it is")

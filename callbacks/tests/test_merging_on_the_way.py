@@ -178,6 +178,13 @@ def sharded(folder: Path, strategy: str) -> Any:
 
         def on_train_batch_end(self, *_: Any) -> None: ...
 
+    class Look(Callback):
+        """A pass without gradients leaves FSDP2's weights whole."""
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            with torch.no_grad():
+                module.model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
     class Last(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             from lit_callbacks.gather import whole_weights
@@ -188,7 +195,12 @@ def sharded(folder: Path, strategy: str) -> Any:
     chosen: Any = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else strategy
     merger = AdapterMerger(folder / "adapter", folder / "merged", every_n_steps=4)
     trainer = make_trainer(
-        folder, callbacks=[merger, last := Last()], strategy=chosen, devices=2, enable_checkpointing=False, max_steps=5
+        folder,
+        callbacks=[last := Last(), Look(), merger],
+        strategy=chosen,
+        devices=2,
+        enable_checkpointing=False,
+        max_steps=5,
     )
     trainer.fit(Sharded(lora()), texts(32))
     return last.weights
