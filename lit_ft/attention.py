@@ -7,10 +7,14 @@ variable-length flash-attention call; elsewhere one SDPA call per segment.
 Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, result ``(1, T, heads, head_dim)``.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -57,6 +61,8 @@ def packed_attention(
             "model.set_attn_implementation('sdpa') first (if this came up in training: the architecture "
             "does not pass arguments on to its attention, set model.attn_implementation to sdpa)"
         )
+    if (mesh := getattr(module, "context_mesh", None)) is not None:
+        return attend_to_all_ranks(query, key, value, mesh, segment_lengths, dropout, scaling, sliding_window), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         return _varlen(query, key, value, segment_lengths, scaling, sliding_window), None
     segments = zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
@@ -65,17 +71,82 @@ def packed_attention(
     return joined.transpose(1, 2), None
 
 
+def attend_to_all_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: DeviceMesh,
+    lengths: Sequence[int],
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of this rank's tokens of a row to those of all ranks (context parallelism).
+
+    Args:
+        query: of this rank's tokens, in the order of ``own_ranges``.
+        key: likewise.
+        value: likewise.
+        mesh: the ranks.
+        lengths: of the whole row's segments.
+        dropout: of attention weights.
+        scaling: of logits.
+        window: tokens that a position sees back.
+    """
+    tokens, ranks = sum(lengths), mesh.size()
+    order = torch.cat([_places(tokens, ranks, rank) for rank in range(ranks)]).argsort().to(query.device)
+    keys, values = (_gather(tensor, mesh)[:, :, order] for tensor in (key, value))
+    starts = [0, *accumulate(lengths)]
+    pieces, taken = [], 0
+    for own in own_ranges(tokens, ranks, mesh.get_local_rank()):
+        for start, end in pairwise(starts):
+            first, last = max(start, own.start), min(end, own.stop)
+            if first < last:
+                q = query[:, :, taken : taken + last - first]
+                taken += last - first
+                pieces.append((q, keys[:, :, start:last], values[:, :, start:last]))
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
+        joined_q, joined_k, joined_v = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
+        own_lengths, key_lengths = [q.shape[2] for q, _, _ in pieces], [k.shape[2] for _, k, _ in pieces]
+        return _varlen(joined_q, joined_k, joined_v, own_lengths, scaling, window, key_lengths)
+    return torch.cat([_segment(*piece, dropout, scaling, window) for piece in pieces], dim=2).transpose(1, 2)
+
+
+def own_ranges(tokens: int, ranks: int, rank: int) -> list[range]:
+    """Places in a row of the tokens that a rank computes: a piece from the front, and one as far from the end.
+
+    Args:
+        tokens: of the row, a multiple of twice the ranks.
+        ranks: that the row is dealt out to.
+        rank: one of them.
+    """
+    size = tokens // (2 * ranks)
+    return [range(size * piece, size * (piece + 1)) for piece in (rank, 2 * ranks - 1 - rank)]
+
+
+def _places(tokens: int, ranks: int, rank: int) -> Tensor:
+    return torch.cat([torch.arange(part.start, part.stop) for part in own_ranges(tokens, ranks, rank)])
+
+
+def _gather(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All ranks' tokens; backward, the sum of what each rank found for them."""
+    whole = DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False).redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
 def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | None, window: int | None) -> Tensor:
+    """Causal attention of a segment's last tokens to all of it."""
     length, dtype = q.shape[2], q.dtype
+    before = k.shape[2] - length
     if q.device.type == "cpu" and dtype == torch.bfloat16 and length < _CPU_FP32_BELOW:
         q, k, v = q.float(), k.float(), v.float()
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.device.type not in ("cpu", "cuda"):  # MPS groups heads from torch 2.13 on only
         k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
     mask = None
-    if window is not None and length > window:
-        back = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-        mask = (back >= 0) & (back < window)
+    if before or (window is not None and length > window):
+        back = torch.arange(length, device=q.device)[:, None] + before - torch.arange(k.shape[2], device=q.device)
+        mask = back >= 0 if window is None else (back >= 0) & (back < window)
     out = scaled_dot_product_attention(
         q,
         k,
@@ -89,20 +160,32 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
     return out.to(dtype)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scaling: float | None, window: int | None) -> Tensor:
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    scaling: float | None,
+    window: int | None,
+    key_lengths: list[int] | None = None,
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     groups = q.shape[1] // k.shape[1]
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    ends = ends.pin_memory().to(q.device, non_blocking=True)
+    ends_q, ends_k = (_ends(of, q.device) for of in (lengths, key_lengths or lengths))
     # varlen_attn takes (T, heads, head_dim); key heads are repeated because enable_gqa is newer than torch 2.11.
     q_thd = q[0].transpose(0, 1)
     k_thd, v_thd = (tensor[0].repeat_interleave(groups, dim=0).transpose(0, 1) for tensor in (k, v))
     back = -1 if window is None else window - 1
-    longest = max(lengths)
-    out = varlen_attn(q_thd, k_thd, v_thd, ends, ends, longest, longest, scale=scaling, window_size=(back, 0))
+    longest_q, longest_k = max(lengths), max(key_lengths or lengths)
+    out = varlen_attn(q_thd, k_thd, v_thd, ends_q, ends_k, longest_q, longest_k, scale=scaling, window_size=(back, 0))
     assert isinstance(out, Tensor)
     return out[None]
+
+
+def _ends(lengths: list[int], device: torch.device) -> Tensor:
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return ends.pin_memory().to(device, non_blocking=True)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -39,6 +39,8 @@ class Row(TypedDict, total=False):
     """S ids, the same whenever a sample comes; absent where samples have no lasting place, as in a stream."""
     sample_sources: Sequence[str]
     """S names of sources, empty where there is one source; goes with ``sample_ids``."""
+    is_own: Tensor
+    """``(n of the whole row,)``, bool: which targets are here, where a row's tokens are dealt out to ranks."""
     window_tokens: int
     """Supervised tokens of this rank's whole optimiser step (all its micro-batches)."""
 

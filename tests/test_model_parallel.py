@@ -33,15 +33,16 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     tensor: int = 1
+    context: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.data * self.context * self.tensor
 
     def strategy(self) -> ModelParallelStrategy:
         return ModelParallelStrategy(
-            self.pipeline, self.tensor, self.data, timeout=timedelta(seconds=60), **self.options
+            self.pipeline, self.tensor, self.data, self.context, timeout=timedelta(seconds=60), **self.options
         )
 
 
@@ -63,7 +64,13 @@ LAYOUTS = {
     "pp2xtp2": Layout(pipeline=2, tensor=2),
     "pp2xtp2-sequence": Layout(pipeline=2, tensor=2, options=SEQUENCE),
     "dp2xtp2xpp2": Layout(2, 2, 2),
-    "dp2xtp2xpp2-sequence": Layout(2, 2, 2, SEQUENCE),
+    "dp2xtp2xpp2-sequence": Layout(2, 2, 2, options=SEQUENCE),
+    "cp2": Layout(context=2),
+    "cp3": Layout(context=3),
+    "cp2xtp2-sequence": Layout(context=2, tensor=2, options=SEQUENCE),
+    "dp2xcp2": Layout(data=2, context=2),
+    "cp2xpp2": Layout(context=2, pipeline=2),
+    "cp2xtp2xpp2-sequence": Layout(pipeline=2, context=2, tensor=2, options=SEQUENCE),
     **{schedule: scheduled(schedule) for schedule in ("GPipe", "LoopedBFS", "Interleaved1F1B")},
     **{schedule: scheduled(schedule) for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")},
     "dp2xZBVZeroBubble": scheduled("ZBVZeroBubble", data=2),

@@ -238,6 +238,8 @@ class TrainingCLI(LightningCLI):
             if self.options.ckpt_path is not None:
                 self.model.start = saved_start(self.options.ckpt_path)
             skeleton = self.model.check()
+            if (check_model := getattr(self.trainer.strategy, "check_model", None)) is not None:
+                check_model(self.model, skeleton)
             if self.options.ckpt_path is not None:
                 wanted = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
                 check_fit(saved_shapes(self.options.ckpt_path), wanted)

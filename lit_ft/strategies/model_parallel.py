@@ -14,18 +14,25 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from lit_ft import rows, split_checkpoints
+from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
+from lit_ft.loading import pick_attention
+from lit_ft.losses import TokenLoss
 from lit_ft.partition import cut_evenly
-from lit_ft.strategies import pipeline, tensor_parallel
+from lit_ft.rows import Row
+from lit_ft.strategies import expert_parallel, pipeline, tensor_parallel
+from lit_ft.strategies.context_parallel import ContextParallel
+from lit_ft.strategies.expert_parallel import ExpertParallel
 from lit_ft.strategies.pipeline import Pipeline, StageModule
 from lit_ft.strategies.sharded import ShardedStrategy, decoder_layers, local
 from lit_ft.strategies.tensor_parallel import Plan, TensorParallel
 
 Size = int | Literal["auto"]
-PIPELINE, DATA, TENSOR = "pipeline_parallel", "data_parallel", "tensor_parallel"
+PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
 
 
 class Sizes(NamedTuple):
@@ -33,6 +40,7 @@ class Sizes(NamedTuple):
 
     pipeline: int
     data: int
+    context: int
     tensor: int
 
 
@@ -49,6 +57,8 @@ class ModelParallelStrategy(ShardedStrategy):
         pipeline_parallel_size: Size = 1,
         tensor_parallel_size: Size = 1,
         data_parallel_size: Size = "auto",
+        context_parallel_size: Size = 1,
+        expert_parallel_size: int = 1,
         schedule: str = "1F1B",
         num_microbatches: int | None = None,
         layers_per_stage: list[int] | None = None,
@@ -66,6 +76,9 @@ class ModelParallelStrategy(ShardedStrategy):
             pipeline_parallel_size: ranks that a model's layers are dealt out to.
             tensor_parallel_size: ranks that each layer is cut over; keep them on one node.
             data_parallel_size: ranks that each see other data, and shard what is left (as under FSDP).
+            context_parallel_size: ranks that each compute some tokens of a row, for rows too long for one.
+            expert_parallel_size: ranks that the experts of a mixture-of-experts model are dealt out to: some of those
+                that shard the data; with tensor_parallel_size above 1 that size, and experts lie as the rest does.
             schedule: of the pipeline: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or
                 DualPipeV. All but the first two give a rank two stages.
             num_microbatches: parts that a pipeline cuts a row into; it must divide data.micro_batch_size. null is
@@ -88,12 +101,15 @@ class ModelParallelStrategy(ShardedStrategy):
         super().__init__(save_distributed_checkpoint, process_group_backend, timeout)
         if schedule not in pipeline.SCHEDULES:
             raise RecipeError(f"trainer.strategy schedule={schedule!r} is unknown; use one of {pipeline.SCHEDULES}")
-        self.requested = Sizes(pipeline_parallel_size, data_parallel_size, tensor_parallel_size)  # type: ignore[arg-type]
+        sizes: Any = (pipeline_parallel_size, data_parallel_size, context_parallel_size, tensor_parallel_size)
+        self.requested = Sizes(*sizes)
+        self.expert_parallel_size = expert_parallel_size
         self.schedule, self.num_microbatches, self.layers_per_stage = schedule, num_microbatches, layers_per_stage
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
         self.tp_plan, self.reshard_after_forward = tp_plan, reshard_after_forward
         self.pipeline: Pipeline | None = None
         self.tensor: TensorParallel | None = None
+        self.context: ContextParallel | None = None
         self._tied: dict[str, nn.Parameter] = {}
         self._trained_names: list[str] = []
 
@@ -131,16 +147,23 @@ class ModelParallelStrategy(ShardedStrategy):
                 f"token_loss(hidden, row), as lit_ft.CausalLM has; {type(module).__name__} has not"
             )
 
-    def check_model(self, skeleton: nn.Module) -> None:
+    def check_model(self, module: nn.Module, skeleton: nn.Module) -> None:
         """Find what of a model cannot be split, before weights are read.
 
         Args:
-            skeleton: the model with its adapters, on the meta device.
+            module: the LightningModule.
+            skeleton: its model with its adapters, on the meta device.
 
         Raises:
             RecipeError: it names the value, the rule and what works.
         """
         base, sizes = base_of(skeleton), self.sizes()
+        is_peft = isinstance(skeleton, PeftModel)
+        if is_peft and skeleton.active_peft_config.is_prompt_learning and sizes.data < self._world():
+            raise RecipeError(
+                f"model.peft: {skeleton.active_peft_config.peft_type.value} adds virtual tokens, which pipeline, "
+                "tensor and context parallelism do not know of; take another method, or data_parallel_size alone"
+            )
         if sizes.tensor > 1:
             if getattr(base, "is_quantized", False):
                 raise RecipeError(
@@ -148,19 +171,47 @@ class ModelParallelStrategy(ShardedStrategy):
                     "quantization out, or use pipeline_parallel_size and data_parallel_size"
                 )
             tensor_parallel.check(base, sizes.tensor, self.tp_plan)
+        if self.expert_parallel_size > 1:
+            self._check_experts(base)
+        if sizes.context > 1:
+            self._check_context(module, base)
         if sizes.pipeline > 1:
             self._check_stages(skeleton, base)
+
+    def _check_experts(self, base: PreTrainedModel) -> None:
+        sizes, size = self.sizes(), self.expert_parallel_size
+        if sizes.tensor > 1:
+            if size != sizes.tensor:
+                raise RecipeError(
+                    f"expert_parallel_size={size} with tensor_parallel_size={sizes.tensor}: experts are dealt out to "
+                    f"the tensor-parallel ranks; set expert_parallel_size to {sizes.tensor} or leave it out"
+                )
+        elif sizes.data * sizes.context % size:
+            raise RecipeError(
+                f"expert_parallel_size={size} must divide the {sizes.data * sizes.context} ranks of a stage "
+                f"(data {sizes.data} x context {sizes.context})"
+            )
+        expert_parallel.check(base, size)
+
+    def _check_context(self, module: Any, base: PreTrainedModel) -> None:
+        size = self.sizes().context
+        attention = pick_attention(base.config, getattr(module, "attn_implementation", "auto"))
+        if attention != PACKED or not hasattr(module, "hidden_states"):
+            raise RecipeError(
+                f"context_parallel_size={size} needs lit_ft.CausalLM with its packed attention, but "
+                f"{type(base).__name__} in {type(module).__name__} has {attention}; set it to 1"
+            )
+        if getattr(module, "neftune_alpha", None) is not None:
+            raise RecipeError(
+                f"context_parallel_size={size}: neftune_alpha={module.neftune_alpha} draws noise for whole samples; "
+                "leave it out, or set context_parallel_size to 1"
+            )
 
     def _check_stages(self, skeleton: nn.Module, base: PreTrainedModel) -> None:
         if not any(name.endswith(".layers") for name in base.pp_plan or ()):
             raise RecipeError(
                 f"pipeline_parallel_size={self.sizes().pipeline}: Hugging Face does not say how {type(base).__name__} "
                 "is cut into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
-            )
-        if isinstance(skeleton, PeftModel) and skeleton.active_peft_config.is_prompt_learning:
-            raise RecipeError(
-                f"pipeline_parallel_size={self.sizes().pipeline}: {skeleton.active_peft_config.peft_type.value} adds "
-                "virtual tokens, which no stage but the first knows of; take another method, or no pipeline"
             )
         parts, head = getattr(base, base.base_model_prefix).layers, base.get_output_embeddings()
         stages = self.layers_of_stages(base)
@@ -181,7 +232,7 @@ class ModelParallelStrategy(ShardedStrategy):
         Raises:
             RecipeError: the sizes do not multiply to the ranks.
         """
-        world = self.num_nodes * self.num_processes
+        world = self._world()
         unknown = [name for name, size in self.requested._asdict().items() if size == "auto"]
         known = math.prod(size for size in self.requested if size != "auto")
         if len(unknown) > 1:
@@ -195,6 +246,9 @@ class ModelParallelStrategy(ShardedStrategy):
                 f"devices); each size is one of {divisors}, or start a multiple of {known} ranks"
             )
         return Sizes(*(world // known if size == "auto" else size for size in self.requested))
+
+    def _world(self) -> int:
+        return self.num_nodes * self.num_processes
 
     def micro_batches(self, micro_batch_size: int | None) -> int:
         """Parts that a pipeline cuts a row into."""
@@ -240,7 +294,7 @@ class ModelParallelStrategy(ShardedStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
         self._device_mesh = init_device_mesh(
-            self.root_device.type, tuple(self.sizes()), mesh_dim_names=(PIPELINE, DATA, TENSOR)
+            self.root_device.type, tuple(self.sizes()), mesh_dim_names=(PIPELINE, DATA, CONTEXT, TENSOR)
         )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
@@ -264,23 +318,36 @@ class ModelParallelStrategy(ShardedStrategy):
 
     # --- model -----------------------------------------------------------------------------------
 
-    def shard(self, module: nn.Module) -> None:
+    def setup(self, trainer: Trainer) -> None:
+        """Split the model, then make the optimiser of what is here."""
+        assert self.lightning_module is not None
+        self.check(trainer, self.lightning_module, getattr(trainer, "datamodule", None))
+        super().setup(trainer)
+
+    def shard(self, module: Any) -> None:
         """Drop the layers of other stages, cut what is left, shard that over the data-parallel ranks."""
         base, sizes = base_of(module), self.sizes()
-        self.check_model(module)
+        self.check_model(module, module.model if isinstance(getattr(module, "model", None), PeftModel) else base)
+        self._base = base
         self._trained_names = [name for name, p in module.named_parameters() if p.requires_grad]
         plan = Plan(base, self.tp_plan) if sizes.tensor > 1 else None
         if sizes.tensor > 1:
             self.tensor = TensorParallel(self._mesh(TENSOR), self.sequence_parallel, self.loss_parallel)
+        if sizes.context > 1:
+            self.context = ContextParallel(self._mesh(CONTEXT))
         stages = self._make_stages(module, base) if sizes.pipeline > 1 else []
         layers = [layer for layer in decoder_layers(base) if any(True for _ in layer.parameters())]
         if plan is not None and self.tensor is not None:
             self._cut(module, base, layers, plan, self.tensor)
         self._settle(module)
-        if sizes.data > 1:
+        if self.context is not None:
+            self.context.prepare(layers)
+        if sizes.data * sizes.context > 1:
             self._shard_over_data(module, layers, stages)
         if stages:
             self._start_pipeline(module, base, stages)
+        else:
+            self._wrap_forward(module)
 
     def _make_stages(self, module: nn.Module, base: PreTrainedModel) -> list[StageModule]:
         layers, size = self.layers_of_stages(base), self.sizes().pipeline
@@ -296,7 +363,8 @@ class ModelParallelStrategy(ShardedStrategy):
         own = pipeline.stages_of(self._mesh(PIPELINE).get_local_rank(), size, self.schedule)
         pipeline.drop_layers(base, [layers[k] for k in own], is_first=0 in own, is_last=len(layers) - 1 in own)
         end = (lambda hidden: hidden) if self.tensor is None else self.tensor.end_stream
-        return [StageModule(module, base, k, len(layers), layers[k], end) for k in own]
+        whole = (lambda result, _: result) if self.context is None else self.context.whole
+        return [StageModule(module, base, k, len(layers), layers[k], end, whole) for k in own]
 
     def _cut(
         self, module: Any, base: PreTrainedModel, layers: Sequence[nn.Module], plan: Plan, parallel: TensorParallel
@@ -317,23 +385,77 @@ class ModelParallelStrategy(ShardedStrategy):
         if hasattr(module, "answer"):
             module.answer = parallel.as_one_process()(module.answer)
 
+    def _wrap_forward(self, module: Any) -> None:
+        """Without a pipeline: rows of a length that can be cut, and this rank's tokens of them."""
+        if self._multiple() == 1 or not hasattr(module, "hidden_states"):
+            return
+        forward, context = module.forward, self.context
+
+        def on_own_tokens(row: Row) -> TokenLoss:
+            row = rows.pad_to_multiple(row, self._multiple())
+            if context is None:
+                return forward(row)
+            own = context.own(row)
+            return context.whole(forward(own), own)
+
+        module.forward = on_own_tokens
+
+    def _multiple(self) -> int:
+        """What the tokens of a row must be a multiple of, to be cut into equal parts."""
+        sizes = self.sizes()
+        of_context = 2 * sizes.context if sizes.context > 1 else 1
+        return of_context * (sizes.tensor if self.sequence_parallel else 1)
+
     def _shard_over_data(self, module: nn.Module, layers: Sequence[nn.Module], stages: Sequence[StageModule]) -> None:
-        options: dict[str, Any] = {"mesh": self._mesh(DATA), "mp_policy": self._precision_policy()}
+        experts = self._deal_out_experts(layers) if self.expert_parallel_size > 1 and self.tensor is None else set()
+        # Ranks with other tokens of a row are to the gradients what ranks with other rows are.
+        mesh = self._mesh(DATA) if self.context is None else self.device_mesh[DATA, CONTEXT]._flatten("shard")
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": self._precision_policy()}
         # With a pipeline, weights that are freed between passes give wrong gradients under zero-bubble schedules.
         reshard = self.reshard_after_forward and not stages
         for layer in layers:
-            fully_shard(layer, reshard_after_forward=reshard, **options)
+            fully_shard(layer, reshard_after_forward=reshard, ignored_params=experts, **options)
         roots: Sequence[nn.Module] = stages or [module]
         for root in roots:
-            fully_shard(root, reshard_after_forward=False, **options)
+            fully_shard(root, reshard_after_forward=False, ignored_params=experts, **options)
         if not stages and hasattr(module, "answer"):
             register_fsdp_forward_method(module, "answer")
 
+    def _deal_out_experts(self, layers: Sequence[nn.Module]) -> set[nn.Parameter]:
+        """Give ranks experts of their own, and shard those over the ranks that have the same; returns their weights."""
+        sizes, size = self.sizes(), self.expert_parallel_size
+        copies = sizes.data * sizes.context // size
+        mesh = init_device_mesh(
+            self.root_device.type, (sizes.pipeline, copies, size), mesh_dim_names=("stage", "copies", "experts")
+        )
+        parallel = ExpertParallel(mesh["experts"])
+        dealt = [m for m in expert_parallel.experts_of(self._base) if any(m in set(lay.modules()) for lay in layers)]
+        for experts in dealt:
+            parallel.deal_out(experts)
+            if copies > 1:
+                fully_shard(
+                    experts,
+                    mesh=mesh["copies"],
+                    reshard_after_forward=False,
+                    mp_policy=self._precision_policy(),
+                    shard_placement_fn=lambda _: Shard(1),
+                )
+        return {weight for experts in dealt for weight in experts.parameters()}
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimisers; where weights lie on different meshes, they step one by one."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            meshes = {
+                p.device_mesh for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)
+            }
+            for group in optimizer.param_groups if len(meshes) > 1 else ():
+                group.update({name: False for name in ("foreach", "fused") if name in group})
+
     def _start_pipeline(self, module: nn.Module, base: PreTrainedModel, stages: Sequence[StageModule]) -> None:
-        tensor = self.tensor if self.sequence_parallel else None
-        share = 1 if tensor is None else tensor.size
+        sizes = self.sizes()
         datamodule = getattr(module.trainer, "datamodule", None)
-        policy = self._precision_policy().param_dtype if self.sizes().data > 1 else None
+        policy = self._precision_policy().param_dtype if sizes.data * sizes.context > 1 else None
         width = base.config.get_text_config().hidden_size
         self.pipeline = Pipeline(
             module,
@@ -343,8 +465,9 @@ class ModelParallelStrategy(ShardedStrategy):
             self.schedule,
             self.micro_batches(getattr(datamodule, "micro_batch_size", None)),
             torch.empty(1, 0, width, dtype=policy or self._boundary_dtype, device=self.root_device),
-            multiple=share,
-            share=share,
+            multiple=self._multiple(),
+            share=sizes.context * (sizes.tensor if self.sequence_parallel else 1),
+            own=None if self.context is None else self.context.own,
         )
         module.forward = self.pipeline
         self._tie(module)

@@ -100,6 +100,7 @@ class StageModule(nn.Module):
         stages: how many there are.
         layers: places of its layers.
         end: what becomes of the last layer's result, ``(1, T, H)``.
+        whole: from the loss of this rank's tokens to that of all.
     """
 
     def __init__(
@@ -110,10 +111,11 @@ class StageModule(nn.Module):
         stages: int,
         layers: range,
         end: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+        whole: Callable[[TokenLoss, Row], TokenLoss] = lambda result, _: result,
     ) -> None:
         super().__init__()
         self.index, self.is_first, self.is_last, self.layers = index, index == 0, index == stages - 1, layers
-        self.entry, self.end = _Entry(), end
+        self.entry, self.end, self.whole = _Entry(), end, whole
         self.decoder = _part_of(getattr(base, base.base_model_prefix), layers)
         if not self.is_first:
             self.decoder.layers[layers.start - 1] = self.entry
@@ -144,7 +146,7 @@ class StageModule(nn.Module):
         if not self.is_last:
             return hidden
         with losses.repeatable_backward():
-            result = module.token_loss(self.end(hidden), row)
+            result = self.whole(module.token_loss(self.end(hidden), row), row)
         self.results[int(place)] = result
         return result.loss_sum
 
@@ -212,7 +214,8 @@ class Pipeline:
         micro_batches: parts that a row is cut into.
         boundary: what stages exchange, an empty ``(1, 0, H)`` of the right dtype and device.
         multiple: tokens of a micro-batch are made a multiple of.
-        share: of a micro-batch's tokens that a rank has between layers.
+        share: a rank has one token of so many of a micro-batch between layers.
+        own: from a micro-batch to this rank's tokens of it.
     """
 
     def __init__(
@@ -226,9 +229,10 @@ class Pipeline:
         boundary: Tensor,
         multiple: int = 1,
         share: int = 1,
+        own: Callable[[Row], Row] | None = None,
     ) -> None:
         self.module, self.stages, self.mesh = module, stages, mesh
-        self.micro_batches, self.multiple, self.share = micro_batches, multiple, share
+        self.micro_batches, self.multiple, self.share, self.own = micro_batches, multiple, share, own
         self.width, self.device = boundary.shape[-1], boundary.device
         self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters() if p.requires_grad))
         last = next(r for r in range(mesh.size()) if count - 1 in stages_of(r, mesh.size(), schedule))
@@ -269,7 +273,8 @@ class Pipeline:
         parts = [rows.pad_to_multiple(part, self.multiple) for part in rows.split(row, self.micro_batches)]
         shapes = [(1, part["input_ids"].shape[1] // self.share, self.width) for part in parts]
         for stage, torch_stage in zip(self.stages, self._torch_stages, strict=True):
-            stage.row_parts, torch_stage.shapes = parts, shapes
+            stage.row_parts = parts if self.own is None else [self.own(part) for part in parts]
+            torch_stage.shapes = shapes
             stage.results.clear()
         wants_gradients = torch.is_grad_enabled()
         with _set_aside(self.parameters) as made:

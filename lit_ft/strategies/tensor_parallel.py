@@ -166,7 +166,7 @@ class TensorParallel:
     def cut_layer(self, layer: nn.Module, plan: Plan) -> None:
         """Cut the blocks of a decoder layer; what is not cut is on every rank."""
         for child in layer.children():
-            if _is_block(child):
+            if is_block(child):
                 self._cut_block(child, plan)
             else:
                 self.keep(child, self._in_stream)
@@ -379,7 +379,8 @@ class TensorParallel:
         module._parameters[key] = self._cut[weight]
 
 
-def _is_block(module: nn.Module) -> bool:
+def is_block(module: nn.Module) -> bool:
+    """Whether a part of a decoder layer is a block (attention, MLP), not a norm or dropout on the residual stream."""
     return any(True for _ in module.children()) or any(p.ndim > 1 for p in module.parameters(recurse=False))
 
 

@@ -1,0 +1,144 @@
+"""Expert parallelism: each rank has some experts whole, and tokens travel to the ranks that have theirs.
+
+(GShard: Lepikhin et al. 2020, arXiv:2006.16668.) The ranks of a group see different data; for the weights that all
+have they are data-parallel. Under tensor parallelism, where ranks see the same tokens, ``tensor_parallel`` shares
+experts out, and no token travels.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+from lit_ft.errors import RecipeError
+
+
+def experts_of(base: PreTrainedModel) -> list[nn.Module]:
+    """Modules that hold all experts of a layer, by Hugging Face's ``base_model_ep_plan``."""
+    plan = getattr(base.config, "base_model_ep_plan", None) or {}
+    names = {f"{base.base_model_prefix}.{name}" for name, style in plan.items() if style == "ep_dispatch_experts"}
+    return [module for name, module in base.named_modules() if replace_layer_number_by_wildcard(name) in names]
+
+
+def check(base: PreTrainedModel, size: int) -> None:
+    """Find what cannot be dealt out before weights are read.
+
+    Raises:
+        RecipeError: the model has no experts, their number does not fit, or an adapter changes them.
+    """
+    experts = experts_of(base)
+    if not experts:
+        raise RecipeError(
+            f"expert_parallel_size={size}, but Hugging Face has no plan for experts in {type(base).__name__} "
+            "(base_model_ep_plan); set it to 1"
+        )
+    for module in experts:
+        count = getattr(module, "num_experts", None)
+        if not isinstance(count, int):
+            raise RecipeError(
+                f"expert_parallel_size={size}: {type(module).__name__} is changed by an adapter; take LoRA on "
+                "attention only, or set it to 1"
+            )
+        if count % size:
+            fitting = [n for n in range(1, count + 1) if count % n == 0]
+            raise RecipeError(
+                f"expert_parallel_size={size} must divide the number of experts={count}; use "
+                f"{min(fitting, key=lambda n: (abs(n - size), n))}"
+            )
+
+
+class ExpertParallel:
+    """Deals experts out to the ranks of a mesh dimension.
+
+    Args:
+        mesh: one dimension; its ranks see different data.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.size, self.group = mesh, mesh.size(), mesh.get_group()
+
+    def deal_out(self, experts: Any) -> None:
+        """Leave this rank its share of a layer's experts, and send tokens to where theirs are."""
+        total = experts.num_experts
+        for key, weight in list(experts._parameters.items()):
+            part = distribute_tensor(weight.data, self.mesh, [Shard(0)], src_data_rank=None)
+            own: Any = DTensor.from_local(part.to_local().clone(), self.mesh, [Shard(0)], run_check=False)
+            experts._parameters[key] = nn.Parameter(own, requires_grad=weight.requires_grad)
+        experts.num_experts, experts._is_expert_parallel = total // self.size, True
+        forward = experts.forward
+
+        def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            return self._exchange(experts, forward, total, hidden, index, weights)
+
+        experts.forward = on_own_experts
+
+    def _exchange(
+        self, experts: Any, forward: Any, total: int, hidden: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Answers for this rank's tokens, ``(N, H)``.
+
+        Args:
+            experts: holds the weights.
+            forward: computes with those of this rank.
+            total: experts on all ranks.
+            hidden: ``(N, H)``.
+            index: the k experts of each token, ``(N, k)``.
+            weights: of their answers, ``(N, k)``.
+        """
+        chosen = index.flatten()
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=total).view(self.size, -1)  # (ranks, experts of each)
+        counts_in = torch.empty_like(counts)
+        dist.all_to_all_single(counts_in, counts, group=self.group)
+        sizes_out, sizes_in = counts.sum(1).tolist(), counts_in.sum(1).tolist()
+        arrived = self._send(hidden[order // index.shape[1]], sizes_in, sizes_out)
+        own = torch.arange(total // self.size, device=hidden.device).repeat(self.size)
+        of_expert = own.repeat_interleave(counts_in.flatten())
+        answers = self._send(self._compute(experts, forward, arrived, of_expert), sizes_out, sizes_in)
+        in_place = torch.empty_like(answers).index_copy(0, order, answers)
+        return (in_place.view(*index.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+
+    def _compute(self, experts: Any, forward: Any, hidden: Tensor, of_expert: Tensor) -> Tensor:
+        whole = dict(experts._parameters)
+        # Every rank of the group adds its tokens to an expert's gradient, which is averaged over the others only.
+        local = {key: _ScaleGradient.apply(w.to_local(), 1 / self.size) for key, w in whole.items()}
+        experts._parameters.update(local)
+        try:
+            if len(hidden) == 0:  # every rank needs gradients of its weights, which may be reduced together
+                return hidden + sum(weight.sum() * 0 for weight in local.values())
+            return forward(hidden, of_expert[:, None], torch.ones_like(of_expert[:, None], dtype=hidden.dtype))
+        finally:
+            experts._parameters.update(whole)
+
+    def _send(self, rows: Tensor, sizes_in: Sequence[int], sizes_out: Sequence[int]) -> Tensor:
+        return _Wait.apply(all_to_all_single_autograd(rows, list(sizes_in), list(sizes_out), self.group))
+
+
+class _Wait(torch.autograd.Function):
+    """The result of a collective once it is there; torch's own has no gradient before 2.12."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: Tensor) -> Tensor:
+        return wait_tensor(pending)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
