@@ -48,8 +48,17 @@ methods: dict[str, dict[str, str]] = {}
 """For each tuning method, what the tests found of it."""
 
 
+matrix: dict[str, dict[str, str]] = {}
+"""For each architecture and layout, the largest relative difference from one process, or that it is refused."""
+
+
+def record_cell(architecture: str, layout: str, text: str) -> None:
+    matrix.setdefault(architecture, {})[layout] = text
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--numerics", help="write the table of largest differences to this file")
+    parser.addoption("--matrix", help="compare all architectures under all layouts, and write the table to this file")
     parser.addoption("--methods", help="write the table of tuning methods to this file")
 
 
@@ -61,6 +70,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         columns += ("quantised",)
         lines = [f"| {heads} |", "|" + "---|" * (len(columns) + 1)]
         lines += [f"| {name} | {' | '.join(row.get(c, '') for c in columns)} |" for name, row in methods.items()]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if path := session.config.getoption("--matrix"):
+        layouts = list(dict.fromkeys(layout for row in matrix.values() for layout in row))
+        lines = [f"| architecture | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
+        lines += [f"| {name} | {' | '.join(row.get(c, '') for c in layouts)} |" for name, row in matrix.items()]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
     if not (path := session.config.getoption("--numerics")):
         return

@@ -1,7 +1,7 @@
 """Tensor, sequence and pipeline parallelism, with sharded data parallelism, compute what one process computes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_tokenizer
-from lit_callbacks.gather import whole_weights
+from architectures import ATTENTION, EXPERTS, OWN, save_model
+from conftest import make_tokenizer, record_cell
+from lightning.pytorch import Callback
+from lit_callbacks.gather import whole_tensor, whole_weights
 from peft import LoraConfig
 from ranks import on_ranks
 from test_strategies import Record, adamw, assert_same, sgd
@@ -92,7 +94,13 @@ class Run:
 
 
 def fit(
-    make_trainer: Any, folder: str, data: str, run: Run, layout: Layout | None = None, strategy: Any = None
+    make_trainer: Any,
+    folder: str,
+    data: str,
+    run: Run,
+    layout: Layout | None = None,
+    strategy: Any = None,
+    callbacks: Sequence[Callback] = (),
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
     """Loss and gradient norm of each step, final weights (rank 0's), loss of the validation."""
     os.environ["PL_GLOBAL_SEED"] = "3"
@@ -106,7 +114,7 @@ def fit(
         accumulate_grad_batches=2 // replicas,
         gradient_clip_val=1.0,
         log_every_n_steps=1,
-        callbacks=[record],
+        callbacks=[record, *callbacks],
         precision=run.precision,
         use_distributed_sampler=False,
         plugins=[AnyCheckpointIO()],
@@ -204,6 +212,80 @@ def test_same_numbers_in_other_ways(make_trainer: Any, four_layers: Any, write_r
     layout, run, tied = MORE[case]
     tolerance = 1e-4 if run.optimizer is adamw else 1e-5
     check_same(make_trainer, four_layers(tied), write_rows(count=21), run, LAYOUTS[layout], tolerance)
+
+
+# --- architectures -------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "TP2": Layout(tensor=2),
+    "TP2 + sequence": Layout(tensor=2, options=SEQUENCE),
+    "PP2": Layout(pipeline=2),
+    "DP2 x TP2 x PP2": Layout(2, 2, 2),
+    "CP2": Layout(context=2),
+    "EP2": Layout(data=2, options={"expert_parallel_size": 2}),
+}
+IN_EVERY_RUN = {
+    *(("gemma2", "DP2 x TP2 x PP2"), ("qwen3_moe", "TP2 + sequence"), ("mixtral", "EP2"), ("phi3", "TP2 + sequence")),
+    *(("granite", "PP2"), ("gpt_neox", "DP2 x TP2 x PP2"), ("gpt_oss", "TP2 + sequence"), ("gemma2", "CP2")),
+}
+REFUSED = {
+    **{(name, "CP2"): "has eager" for name in ("gemma2", "gpt_oss")},
+    **{(name, "EP2"): "no plan for experts" for name in OWN if name not in EXPERTS},
+}
+
+
+@dataclass
+class Gradients(Callback):
+    """Whole gradients of the first optimiser step, of what is on this rank."""
+
+    found: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if not self.found:
+            self.found = {
+                name: whole_tensor(p.grad).clone() for name, p in pl_module.named_parameters() if p.grad is not None
+            }
+
+
+def fit_architecture(
+    make_trainer: Any, folder: str, data: str, run: Run, layout: Layout | None = None
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    gradients = Gradients()
+    return fit(make_trainer, folder, data, run, layout, callbacks=[gradients])[0], gradients.found
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("architecture", [pytest.param(name, id=name) for name in OWN])
+def test_architectures(
+    make_trainer: Any, write_rows: Any, tmp_path: Path, architecture: str, column: str, request: Any
+) -> None:
+    if (architecture, column) not in IN_EVERY_RUN and not request.config.getoption("--matrix"):
+        pytest.skip("a cell of the whole matrix; pytest --matrix FILE runs and writes it")
+    folder, data, layout = save_model(architecture, tmp_path / "model"), write_rows(count=21), COLUMNS[column]
+    if (reason := REFUSED.get((architecture, column))) is not None:
+        with pytest.raises(AssertionError, match=f"RecipeError: .*{reason}"):
+            on_ranks(layout.world, fit_architecture, make_trainer, folder, data, Run(), layout, timeout=60)
+        record_cell(architecture, column, "refused")
+        return
+    targets = ATTENTION if architecture in EXPERTS else "all-linear"
+    for run in (Run(), Run({"peft": LoraConfig(r=4, target_modules=targets)})):
+        steps, wanted = fit_architecture(make_trainer, folder, data, run)
+        ranks = on_ranks(layout.world, fit_architecture, make_trainer, folder, data, run, layout, timeout=150)
+        for found, _ in ranks:
+            assert len(found) == 6
+            for got, want in zip(found, steps, strict=True):
+                assert got == pytest.approx(want, rel=1e-5)
+        names = {name for _, gradients in ranks for name in gradients}
+        assert names >= wanted.keys()
+        worst = max(
+            float((gradients[name] - whole).abs().max() / whole.abs().max().clamp(min=1e-6))
+            for _, gradients in ranks
+            for name, whole in wanted.items()
+            if name in gradients
+        )
+        assert worst < 1e-5
+        loss = max(abs(got[0] - want[0]) / want[0] for got, want in zip(ranks[0][0], steps, strict=True))
+        record_cell(architecture, column, f"{max(loss, worst):.0e}")
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------

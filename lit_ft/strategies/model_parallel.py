@@ -158,11 +158,11 @@ class ModelParallelStrategy(ShardedStrategy):
             RecipeError: it names the value, the rule and what works.
         """
         base, sizes = base_of(skeleton), self.sizes()
-        is_peft = isinstance(skeleton, PeftModel)
-        if is_peft and skeleton.active_peft_config.is_prompt_learning and sizes.data < self._world():
+        method: Any = skeleton.active_peft_config if isinstance(skeleton, PeftModel) else None
+        if method is not None and method.is_prompt_learning and sizes.data < self._world():
             raise RecipeError(
-                f"model.peft: {skeleton.active_peft_config.peft_type.value} adds virtual tokens, which pipeline, "
-                "tensor and context parallelism do not know of; take another method, or data_parallel_size alone"
+                f"model.peft: {method.peft_type.value} adds virtual tokens, which pipeline, tensor and context "
+                "parallelism do not know of; take another method, or data_parallel_size alone"
             )
         if sizes.tensor > 1:
             if getattr(base, "is_quantized", False):

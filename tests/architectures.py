@@ -1,0 +1,60 @@
+"""Tiny models, with random weights, of the architectures that parallelism is compared on."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import make_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "dtype": "float32",
+}
+WINDOW = {"head_dim": 12, "sliding_window": 16}
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"head_dim": 12, "sliding_window": 16},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 12},
+    "gemma2": {**WINDOW, "query_pre_attn_scalar": 12},
+    "gemma3_text": {**WINDOW, "query_pre_attn_scalar": 12},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+    },
+    "phi3": {"original_max_position_embeddings": 512},
+    "cohere": {"logit_scale": 0.5},
+    "olmo2": {},
+    "gpt_oss": {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12},
+    "qwen3_moe": {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_neox": {},
+}
+EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+"""Targets of adapters where experts are not to have any."""
+
+
+def save_model(architecture: str, folder: Path) -> str:
+    tokenizer = make_tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(architecture, **{**COMMON, **ids, **OWN[architecture]})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
