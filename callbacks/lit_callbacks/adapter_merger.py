@@ -118,9 +118,12 @@ class AdapterMerger(Callback):
         model, tokenizer = find_model(pl_module), getattr(pl_module, "tokenizer", None)
         writes, state = trainer.is_global_zero, None
         reshard(pl_module)
-        if is_split(model):
-            state = whole_weights(model, lambda _, p: p.requires_grad, keep=writes)
-            whole = unsplit(model, keep=writes) if self.merged_dir is not None else None
+        # A strategy whose ranks hold different layers gathers weights itself.
+        gather = getattr(trainer.strategy, "whole_weights", None)
+        if is_split(model) or gather is not None:
+            gather = gather or whole_weights
+            state = gather(model, lambda _, p: p.requires_grad, keep=writes)
+            whole = unsplit(model, keep=writes, gather=gather) if self.merged_dir is not None else None
         else:
             whole = model
         if not writes:

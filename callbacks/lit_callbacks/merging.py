@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from lit_callbacks.gather import whole_weights
 from lit_callbacks.merge_check import (
@@ -26,14 +26,15 @@ from lit_callbacks.merge_check import (
 from lit_callbacks.whole_folder import write_whole
 
 
-def unsplit(model: Any, keep: bool) -> Any:
+def unsplit(model: Any, keep: bool, gather: Callable[..., dict[str, Tensor]] = whole_weights) -> Any:
     """A copy, on this rank's CPU, of a model that is split over ranks; a collective.
 
     Args:
         model: a ``PeftModel`` or ``PreTrainedModel``.
         keep: whether this rank wants it; None elsewhere.
+        gather: collects its weights by name.
     """
-    weights = whole_weights(model, keep=keep)
+    weights = gather(model, keep=keep)
     if not keep:
         return None
     base = model.get_base_model() if is_peft(model) else model
