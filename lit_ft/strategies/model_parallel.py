@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,10 +28,12 @@ from lit_ft.partition import cut_evenly
 from lit_ft.rows import Row
 from lit_ft.strategies import expert_parallel, pipeline, tensor_parallel
 from lit_ft.strategies.context_parallel import ContextParallel
+from lit_ft.strategies.description import share_of, text
 from lit_ft.strategies.expert_parallel import ExpertParallel
 from lit_ft.strategies.pipeline import Pipeline, StageModule
 from lit_ft.strategies.sharded import ShardedStrategy, decoder_layers, local
 from lit_ft.strategies.tensor_parallel import Plan, TensorParallel
+from lit_ft.strategies.traffic import step_of
 
 Size = int | Literal["auto"]
 PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
@@ -323,6 +327,16 @@ class ModelParallelStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         self.check(trainer, self.lightning_module, getattr(trainer, "datamodule", None))
         super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_info(self.describe())
+
+    def describe(self) -> str:
+        """Mesh, schedule with its bubble, what each rank holds and sends; a collective, once the model is split."""
+        assert self.lightning_module is not None
+        step = step_of(self.lightning_module.trainer)
+        shares: list[Any] = [None] * self.world_size
+        dist.all_gather_object(shares, share_of(self, self.model, self._base, step))
+        return text(self, shares, step)
 
     def shard(self, module: Any) -> None:
         """Drop the layers of other stages, cut what is left, shard that over the data-parallel ranks."""
