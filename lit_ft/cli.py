@@ -18,6 +18,7 @@ COMMANDS = {
     "test": ("lit_ft.commands.train", "measure loss and accuracy on the test data"),
     "predict": ("lit_ft.commands.train", "answer the prompts of the test data"),
     "check": ("lit_ft.commands.check", "look at the data of a recipe: what is trained on, and what is wrong"),
+    "plan": ("lit_ft.commands.plan", "what each rank would hold and send; draw a pipeline's schedule"),
     "convert": ("lit_ft.commands.convert", "write data in another format"),
     "bandwidth": ("lit_ft.commands.bandwidth", "measure how fast the ranks of a cluster exchange tensors"),
     "report": ("lit_ft.commands.report", "write one HTML page about a run"),

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lit_ft.strategies import layout, pipeline, timetable
-from lit_ft.strategies.sharded import decoder_layers, local
-from lit_ft.strategies.traffic import Step, Traffic, bytes_of
+from lit_ft.strategies.sharded import local
+from lit_ft.strategies.traffic import Step, Traffic, layers_here
 
 MIB = 2**20
 
@@ -22,15 +22,8 @@ class Share:
     """Places of its layers, with the ends of the model."""
     parameters: int
     trained: int
-    parameter_bytes: int
-    gradient_bytes: int
-    """Of what trains, as split as the optimiser sees it."""
     sends: dict[str, float]
     """Bytes, by the mesh dimension that they are sent along."""
-    in_flight: int
-    """(Stage, micro-batch) pairs between their forward and their backward pass, at most."""
-    layer_input_bytes: float
-    """Of what comes into the layers of so many: what full activation checkpointing keeps."""
 
 
 def share_of(strategy: Any, module: Any, base: Any, step: Step) -> Share:
@@ -44,24 +37,18 @@ def share_of(strategy: Any, module: Any, base: Any, step: Step) -> Share:
     """
     parameters = list(module.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    traffic = Traffic(strategy, parameters, base, step)
-    in_flight = _in_flight(strategy)
     return Share(
         rank=torch.distributed.get_rank(),
         layers=_layers(strategy, base),
         parameters=sum(local(p).numel() for p in parameters),
         trained=sum(local(p).numel() for p in trained),
-        parameter_bytes=bytes_of(parameters),
-        gradient_bytes=bytes_of(trained),
-        sends=traffic.by_dimension(),
-        in_flight=in_flight,
-        layer_input_bytes=in_flight * traffic.layer_inputs(),
+        sends=Traffic(strategy, parameters, base, step).by_dimension(),
     )
 
 
 def _layers(strategy: Any, base: Any) -> str:
     if strategy.pipeline is None:
-        return f"embedding, {_span(range(len(decoder_layers(base))))}, head"
+        return f"embedding, {_span(range(len(layers_here(base))))}, head"
     parts: list[str] = []
     for stage in strategy.pipeline.stages:
         parts += [*(["embedding"] if stage.is_first else []), _span(stage.layers), *(["head"] if stage.is_last else [])]
@@ -70,13 +57,6 @@ def _layers(strategy: Any, base: Any) -> str:
 
 def _span(places: range) -> str:
     return str(places[0]) if len(places) == 1 else f"{places[0]}-{places[-1]}"
-
-
-def _in_flight(strategy: Any) -> int:
-    if strategy.pipeline is None:
-        return 1
-    table = timetable.timetable(strategy.schedule, strategy.sizes().pipeline, strategy.pipeline.micro_batches)
-    return timetable.most_in_flight(table[strategy.pipeline.mesh.get_local_rank()])
 
 
 def text(strategy: Any, shares: Sequence[Share], step: Step) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lit_ft.strategies import layout
-from lit_ft.strategies.sharded import decoder_layers, local
+from lit_ft.strategies.sharded import local
 from lit_ft.strategies.tensor_parallel import is_block
 
 ASSUMED_TOKENS = 1024
@@ -68,7 +68,7 @@ def _trains(module: nn.Module) -> bool:
 def _pieces(strategy: Any, base: Any) -> list[_Piece]:
     is_embedding_trained = _trains(base.get_input_embeddings())
     if strategy.pipeline is None:
-        return [_Piece(decoder_layers(base), True, True, trains_before=is_embedding_trained)]
+        return [_Piece(layers_here(base), True, True, trains_before=is_embedding_trained)]
     layers = getattr(base, base.base_model_prefix).layers
     return [
         _Piece(
@@ -117,12 +117,6 @@ class Traffic:
             sends["experts"] = self._along_experts()
         return sends
 
-    def layer_inputs(self) -> float:
-        """What comes into the layers of a stage, in one micro-batch."""
-        micro_batches = 1 if self.strategy.pipeline is None else self.strategy.pipeline.micro_batches
-        ranks = self.sizes.tensor if self.strategy.sequence_parallel else 1
-        return self.stream / self.step.rows / micro_batches / ranks * max(len(piece.layers) for piece in self.pieces)
-
     def _along_tensor(self, ranks: int) -> float:
         """Blocks, embedding and head for each token; gradients once."""
         whole = self.strategy.sequence_parallel
@@ -147,7 +141,7 @@ class Traffic:
 
     def _gradient_parts(self) -> int:
         """Bytes of gradients of which each tensor-parallel rank computes a part."""
-        children = [child for layer in decoder_layers(self.base) for child in layer.children()]
+        children = [child for layer in layers_here(self.base) for child in layer.children()]
         in_blocks = {id(p) for child in children if is_block(child) for p in child.parameters()}
         whole = [p for p in self.parameters if p.requires_grad and not _is_cut(p)]
         return bytes_of(p for p in whole if self.strategy.sequence_parallel or id(p) in in_blocks)
@@ -192,7 +186,7 @@ class Traffic:
         twice = {id(p) for layer in back for p in layer.parameters()}
         total = 0.0
         for parameter in self.parameters:
-            ranks, elements, has_own_mesh = _sharded(parameter)
+            ranks, elements, has_own_mesh = sharded(parameter)
             weights = elements * (self.policy.param_dtype or parameter.dtype).itemsize
             times = (1 if is_piped else self.step.rows) * (1 + (id(parameter) in twice and not has_own_mesh))
             gradient = elements * (self.policy.reduce_dtype or parameter.dtype).itemsize * parameter.requires_grad
@@ -204,8 +198,8 @@ _REPLICAS = {"data_parallel", "context_parallel", "shard", "copies"}
 """Mesh dimensions over which weights are sharded and gathered; over the others, ranks compute with their part."""
 
 
-def _sharded(parameter: Any) -> tuple[int, int, bool]:
-    """Ranks that a weight is gathered from, elements that they have together, and whether it is an expert's."""
+def sharded(parameter: Any) -> tuple[int, int, bool]:
+    """Ranks that a weight is gathered from, elements that they have together, and whether experts have a mesh."""
     if not isinstance(parameter, DTensor):
         return 1, parameter.numel(), False
     mesh, ranks, elements = parameter.device_mesh, 1, parameter.numel()
@@ -227,3 +221,9 @@ def _is_cut(parameter: Any) -> bool:
 def bytes_of(parameters: Iterable[nn.Parameter]) -> int:
     """What this rank holds of parameters."""
     return sum(local(p).numel() * p.element_size() for p in parameters)
+
+
+def layers_here(base: Any) -> list[nn.Module]:
+    """The decoder layers of a split model that this rank has."""
+    # Not by their class, whose name `fully_shard` changes.
+    return [layer for layer in getattr(base, base.base_model_prefix).layers if any(True for _ in layer.parameters())]

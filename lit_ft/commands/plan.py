@@ -1,0 +1,187 @@
+"""``plan``: what each rank of a recipe would hold and send, without processes and without weights."""
+
+import argparse
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lit_ft import activation_checkpointing
+from lit_ft.causal_lm import CausalLM
+from lit_ft.commands.drawing import draw
+from lit_ft.commands.train import TrainingCLI
+from lit_ft.errors import RecipeError
+from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+from lit_ft.strategies.description import MIB, Share, aligned, by_stage, share_of, text
+from lit_ft.strategies.memory import Memory, layer_inputs, memory_of
+from lit_ft.strategies.model_parallel import base_of
+from lit_ft.strategies.timetable import idle_share, timetable
+from lit_ft.strategies.traffic import layers_here, step_of
+
+
+def run(arguments: list[str]) -> None:
+    """Parse, lay out, print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lit_ft plan",
+        description="Say what each rank of a recipe would hold and send, without starting any process or reading "
+        "weights. Takes every option of fit (python -m lit_ft fit --help).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="of each node, in place of trainer.devices")
+    parser.add_argument("--num_nodes", type=int, metavar="N", help="in place of trainer.num_nodes")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="also draw the pipeline's schedule (.png, .svg)")
+    options, rest = parser.parse_known_args(arguments[1:])
+    PlanCLI(["fit", *rest], options.devices, options.num_nodes, options.draw)
+
+
+class PlanCLI(TrainingCLI):
+    """``fit`` up to the point where processes would start; then it looks at the ranks one by one."""
+
+    def __init__(self, arguments: list[str], devices: int | None, num_nodes: int | None, picture: Path | None) -> None:
+        """Parse and print.
+
+        Args:
+            arguments: as ``fit`` takes them.
+            devices: of each node; None takes the recipe's.
+            num_nodes: None takes the recipe's.
+            picture: where the schedule is drawn; None draws none.
+        """
+        self.devices, self.num_nodes, self.picture = devices, num_nodes, picture
+        super().__init__(arguments)
+
+    def before_instantiate_classes(self) -> None:
+        """Choose no run folder."""
+
+    def make_run_folder(self) -> None:
+        """Make none."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """A trainer with the recipe's strategy, on devices that need not be here."""
+        given = self.options_init("trainer")
+        devices = str(self.devices or given.devices)
+        if not devices.isdecimal() or devices == "0":
+            raise RecipeError(f"trainer.devices={devices} says no number; give one with --devices N")
+        return Trainer(
+            accelerator="cpu",
+            devices=int(devices),
+            num_nodes=self.num_nodes or given.num_nodes,
+            strategy=given.strategy,
+            precision="bf16-mixed" if given.precision in ("16-mixed", 16, "16") else given.precision,  # as many bytes
+            accumulate_grad_batches=given.accumulate_grad_batches,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+
+    def before_fit(self) -> None:
+        """Refuse what ``fit`` would refuse of the layout."""
+        if not isinstance(self.model, CausalLM):
+            raise RecipeError(
+                f"plan builds lit_ft.CausalLM without weights; the recipe's model is {type(self.model).__name__}"
+            )
+        self.trainer.datamodule = self.datamodule  # type: ignore[attr-defined]
+        self.model.trainer = self.trainer
+        if (check := getattr(self.trainer.strategy, "check", None)) is not None:
+            check(self.trainer, self.model, self.datamodule)
+
+    def fit(self, **_: Any) -> None:
+        """Print what each rank would hold."""
+        strategy: Any = self.trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy):
+            self._plan_model_parallel(strategy)
+        elif isinstance(strategy, FSDPStrategy):
+            with pretended_rank(0, self.trainer.world_size):
+                split = self._split(strategy)
+                print(f"each of {self.trainer.world_size} ranks, with FSDPStrategy:")
+                _print_memory([(f"0-{self.trainer.world_size - 1}", self._memory(split))])
+        else:
+            self._plan_whole(type(strategy).__name__)
+        if self.model.is_quantised:
+            print("the base is quantised: its weights are counted as if they were not")
+        if self.picture is not None:
+            self._draw(strategy)
+
+    def _plan_model_parallel(self, strategy: ModelParallelStrategy) -> None:
+        world, size = self.trainer.world_size, self.trainer.world_size // strategy.sizes().pipeline
+        shares: list[Share] = []
+        memory: list[Memory] = []
+        for first in range(0, world, size):  # has the largest pieces where they are not all the same
+            with pretended_rank(first, world):
+                split = self._split(strategy)
+                shares.append(share_of(split, self.model, split._base, step_of(self.trainer)))
+                memory.append(self._memory(split))
+        print(text(split, shares, step_of(self.trainer)))
+        stages = by_stage(shares, world, strategy.sizes().pipeline)
+        _print_memory([(ranks, of_stage) for (ranks, _), of_stage in zip(stages, memory, strict=True)])
+
+    def _split(self, strategy: Any) -> Any:
+        """A copy of the strategy that has split the model, without weights, as this rank would."""
+        split, module = copy.copy(strategy), self.model
+        module.model = module.check()
+        if module.gradient_checkpointing:
+            options = activation_checkpointing.options(module.gradient_checkpointing)
+            base_of(module).gradient_checkpointing_enable(options)
+        split._lightning_module = split.model = module
+        split.setup_environment()
+        split.shard(module)
+        return split
+
+    def _memory(self, split: Any) -> Memory:
+        module, base = self.model, base_of(self.model)
+        layers = layers_here(base)
+        itemsize = (split._precision_policy().param_dtype or base.dtype).itemsize
+        hidden = base.config.get_text_config().hidden_size
+        inputs = layer_inputs(split, len(layers), hidden, itemsize, step_of(self.trainer))
+        return memory_of(split, list(module.parameters()), layers, module.optimizer, inputs)
+
+    def _plan_whole(self, strategy: str) -> None:
+        module: nn.Module = self.model.check()
+        every = sum(p.numel() for p in module.parameters())
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        size = sum(p.numel() * p.element_size() for p in module.parameters()) / MIB
+        print(
+            f"{strategy} on {self.trainer.world_size} ranks: plan knows how FSDPStrategy and ModelParallelStrategy "
+            f"split a model; this one has {every:,} parameters ({trained:,} train), {size:,.1f} MiB"
+        )
+
+    def _draw(self, strategy: Any) -> None:
+        assert self.picture is not None
+        if not isinstance(strategy, ModelParallelStrategy) or strategy.sizes().pipeline == 1:
+            raise RecipeError("--draw shows the schedule of a pipeline, and the recipe has pipeline_parallel_size=1")
+        ranks = strategy.sizes().pipeline
+        count = strategy.micro_batches(getattr(self.datamodule, "micro_batch_size", None))
+        table = timetable(strategy.schedule, ranks, count)
+        share = idle_share(table)
+        draw(table, self.picture, f"{strategy.schedule}, {ranks} ranks, {count} micro-batches: {share:.1%} bubble")
+        print(f"schedule: {self.picture}")
+
+
+@contextmanager
+def pretended_rank(rank: int, world: int) -> Iterator[None]:
+    """Within it, this process is a rank of a group whose other ranks are not there; collectives do nothing."""
+    # Lightning says that it has joined them.
+    logger = logging.getLogger("lightning.fabric.utilities.distributed")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        logger.setLevel(level)
+
+
+def _print_memory(rows: list[tuple[str, Memory]]) -> None:
+    print("memory of a rank, MiB (layer inputs are estimated; other activations, logits and buffers come on top):")
+    heads = ("ranks", "weights", "gathered", "gradients", "optimiser", "layer inputs", "sum")
+    cells = [
+        (ranks, *(f"{part / MIB:,.1f}" for part in (*vars(memory).values(), memory.total))) for ranks, memory in rows
+    ]
+    print("\n".join(aligned([heads, *cells], left=1)))
