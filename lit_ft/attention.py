@@ -188,4 +188,5 @@ def _ends(lengths: list[int], device: torch.device) -> Tensor:
     return ends.pin_memory().to(device, non_blocking=True)
 
 
-AttentionInterface.register(PACKED, packed_attention)
+# Compiled, it would be compiled anew for every list of lengths.
+AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))

@@ -67,6 +67,7 @@ class CausalLM(ScheduleFreeModule):
         lr_factors: dict[str, float] | None = None,
         quantization: QuantizationConfigMixin | None = None,
         gradient_checkpointing: bool | Literal["selective"] = False,
+        compile: bool | str = False,
         init_rows: int = 64,
         neftune_alpha: float | None = None,
         max_new_tokens: int = 256,
@@ -92,6 +93,8 @@ class CausalLM(ScheduleFreeModule):
             quantization: quantise the frozen base while reading it, a transformers config by class_path.
             gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time;
                 selective keeps the results of matrix products and attention: some more memory, little more time.
+            compile: let torch.compile fuse each decoder layer, for rows of any length (attention stays as it is); the
+                first steps take a minute; a name is that of another backend than inductor.
             init_rows: micro-batches of training data that inits of LoRA look at (EVA, CorDA, LoRA-GA).
             neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
             max_new_tokens: longest answer of `predict`, in tokens.
@@ -115,6 +118,7 @@ class CausalLM(ScheduleFreeModule):
         self.attn_implementation, self.peft, self.adapter_dtype = attn_implementation, peft, adapter_dtype
         self.trainable, self.lr_factors = trainable, lr_factors or {}
         self.quantization, self.gradient_checkpointing = quantization, gradient_checkpointing
+        self.compile_with = compile
         self.init_rows, self.neftune_alpha, self.max_new_tokens = init_rows, neftune_alpha, max_new_tokens
         self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-4)
         self.lr_scheduler = lr_scheduler
@@ -168,7 +172,7 @@ class CausalLM(ScheduleFreeModule):
             RecipeError: config, tokenizer or tuning method do not fit.
         """
         self._check_stored_quantisation()
-        skeleton = loading.skeleton(self.pretrained)
+        skeleton = loading.skeleton(self.pretrained, self.base_dtype)
         embeddings.make_room(skeleton, self.tokenizer, len(self.added_ids))
         if self.peft is None or not adapter_start.needs_start(self.peft):
             return self._with_peft(skeleton, self.peft)
@@ -208,6 +212,9 @@ class CausalLM(ScheduleFreeModule):
         self._head = loading.head_of(self.base_model)
         if self.neftune_alpha is not None:
             self.base_model.get_input_embeddings().register_forward_hook(self._add_noise)
+        if self.compile_with:
+            for layer in loading.decoder_layers(self.base_model):
+                layer.compile(dynamic=True, backend="inductor" if self.compile_with is True else self.compile_with)
         self._trains = trainable_shapes(self)
 
     def _adapted(self, base: PreTrainedModel) -> PreTrainedModel | PeftModel:

@@ -166,11 +166,12 @@ def load_base(
     return model
 
 
-def skeleton(pretrained: str) -> PreTrainedModel:
-    """The base model without weights, on the meta device: for checks before the long work."""
+def skeleton(pretrained: str, dtype: Dtype = "auto") -> PreTrainedModel:
+    """The base model without weights, on the meta device, in their dtype: for checks before the long work."""
     config = load_config(pretrained)
+    of_weights = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, dtype=of_weights)
 
 
 def add_peft(
@@ -255,3 +256,12 @@ def linear_layers(model: nn.Module) -> list[str]:
     """Last parts of the names of the linear layers, each once."""
     linear = (nn.Linear,)
     return sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, linear)})
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers that Hugging Face says must not be split between devices."""
+    names: set[str] = set()
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel):
+            names |= set(model._no_split_modules or [])
+    return [layer for layer in module.modules() if type(layer).__name__ in names]

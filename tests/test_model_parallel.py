@@ -203,6 +203,10 @@ MORE: dict[str, tuple[str, Run, bool]] = {
     "random weights, pp2xtp2": ("pp2xtp2", Run({"init": "random"}), True),
     "eager attention, pp2xtp2-sequence": ("pp2xtp2-sequence", Run({"attn_implementation": "eager"}), True),
     "Adam, pp2xtp2": ("pp2xtp2", Run(optimizer=adamw), True),
+    **{
+        f"compiled, {layout}": (layout, Run({"compile": "aot_eager"}), True)
+        for layout in ("tp2-sequence", "dp2xpp2", "dp2xtp2xpp2")
+    },
     "rsLoRA, tp2": ("tp2", Run({"peft": LoraConfig(r=4, target_modules="all-linear", use_rslora=True)}), True),
 }
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lit_ft import rows, split_checkpoints
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
-from lit_ft.loading import pick_attention
+from lit_ft.loading import decoder_layers, pick_attention
 from lit_ft.losses import TokenLoss
 from lit_ft.partition import cut_evenly
 from lit_ft.rows import Row
@@ -31,7 +31,7 @@ from lit_ft.strategies.context_parallel import ContextParallel
 from lit_ft.strategies.description import share_of, text
 from lit_ft.strategies.expert_parallel import ExpertParallel
 from lit_ft.strategies.pipeline import Pipeline, StageModule
-from lit_ft.strategies.sharded import ShardedStrategy, decoder_layers, local
+from lit_ft.strategies.sharded import ShardedStrategy, local
 from lit_ft.strategies.tensor_parallel import Plan, TensorParallel
 from lit_ft.strategies.traffic import step_of
 

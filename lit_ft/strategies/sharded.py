@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 
 from lit_ft import late_casting, split_checkpoints
 from lit_ft.checkpoints_io import AnyCheckpointIO
@@ -292,12 +291,3 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 _ON_SHARDS = ("AdamW", "Adam", "SGD", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop")
 """Optimisers that were compared with one process (tests/test_strategies.py); bitsandbytes' and schedulefree's fail."""
-
-
-def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers that Hugging Face says must not be split between devices."""
-    names: set[str] = set()
-    for model in module.modules():
-        if isinstance(model, PreTrainedModel):
-            names |= set(model._no_split_modules or [])
-    return [layer for layer in module.modules() if type(layer).__name__ in names]
