@@ -10,6 +10,7 @@ from lit_callbacks.memory_readings import MIB
 from lit_callbacks.storage_ledger import PURPOSES, StorageLedger
 
 _MOST_POINTS = 1000
+_STEP = ("forward", "backward", "optimizer")
 _COLOURS = {
     "parameters": "#4c78a8",
     "gradients": "#f58518",
@@ -66,7 +67,7 @@ def write_picture(path: Path, run: Sequence[Mapping[str, Any]], step: Sequence[M
     for name in [name for name in (run[-1] if run else {}) if name.endswith("_mib") and "/" not in name]:
         points = [(row["step"], row[name]) for row in run if name in row]
         over_run.plot(*zip(*points, strict=True), label=name.removesuffix("_mib").replace("_", " "))
-    over_run.set(xlabel="optimiser step", ylabel="MiB", title="over the run")
+    over_run.set(xlabel="optimiser step", ylabel="MiB", title="over the run", ylim=(0, None))
     if run:
         over_run.legend(loc="lower right", fontsize="small")
     if step:
@@ -74,12 +75,13 @@ def write_picture(path: Path, run: Sequence[Mapping[str, Any]], step: Sequence[M
         parts = [[row[f"{purpose}_mib"] for row in step] for purpose in PURPOSES]
         labels = [purpose.replace("_", " ") for purpose in PURPOSES]
         in_step.stackplot(events, parts, labels=labels, colors=[_COLOURS[p] for p in PURPOSES], step="post")
-        for before, row in pairwise(step):
-            if row["phase"] != before["phase"] and row["phase"] in ("forward", "backward", "optimizer"):
-                in_step.axvline(row["event"], color="black", linewidth=0.6, linestyle=":")
-                in_step.annotate(
-                    row["phase"], (row["event"], 1), xycoords=("data", "axes fraction"), fontsize=7, va="top"
-                )
-        in_step.legend(loc="lower right", fontsize="small")
+        # Phases that take no room would write over each other: zero_grad between forward and backward, say.
+        starts = [0, *(n for n, (one, two) in enumerate(pairwise(step), 1) if one["phase"] != two["phase"]), len(step)]
+        for start, end in pairwise(starts):
+            if (phase := step[start]["phase"]) in _STEP and end - start > len(step) / 20:
+                in_step.axvline(step[start]["event"], color="black", linewidth=0.6, linestyle=":")
+                place = {"xycoords": ("data", "axes fraction"), "xytext": (3, -2), "textcoords": "offset points"}
+                in_step.annotate(phase, (step[start]["event"], 1), va="top", fontsize=8, **place)
+        in_step.legend(loc="upper right", fontsize="small")
     in_step.set(xlabel="allocation or release", ylabel="MiB", title=title)
     figure.savefig(path, dpi=100)
