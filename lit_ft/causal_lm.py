@@ -498,13 +498,16 @@ class CausalLM(ScheduleFreeModule):
             folder: where to.
             state_dict: the weights that train, by their names in ``model``; None takes them from there.
         """
-        assert isinstance(self.model, PeftModel), "the model has an adapter"
+        model: Any = self.model
+        assert isinstance(model, PeftModel), "the model has an adapter"
+        if state_dict is not None and not state_dict.keys() <= dict(model.named_parameters()).keys():
+            model = self.check()  # some layers are on other ranks, and PEFT looks at layers
         if self.start is not None and self.start["taken"]:
-            adapter_start.save_as_plain_lora(self.model, self.start, folder, state_dict)
+            adapter_start.save_as_plain_lora(model, self.start, folder, state_dict)
         else:
             # Added rows are the adapter's own; PEFT would write the whole embeddings because they have grown.
             layers = False if self.added_ids else "auto"
-            self.model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=layers)
+            model.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=layers)
         if self.base_fingerprint is not None:
             write_fingerprint(self.base_fingerprint, folder)
 

@@ -48,7 +48,7 @@ def unsplit(model: Any, keep: bool, gather: Callable[..., dict[str, Tensor]] = w
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     adapted = get_peft_model(whole, copy.deepcopy(model.active_peft_config))
-    set_peft_model_state_dict(adapted, get_peft_model_state_dict(model, state_dict=weights))
+    set_peft_model_state_dict(adapted, get_peft_model_state_dict(adapted, state_dict=weights))
     return adapted
 
 

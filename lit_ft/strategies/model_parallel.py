@@ -366,7 +366,9 @@ class ModelParallelStrategy(ShardedStrategy):
     def _make_stages(self, module: nn.Module, base: PreTrainedModel) -> list[StageModule]:
         layers, size = self.layers_of_stages(base), self.sizes().pipeline
         embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-        self._boundary_dtype = getattr(embedding.weight, "cast_to", embedding.weight.dtype)
+        dtype = getattr(embedding.weight, "cast_to", embedding.weight.dtype)
+        like_embedding = self.precision_plugin.convert_module(nn.Embedding(1, 1, dtype=dtype))
+        self._boundary_dtype = next(like_embedding.parameters()).dtype
         self._edges = {
             name: which
             for name, p in module.named_parameters(remove_duplicate=False)
