@@ -4,12 +4,11 @@ Callback hooks do not enclose the waiting for data, the other callbacks or the w
 actions do. A profiler of the user's own goes on working: every action is passed on to it.
 """
 
-import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 Phase = Literal["data", "forward", "backward", "optimizer", "callbacks", "other", "validation", "checkpoint"]
 Listener = Callable[[Phase], None]
@@ -27,16 +26,32 @@ _BY_ENDING: dict[str, Phase] = {
 }
 
 
-@lru_cache(maxsize=4096)
-def _named(action: str) -> Phase | None:
-    if action.startswith("[Callback]"):
-        return "callbacks"
-    return _BY_ENDING.get(action.rpartition(".")[2])
+@cache
+def _told(action: str) -> tuple[Phase | None, bool, bool]:
+    """The phase that an action is of, and whether validation begins or ends with it."""
+    ending = action.rpartition(".")[2]
+    phase = "callbacks" if action.startswith("[Callback]") else _BY_ENDING.get(ending)
+    # Validation has no action of its own: it begins with the first of its hooks and ends with the strategy's.
+    ends = ending == "on_validation_end" and action.startswith("[Strategy]")
+    return phase, ending == "on_validation_start", ends
 
 
-@lru_cache(maxsize=4096)
-def _ending(action: str) -> str:
-    return action.rpartition(".")[2]
+class _Action:
+    """What ``with`` enters: some hundreds a step, so no generator."""
+
+    __slots__ = ("name", "profiler")
+
+    def __init__(self, profiler: "PhaseProfiler", name: str) -> None:
+        self.profiler, self.name = profiler, name
+
+    def __enter__(self) -> str:
+        self.profiler.start(self.name)
+        return self.name
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is not None and id(error) != self.profiler.error:
+            self.profiler.error, self.profiler.failed_in = id(error), self.profiler.phase
+        self.profiler.stop(self.name)
 
 
 class PhaseProfiler(Profiler):
@@ -54,38 +69,50 @@ class PhaseProfiler(Profiler):
         self.phase: Phase = "other"
         self.failed_in: Phase | None = None
         """The phase in which the last error was raised; it has gone through those around it since."""
-        self._error: int | None = None
+        self.error: int | None = None
+        """The id of that error."""
+        self._is_heard = not isinstance(inner, PassThroughProfiler)
         self._open: list[tuple[str, Phase]] = []
         self._validating = False
 
+    def profile(self, action_name: str) -> Any:
+        """A context in which the action goes on."""
+        return _Action(self, action_name)
+
     def start(self, action_name: str) -> None:
         """An action begins, within those that are open."""
-        self.inner.start(action_name)
-        self._open.append((action_name, self.phase))
-        if _ending(action_name) == "on_validation_start":
+        if self._is_heard:
+            self.inner.start(action_name)
+        before = self.phase
+        self._open.append((action_name, before))
+        phase, begins, _ = _told(action_name)
+        if begins:
             self._validating = True
-        phase = _named(action_name) or self.phase
-        if self.phase == "checkpoint" or (self._validating and phase != "checkpoint"):
-            phase = "checkpoint" if self.phase == "checkpoint" else "validation"
-        self._switch(phase)
+        if before == "checkpoint":
+            return
+        if self._validating and phase != "checkpoint":
+            phase = "validation"
+        if phase is not None and phase != before:
+            self._switch(phase)
 
     def stop(self, action_name: str) -> None:
         """An action ends; those that began before the profiler stood here are not ours."""
-        if (error := sys.exc_info()[1]) is not None and id(error) != self._error:
-            self._error, self.failed_in = id(error), self.phase
         if self._open and self._open[-1][0] == action_name:
-            _, phase = self._open.pop()
-            # Validation has no action of its own: it ends with the last of its hooks, the strategy's.
-            if action_name.startswith("[Strategy]") and _ending(action_name) == "on_validation_end":
-                self._validating, phase = False, "other"
-            self._switch(phase if not self._validating or phase == "checkpoint" else "validation")
-        self.inner.stop(action_name)
+            phase = self._open.pop()[1]
+            if self._validating:
+                if _told(action_name)[2]:
+                    self._validating, phase = False, "other"
+                elif phase != "checkpoint":
+                    phase = "validation"
+            if phase != self.phase:
+                self._switch(phase)
+        if self._is_heard:
+            self.inner.stop(action_name)
 
     def _switch(self, phase: Phase) -> None:
-        if phase != self.phase:
-            self.phase = phase
-            for listener in self.listeners:
-                listener(phase)
+        self.phase = phase
+        for listener in self.listeners:
+            listener(phase)
 
     def summary(self) -> str:
         """The inner profiler's."""
