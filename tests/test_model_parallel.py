@@ -248,15 +248,17 @@ def test_precisions(make_trainer: Any, four_layers: Any, write_rows: Any, layout
 # --- what is written, and what is answered --------------------------------------------------------------
 
 
-def fit_and_write(make_trainer: Any, folder: str, data: str, out: str, way: str, layout: Layout | None = None) -> float:
-    """Two steps, then what AdapterMerger writes; answers where no layer is elsewhere; the loss of a validation."""
+def fit_and_write(
+    make_trainer: Any, folder: str, data: str, out: str, way: str, layout: Layout | None = None
+) -> tuple[float, list[Any]]:
+    """Two steps, then what AdapterMerger writes; the loss of a validation, and answers."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     module = CausalLM(folder, **WAYS[way], optimizer=sgd)
     callbacks: list[Callback] = [AdapterMerger(Path(out) / "adapter", Path(out) / "merged")]
-    if layout is None or layout.pipeline == 1:
-        callbacks.append(ExactMatch(max_new_tokens=8, batch_size=5))
+    callbacks.append(ExactMatch(max_new_tokens=8, batch_size=5))
     trainer = make_trainer(
         max_steps=2,
+        accumulate_grad_batches=2 if layout is None else 2 // layout.data,
         devices=1 if layout is None else layout.world,
         strategy="auto" if layout is None else layout.strategy(),
         use_distributed_sampler=False,
@@ -264,20 +266,24 @@ def fit_and_write(make_trainer: Any, folder: str, data: str, out: str, way: str,
     )
     rows = TextDataModule(data, micro_batch_size=4, val_fraction=0.5)
     trainer.fit(module, rows)
-    return trainer.validate(module, rows, verbose=False)[0]["val/loss"]
+    loss = trainer.validate(module, rows, verbose=False)[0]["val/loss"]
+    return loss, module.answer(["<|user|>one two", "<|user|>three four five"], 8)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", ["tp2-sequence", "pp2xtp2", "ZBVZeroBubble"])
+@pytest.mark.parametrize("layout", ["tp2-sequence", "pp2xtp2", "ZBVZeroBubble", "dp2xpp2"])
 def test_adapter_and_merged_model_are_those_of_one_process(
     make_trainer: Any, four_layers: Any, write_rows: Any, tmp_path: Path, layout: str, way: str
 ) -> None:
     data, folder, places = write_rows(count=22), four_layers(True), LAYOUTS[layout]
-    wanted_loss = on_ranks(1, fit_and_write, make_trainer, folder, data, str(tmp_path / "one"), way, timeout=100)[0]
-    losses = on_ranks(
-        places.world, fit_and_write, make_trainer, folder, data, str(tmp_path / "split"), way, places, timeout=150
-    )
-    assert losses == pytest.approx([wanted_loss] * places.world, rel=1e-5)
+    one = str(tmp_path / "one")
+    ((wanted_loss, wanted_answers),) = on_ranks(1, fit_and_write, make_trainer, folder, data, one, way, timeout=100)
+    out = str(tmp_path / "split")
+    for loss, answers in on_ranks(
+        places.world, fit_and_write, make_trainer, folder, data, out, way, places, timeout=150
+    ):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
+        assert answers == wanted_answers
     for kind, file in (("adapter", "adapter_model.safetensors"), ("merged", "model.safetensors")):
         if way == "full" and kind == "adapter":
             continue

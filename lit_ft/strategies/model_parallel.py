@@ -376,6 +376,7 @@ class ModelParallelStrategy(ShardedStrategy):
             if p is edge.weight and name.endswith(f"{_name_of(base, edge)}.weight")
         }
         self._is_tied = head.weight is embedding.weight
+        self._vocabulary = head.weight.shape[0]
         own = pipeline.stages_of(self._mesh(PIPELINE).get_local_rank(), size, self.schedule)
         pipeline.drop_layers(base, [layers[k] for k in own], is_first=0 in own, is_last=len(layers) - 1 in own)
         end = (lambda hidden: hidden) if self.tensor is None else self.tensor.end_stream
@@ -389,15 +390,8 @@ class ModelParallelStrategy(ShardedStrategy):
         decoder = getattr(base, base.base_model_prefix)
         if parallel.sequence_parallel and decoder.layers[0] is layers[0]:
             parallel.begin_stream(layers[0])
-        if self.sizes().pipeline > 1:
-            return
-        if parallel.sequence_parallel:
+        if parallel.sequence_parallel and self.sizes().pipeline == 1:
             _map_result(decoder, parallel.end_stream)
-            if hasattr(module, "hidden_states"):
-                whole = module.hidden_states
-                module.hidden_states = lambda row, decoder=None: whole(
-                    rows.pad_to_multiple(row, parallel.size), decoder
-                )
         if hasattr(module, "answer"):
             module.answer = parallel.as_one_process()(module.answer)
 
@@ -434,6 +428,8 @@ class ModelParallelStrategy(ShardedStrategy):
         roots: Sequence[nn.Module] = stages or [module]
         for root in roots:
             fully_shard(root, reshard_after_forward=False, ignored_params=experts, **options)
+        for stage in stages:
+            register_fsdp_forward_method(stage, "next_logits")
         if not stages and hasattr(module, "answer"):
             register_fsdp_forward_method(module, "answer")
 
@@ -468,7 +464,7 @@ class ModelParallelStrategy(ShardedStrategy):
             for group in optimizer.param_groups if len(meshes) > 1 else ():
                 group.update({name: False for name in ("foreach", "fused") if name in group})
 
-    def _start_pipeline(self, module: nn.Module, base: PreTrainedModel, stages: Sequence[StageModule]) -> None:
+    def _start_pipeline(self, module: Any, base: PreTrainedModel, stages: Sequence[StageModule]) -> None:
         sizes = self.sizes()
         datamodule = getattr(module.trainer, "datamodule", None)
         policy = self._precision_policy().param_dtype if sizes.data * sizes.context > 1 else None
@@ -481,12 +477,27 @@ class ModelParallelStrategy(ShardedStrategy):
             self.schedule,
             self.micro_batches(getattr(datamodule, "micro_batch_size", None)),
             torch.empty(1, 0, width, dtype=policy or self._boundary_dtype, device=self.root_device),
+            self._vocabulary,
             multiple=self._multiple(),
             share=sizes.context * (sizes.tensor if self.sequence_parallel else 1),
             own=None if self.context is None else self.context.own,
         )
         module.forward = self.pipeline
+        if (answer := getattr(module, "answer", None)) is not None:
+            module.answer = self._answering(base, self.pipeline)(answer)
         self._tie(module)
+
+    @contextmanager
+    def _answering(self, base: Any, through: Pipeline) -> Iterator[None]:
+        """Within it, the base model's ``generate`` goes through all stages, token by token."""
+        config = base.generation_config
+        had_cache, config.use_cache = config.use_cache, False
+        base.forward = through.next_logits
+        try:
+            yield
+        finally:
+            config.use_cache = had_cache
+            del base.forward
 
     def _fsdp_roots(self) -> Sequence[nn.Module]:
         return self.pipeline.stages if self.pipeline is not None else super()._fsdp_roots()

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
+from transformers.modeling_outputs import CausalLMOutput
 
 from lit_ft import losses, rows
 from lit_ft.losses import TokenLoss
@@ -150,6 +151,30 @@ class StageModule(nn.Module):
         self.results[int(place)] = result
         return result.loss_sum
 
+    def next_logits(
+        self, received: Tensor | None, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor:
+        """A padded batch on its way through the stages, as ``generate`` has it.
+
+        Args:
+            received: hidden states of the stage before, ``(B, T, H)``; None for the first.
+            input_ids: ``(B, T)``.
+            attention_mask: ``(B, T)``, 1 on real tokens.
+            position_ids: ``(B, T)``.
+
+        Returns:
+            Hidden states for the next stage, ``(B, T, H)``, or logits of the token to come, ``(B, 1, V)``.
+        """
+        inputs: dict[str, Any] = {"input_ids": input_ids}
+        if received is not None:
+            self.entry.received = received
+            inputs = {"inputs_embeds": received.new_zeros(1, 1, 1).expand_as(received)}
+        hidden = self.decoder(**inputs, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+        if not self.is_last:
+            return hidden.last_hidden_state
+        (module,) = self._module
+        return module._head(hidden.last_hidden_state[:, -1])[:, None]
+
 
 def _part_of(decoder: Any, layers: range) -> Any:
     part = copy.copy(decoder)
@@ -213,6 +238,7 @@ class Pipeline:
         schedule: name of a schedule of ``torch.distributed.pipelining``.
         micro_batches: parts that a row is cut into.
         boundary: what stages exchange, an empty ``(1, 0, H)`` of the right dtype and device.
+        vocabulary: logits of a token.
         multiple: tokens of a micro-batch are made a multiple of.
         share: a rank has one token of so many of a micro-batch between layers.
         own: from a micro-batch to this rank's tokens of it.
@@ -227,6 +253,7 @@ class Pipeline:
         schedule: str,
         micro_batches: int,
         boundary: Tensor,
+        vocabulary: int,
         multiple: int = 1,
         share: int = 1,
         own: Callable[[Row], Row] | None = None,
@@ -235,8 +262,8 @@ class Pipeline:
         self.micro_batches, self.multiple, self.share, self.own = micro_batches, multiple, share, own
         self.width, self.device = boundary.shape[-1], boundary.device
         self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters() if p.requires_grad))
-        last = next(r for r in range(mesh.size()) if count - 1 in stages_of(r, mesh.size(), schedule))
-        self.last_rank = dist.get_global_rank(mesh.get_group(), last)
+        self.count, self.schedule_name, self.dtype, self.vocabulary = count, schedule, boundary.dtype, vocabulary
+        self.last_rank = self._owner(count - 1)
         # The loop's `backward` reaches the bridge through this; it is no parameter.
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._made: list[Tensor | None] = []
@@ -284,6 +311,37 @@ class Pipeline:
             return result
         self._made = made
         return result._replace(loss_sum=_Bridge.apply(self._anchor, result.loss_sum, self._put_in_place))
+
+    def next_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **_: Any,
+    ) -> CausalLMOutput:
+        """What a whole model's ``forward`` gives to ``generate``, without a cache: on every rank, ``(B, 1, V)``."""
+        here, group = {stage.index: stage for stage in self.stages}, self.mesh.get_group()
+        flowing: Tensor | None = None
+        for index in range(self.count):
+            if index not in here:
+                continue
+            if index > 0 and index - 1 not in here:
+                flowing = torch.empty((*input_ids.shape, self.width), dtype=self.dtype, device=self.device)
+                dist.recv(flowing, src=self._owner(index - 1), group=group)
+            flowing = here[index].next_logits(flowing, input_ids, attention_mask, position_ids)
+            if index + 1 < self.count and index + 1 not in here:
+                dist.send(flowing.contiguous(), dst=self._owner(index + 1), group=group)
+        if flowing is None or self.count - 1 not in here:
+            flowing = torch.empty(len(input_ids), 1, self.vocabulary, device=self.device)
+        logits = flowing.float().contiguous()
+        dist.broadcast(logits, src=self._owner(self.count - 1), group=group)
+        return CausalLMOutput(logits=logits)
+
+    def _owner(self, index: int) -> int:
+        """Global rank of a stage's owner."""
+        ranks = range(self.mesh.size())
+        place = next(r for r in ranks if index in stages_of(r, self.mesh.size(), self.schedule_name))
+        return dist.get_global_rank(self.mesh.get_group(), place)
 
     def within_window(self, is_within: bool) -> None:
         """Say whether more micro-batches of the optimiser step come, so that gradients need not be reduced yet."""
