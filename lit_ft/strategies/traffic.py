@@ -22,15 +22,18 @@ class Step:
     rows: int
     """Micro-batches of the trainer, which a pipeline cuts further."""
     tokens: int
-    """Of a row, at most; all of them supervised."""
-    is_known: bool
+    """Of a row, at most."""
+    targets: int
+    """Of a row: tokens that are supervised."""
+    is_known: bool = True
     """Whether the data says how many tokens a row has."""
 
 
 def step_of(trainer: Any) -> Step:
     """How much an optimiser step is, as far as the data says."""
     tokens = getattr(getattr(trainer, "datamodule", None), "token_budget", None)
-    return Step(trainer.accumulate_grad_batches, tokens or ASSUMED_TOKENS, tokens is not None)
+    at_most = tokens or ASSUMED_TOKENS
+    return Step(trainer.accumulate_grad_batches, at_most, at_most, tokens is not None)
 
 
 @dataclass(frozen=True)
@@ -137,14 +140,17 @@ class Traffic:
     def _of_head(self, ranks: int) -> float:
         hidden, vocabulary = self.config.hidden_size * self.itemsize, self.config.vocab_size
         is_cut = self.strategy.loss_parallel
-        return layout.head_bytes(self.tokens, hidden, ranks, vocabulary, self.itemsize, is_cut)
+        targets = self.step.rows * self.step.targets // self.sizes.context
+        return layout.head_bytes(targets, hidden, ranks, vocabulary, self.itemsize, is_cut)
 
     def _gradient_parts(self) -> int:
         """Bytes of gradients of which each tensor-parallel rank computes a part."""
         children = [child for layer in layers_here(self.base) for child in layer.children()]
         in_blocks = {id(p) for child in children if is_block(child) for p in child.parameters()}
-        whole = [p for p in self.parameters if p.requires_grad and not _is_cut(p)]
-        return bytes_of(p for p in whole if self.strategy.sequence_parallel or id(p) in in_blocks)
+        parts = [p for p in self.parameters if p.requires_grad and not _is_cut(p)]
+        parts = [p for p in parts if self.strategy.sequence_parallel or id(p) in in_blocks]
+        # `fully_shard` sums them before it scatters them: whole, not a data-parallel rank's share.
+        return sum(sharded(p)[1] * (self.policy.reduce_dtype or p.dtype).itemsize for p in parts)
 
     def _along_context(self, ranks: int) -> float:
         """Keys and values of all ranks' tokens, and their gradients; the loss of each token."""
@@ -153,7 +159,7 @@ class Traffic:
         cut = self.sizes.tensor
         keys_values = self.tokens * ranks * 2 * heads // cut * width * self.itemsize
         total = layout.context_bytes(keys_values, ranks, *self._layers(), sum(self.recomputed))
-        loss = any(piece.is_last for piece in self.pieces) * self.step.rows * (self.step.tokens + 1) * 4
+        loss = any(piece.is_last for piece in self.pieces) * self.step.rows * (self.step.targets + 1) * 4
         return total + layout.reduced(loss, ranks)
 
     def _along_pipeline(self, ranks: int) -> float:
@@ -165,7 +171,7 @@ class Traffic:
         boundary = self.stream / self.itemsize * (dtype or self.base.dtype).itemsize
         boundary /= self.sizes.tensor if self.strategy.sequence_parallel else 1
         tied = bytes_of(self.strategy._tied.values()) if getattr(self.strategy, "_tied_group", None) else 0
-        return len(neighbours) * boundary + self.step.rows * (self.step.tokens + 2) * 4 + layout.reduced(tied, 2)
+        return len(neighbours) * boundary + self.step.rows * (self.step.targets + 2) * 4 + layout.reduced(tied, 2)
 
     def _along_experts(self) -> float:
         """Tokens to the ranks that have their experts, and back."""

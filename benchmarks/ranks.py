@@ -1,0 +1,34 @@
+"""Runs a function in several processes of this machine that form a group, forked from this one."""
+
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``function(*arguments)`` returns in each process; Lightning finds its rank there as with ``torchrun``.
+
+    Args:
+        world: number of processes.
+        function: what each runs; torch raises what one of them raises.
+        arguments: for the function.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_run, (world, port, folder, function, arguments), nprocs=world, start_method="fork")
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world)]
+
+
+def _run(rank: int, world: int, port: int, folder: str, function: Callable[..., Any], arguments: Any) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "NODE_RANK": 0}
+    os.environ |= {name: str(value) for name, value in {**place, "MASTER_PORT": port, "GROUP_RANK": 0}.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "benchmarks"}
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
