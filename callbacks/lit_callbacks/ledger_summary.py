@@ -11,8 +11,10 @@ from lit_callbacks.ledger_files import Visit
 
 SLICES = 10
 """Parts of the run, equal in optimiser steps, over which means are taken."""
-NEIGHBOURS = 10
-"""Samples that each is compared with to find twins, those of the nearest mean."""
+MOST_COMPARISONS = 200_000
+"""Pairs of samples that are compared to find twins: a second or two."""
+CANDIDATES = 10
+"""Times ``top``: pairs that are kept for a look at their texts."""
 MIN_TWIN_VISITS = 2
 """Visits from which a curve is made."""
 
@@ -24,7 +26,7 @@ def summarise(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.
         visits: at least one, by step.
         top: longest list.
         twin_tolerance: how far the losses of twins may be apart (see ``_distance``), as a share of the standard
-            deviation of the samples' mean losses.
+            deviation of the samples' median losses.
 
     Returns:
         ``samples`` and ``visits`` (counts); ``worst``, by last loss, and ``risen``, by last less first loss: lists
@@ -47,7 +49,7 @@ def summarise(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.
         "risen": sorted(again, key=lambda s: s["first"] - s["last"])[:top],
         "slice_ends": [math.ceil(steps * (i + 1) / SLICES) for i in range(SLICES)],
         "sources": _sources(visits, steps),
-        "twins": _twins(by_id, twin_tolerance)[:top],
+        "twins": _twins(by_id, twin_tolerance)[: CANDIDATES * top],
     }
 
 
@@ -77,32 +79,48 @@ def _twins(by_id: dict[str, list[Visit]], tolerance: float) -> list[dict[str, An
         for name, members in by_id.items()
         if len(members) >= MIN_TWIN_VISITS and all(math.isfinite(visit.loss) for visit in members)
     }
-    means = {name: statistics.fmean(visit.loss for visit in members) for name, members in curves.items()}
-    order = sorted(means, key=means.__getitem__)
-    limit = tolerance * statistics.pstdev(means.values()) if means else 0.0
+    medians = {name: statistics.median(visit.loss for visit in members) for name, members in curves.items()}
+    limit = tolerance * statistics.pstdev(medians.values()) if medians else 0.0
+    # Twins have about as many tokens, and about the same median: the nearest in this order are compared.
+    order = sorted(medians, key=lambda name: (_size(curves[name][0].tokens), medians[name]))
+    reach = max(3, min(100, MOST_COMPARISONS // max(len(order), 1)))
     found = []
     for i, name in enumerate(order):
-        for other in order[i + 1 : i + 1 + NEIGHBOURS]:
+        for other in order[i + 1 : i + 1 + reach]:
             tokens = [curves[one][0].tokens for one in (name, other)]
-            if abs(tokens[0] - tokens[1]) > 0.05 * max(tokens):
-                continue
-            if (distance := _distance(curves[name], curves[other])) <= limit:
-                found.append({"ids": sorted((name, other)), "tokens": max(tokens), "distance": distance})
-    return sorted(found, key=lambda pair: pair["distance"])
+            if _size(tokens[0]) != _size(tokens[1]) or medians[other] - medians[name] > limit:
+                break
+            distance, level = _distance(curves[name], curves[other])
+            if distance <= limit:
+                pair = {"ids": sorted((name, other)), "tokens": max(tokens), "distance": distance}
+                # Against the loss itself: samples that are known by heart are all near to each other, and to 0.
+                found.append((distance / max(level, 1e-12), pair))
+    return [pair for _, pair in sorted(found, key=lambda one: one[0])]
 
 
-def _distance(one: Sequence[Visit], other: Sequence[Visit]) -> float:
-    """Root mean square, in nats, of what each visit is off the line between the other sample's visits around it."""
-    off = [*_off(one, other), *_off(other, one)]
-    return math.sqrt(statistics.fmean(gap * gap for gap in off)) if len(off) >= MIN_TWIN_VISITS else math.inf
+def _size(tokens: int) -> int:
+    """A number that is the same for numbers of tokens within about 5 %."""
+    return round(math.log(max(tokens, 1)) / 0.05)
 
 
-def _off(visits: Sequence[Visit], curve: Sequence[Visit]) -> list[float]:
+def _distance(one: Sequence[Visit], other: Sequence[Visit]) -> tuple[float, float]:
+    """How far each visit is off the line between the other sample's visits around it, and the loss there.
+
+    Both are medians, in nats: where a curve falls steeply, at first, the line is far from it.
+    """
+    compared = [*_off(one, other), *_off(other, one)]
+    if len(compared) < MIN_TWIN_VISITS:
+        return math.inf, 1.0
+    gaps, losses = zip(*compared, strict=True)
+    return statistics.median(map(abs, gaps)), statistics.median(losses)
+
+
+def _off(visits: Sequence[Visit], curve: Sequence[Visit]) -> list[tuple[float, float]]:
     steps, off = [visit.step for visit in curve], []
     for visit in visits:
         k = bisect(steps, visit.step)
         if 0 < k < len(curve):
             before, after = curve[k - 1], curve[k]
             share = (visit.step - before.step) / (after.step - before.step)
-            off.append(visit.loss - before.loss - share * (after.loss - before.loss))
+            off.append((visit.loss - before.loss - share * (after.loss - before.loss), visit.loss))
     return off

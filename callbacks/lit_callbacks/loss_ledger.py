@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -18,6 +19,8 @@ from lit_callbacks.tables import show_table
 
 TEXT_KEPT, TEXT_SHOWN = 500, 60
 """Characters of a sample's text in the summary, and in the table on the terminal."""
+LEAST_LIKENESS = 0.8
+"""Of two texts (``difflib``'s ratio), 0 to 1, from which samples whose losses go together are named as duplicates."""
 SUMMARY = "summary.json"
 """What ``summarise`` returns, in the ledger's folder."""
 
@@ -54,7 +57,8 @@ class LossLedger(Callback):
             top: samples named at the end.
             ids: one id a sample of the batch, the same each time a sample comes; None where there are none.
             sources: one source a sample, or None.
-            texts: from ids to texts, to show the samples that are named; None asks the data module's method
+            texts: from ids to texts, to show the samples that are named and to tell duplicates from pairs that are
+                near by chance; None asks the data module's method
                 ``sample_texts(ids)``, where it has one.
         """
         self.folder = None if folder is None else Path(folder)
@@ -140,18 +144,21 @@ class LossLedger(Callback):
             self._safely(lambda: self._sum_up(self._root(trainer), trainer))
 
     def _add_texts(self, summary: dict[str, Any], texts: Any) -> None:
+        pairs, summary["twins"] = summary["twins"], summary["twins"][: self.top]
         if texts is None:
             return
-        named = [*summary["worst"], *summary["risen"], *({"id": pair["ids"][0]} for pair in summary["twins"])]
+        rows = [*summary["worst"], *summary["risen"]]
         try:
-            found = texts([sample["id"] for sample in named])
+            found = texts([*(row["id"] for row in rows), *(name for pair in pairs for name in pair["ids"])])
         except Exception as error:  # somebody else's function: the run is worth more
             rank_zero_warn(f"LossLedger: no texts of samples ({type(error).__name__}: {error})")
             return
-        for sample in (*summary["worst"], *summary["risen"]):
-            sample["text"] = found.get(sample["id"], "")[:TEXT_KEPT]
-        for pair in summary["twins"]:
-            pair["text"] = found.get(pair["ids"][0], "")[:TEXT_KEPT]
+        for row in rows:
+            row["text"] = found.get(row["id"], "")[:TEXT_KEPT]
+        for pair in pairs:
+            first, second = (found.get(name, "")[:TEXT_KEPT] for name in pair["ids"])
+            pair |= {"text": first, "likeness": SequenceMatcher(None, first, second, autojunk=False).ratio()}
+        summary["twins"] = [pair for pair in pairs if pair["likeness"] >= LEAST_LIKENESS][: self.top]
 
     def _lend(self, module: Any, record: Callable[..., None] | None) -> None:
         if hasattr(module, "record_losses"):
@@ -197,7 +204,8 @@ class LossLedger(Callback):
         rows = [[_shown(sample.get(key, "")) for key in ("id", *header[1:])] for sample in summary["worst"]]
         show_table(f"worst of {summary['samples']:,} samples, loss in nats per token", header, rows)
         if pairs := [" = ".join(pair["ids"]) for pair in summary["twins"]]:
-            rank_zero_info(f"likely duplicates, by how their losses go: {', '.join(pairs)}")
+            how = "their texts are alike" if "text" in summary["twins"][0] else "look at their texts"
+            rank_zero_info(f"likely duplicates, by how their losses go ({how}): {', '.join(pairs)}")
         rank_zero_info(f"losses of all samples: {folder}")
 
 

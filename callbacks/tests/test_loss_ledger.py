@@ -183,7 +183,7 @@ def test_near_duplicates_are_found_by_how_their_losses_go(tmp_path: Path) -> Non
     data: list[Any] = [{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(zip(xs, ys, strict=True))]
     data += [{"x": xs[i] + 0.01 * torch.randn(16), "y": ys[i], "id": j} for i, j in pairs]
     loader = DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
-    fit(tmp_path, Classifier(), loader, LossLedger(), max_epochs=6)
+    fit(tmp_path, Classifier(), loader, LossLedger(), max_epochs=12)
     twins = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["twins"]
     assert {tuple(map(int, pair["ids"])) for pair in twins[:3]} == set(pairs)
 
@@ -226,6 +226,15 @@ def test_the_table_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         "  1       b            1       1    6.5   6.5  [text] of 1 words words words words words words words...\n"
         "  0       a            1       1      5     5  [text] of 0 words words words words words words words..."
     ) in caplog.text
+
+
+def test_texts_tell_duplicates_from_pairs_that_are_near_by_chance(tmp_path: Path) -> None:
+    """Six samples have the same loss, two of them at a time the same text."""
+    texts = {str(i): f"{'abcdefgh'[i // 2] * 20} {i}" for i in range(8)}
+    fit(tmp_path, Steps(), rows([5.0] * 6 + [9.0, 7.0]), LossLedger(texts=lambda ids: texts), max_epochs=3)
+    twins = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["twins"]
+    assert sorted(pair["ids"] for pair in twins) == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert twins[0]["likeness"] == pytest.approx(2 * 21 / (2 * 22))
 
 
 def test_texts_that_cannot_be_had_are_a_warning(tmp_path: Path) -> None:

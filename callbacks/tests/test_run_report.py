@@ -191,7 +191,8 @@ def test_screenshots_by_day_and_by_night(page: Path, tmp_path: Path, scheme: str
     picture = image.open(shot).convert("RGB")
     colours = {colour: count for count, colour in picture.getcolors(2**24)}
     assert picture.getpixel((2, 2)) == paper
-    assert colours[ink] > 100  # text of page and pictures
+    assert colours[ink] > 100  # text of the page
+    assert min(map(sum, colours)) > min(sum(paper), sum(ink)) - 15  # no letter of a picture is left black
     assert colours[(61, 133, 217)] > 100  # curves
 
 
