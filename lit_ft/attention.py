@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from lit_ft.errors import RecipeError
 
@@ -186,6 +187,30 @@ def _varlen(
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return ends.pin_memory().to(device, non_blocking=True)
+
+
+def block_masks(config: PretrainedConfig, position_ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """Block-diagonal masks by kind of layer, for models that build their own without looking at positions.
+
+    Args:
+        config: of the model.
+        position_ids: of a row, ``(1, T)``.
+        dtype: of the hidden states.
+
+    Returns:
+        What such a model takes as ``attention_mask``; None for those that see from positions where samples begin.
+    """
+    text = config.get_text_config()
+    if text.model_type not in _BLIND_TO_POSITIONS:
+        return None
+    embeddings = torch.empty(1, 1, 1, dtype=dtype, device=position_ids.device).expand(*position_ids.shape, 1)
+    options = {"config": text, "inputs_embeds": embeddings, "attention_mask": None, "past_key_values": None}
+    make = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    return {kind: make[kind](**options, position_ids=position_ids) for kind in set(text.layer_types)}
+
+
+_BLIND_TO_POSITIONS = {"afmoe", "gpt_oss"}
+"""Model types that call ``create_causal_mask`` without ``position_ids`` (transformers 5.23)."""
 
 
 # Compiled, it would be compiled anew for every list of lengths.

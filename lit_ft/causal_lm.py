@@ -31,6 +31,7 @@ from lit_ft import (
     quantisation,
 )
 from lit_ft.adapter_start import Start
+from lit_ft.attention import block_masks
 from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, write_fingerprint
 from lit_ft.checkpoints_io import Shapes, check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
@@ -303,7 +304,11 @@ class CausalLM(ScheduleFreeModule):
         decoder = decoder or getattr(base, base.base_model_prefix)
         self._segment_lengths = lengths
         is_packed = base.config._attn_implementation == loading.PACKED
-        options = {"segment_lengths": prompt_learning.virtual_lengths(self.model, lengths)} if is_packed else {}
+        options: dict[str, Any] = {}
+        if is_packed:
+            options["segment_lengths"] = prompt_learning.virtual_lengths(self.model, lengths)
+        elif len(lengths) > 1 and (masks := block_masks(base.config, row["position_ids"], base.dtype)) is not None:
+            options["attention_mask"] = masks
         if prompt_learning.method_of(self.model) is not None:
             return prompt_learning.hidden_states(self.model, decoder, row, **options)
         output = decoder(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, **options)

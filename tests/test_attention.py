@@ -1,9 +1,15 @@
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from architectures import OWN, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lit_ft import CausalLM
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
+from lit_ft.rows import lay_end_to_end
 
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text", "granite", "olmo2", "phi3", "cohere"]
 
@@ -58,3 +64,18 @@ def test_use_without_a_row_is_refused() -> None:
 def test_capped_attention_logits_are_refused() -> None:
     with pytest.raises(RecipeError, match="set model.attn_implementation to eager"):
         tiny("gemma2", PACKED)(input_ids=torch.randint(3, 97, (1, 9)), segment_lengths=[9])
+
+
+@pytest.mark.parametrize("architecture", OWN)
+def test_a_rows_loss_is_that_of_its_samples(architecture: str, tmp_path: Path) -> None:
+    """With the attention, the head and the masks that a run takes for the architecture."""
+    module = CausalLM(save_model(architecture, tmp_path))
+    module.configure_model()
+    module.eval()
+    draw = np.random.default_rng(0)
+    samples = [(draw.integers(3, 300, n), draw.integers(3, 300, n)) for n in (7, 25, 40)]
+    with torch.no_grad():
+        row = module(lay_end_to_end(samples))
+        alone = [module(lay_end_to_end([sample])) for sample in samples]
+    torch.testing.assert_close(row.per_token, torch.cat([one.per_token for one in alone]), atol=1e-5, rtol=1e-5)
+    assert int(row.correct) == sum(int(one.correct) for one in alone)

@@ -1,6 +1,7 @@
 """Tensor, sequence and pipeline parallelism, with sharded data parallelism, compute what one process computes."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -18,10 +19,11 @@ from peft import LoraConfig
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_strategies import Record, adamw, assert_same, sgd
-from transformers import BitsAndBytesConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from lit_ft import CausalLM, ExactMatch, TextDataModule
 from lit_ft.checkpoints_io import AnyCheckpointIO
+from lit_ft.cli import main
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 
 pytestmark = pytest.mark.processes
@@ -305,7 +307,7 @@ COLUMNS = {
 }
 IN_EVERY_RUN = {
     *(("gemma2", "DP2 x TP2 x PP2"), ("qwen3_moe", "TP2 + sequence"), ("mixtral", "EP2"), ("phi3", "TP2 + sequence")),
-    *(("granite", "PP2"), ("gpt_neox", "DP2 x TP2 x PP2"), ("gpt_oss", "TP2 + sequence"), ("gemma2", "CP2")),
+    *(("granite", "PP2"), ("gpt_neox", "DP2 x TP2 x PP2"), ("gpt_oss", "DP2 x TP2 x PP2"), ("gemma2", "CP2")),
 }
 REFUSED = {
     **{(name, "CP2"): "has eager" for name in ("gemma2", "gpt_oss")},
@@ -404,3 +406,142 @@ def test_a_run_goes_on_under_another_layout(
     assert Path(saved).is_dir() == (way == "full" and before in (*LAYOUTS, "fsdp2"))
     found, own, _ = fit_somewhere(make_trainer, folder, data, replace(run, resume=saved), after)[0]
     assert_same(found, own, whole[3:], weights, 1e-4)
+
+
+# --- what does not fit ---------------------------------------------------------------------------------
+
+
+def refused(capsys: Any, tmp_path: Path, *options: str, recipe: str = "recipes/quickstart.yaml") -> str:
+    """What the command line says before any process starts or weight is read."""
+    strategy = ["--trainer.strategy", "lit_ft.strategies.ModelParallelStrategy"]
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", recipe, *strategy, "--run_dir", str(tmp_path / "run"), *options])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+S = "--trainer.strategy."
+CASES = {
+    "4 = 3 x ?": (["--trainer.devices=4", f"{S}tensor_parallel_size=3"], r"tensor 3 must make 4 ranks .* \[1, 2, 4\]"),
+    "4 = 2 x 1": (
+        ["--trainer.devices=4", f"{S}pipeline_parallel_size=2", f"{S}data_parallel_size=1"],
+        "pipeline 2 x data 1 x context 1 x tensor 1 must make 4 ranks",
+    ),
+    "two autos": (
+        ["--trainer.devices=4", f"{S}tensor_parallel_size=auto"],
+        "data_parallel_size, tensor_parallel_size are auto; give all but one",
+    ),
+    "heads": (
+        ["--trainer.devices=4", f"{S}tensor_parallel_size=4"],
+        "tensor_parallel_size=4 must divide num_attention_heads=6; use 3",
+    ),
+    "key-value heads": (
+        ["--trainer.devices=3", f"{S}tensor_parallel_size=3"],
+        "tensor_parallel_size=3 must divide (intermediate_size=512|num_key_value_heads=2); use 2",
+    ),
+    "layers": (
+        ["--trainer.devices=8", f"{S}pipeline_parallel_size=8"],
+        "8 stages, but Qwen2ForCausalLM has 4 layers; use at most 4",
+    ),
+    "layers, two a rank": (
+        ["--trainer.devices=4", f"{S}pipeline_parallel_size=4", f"{S}schedule=Interleaved1F1B"],
+        "Interleaved1F1B makes 8 stages, but Qwen2ForCausalLM has 4 layers; use at most 2",
+    ),
+    "layers given": (
+        ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", f"{S}layers_per_stage=[3,2]"],
+        r"layers_per_stage=\[3, 2\] must be 2 numbers of at least 1 .* add up to the 4 layers",
+    ),
+    "schedule": (["--trainer.devices=2", f"{S}schedule=2F2B"], "schedule='2F2B' is unknown; use one of"),
+    "few micro-batches": (
+        ["--trainer.devices=4", f"{S}pipeline_parallel_size=4", "--data.micro_batch_size=2"],
+        "num_microbatches=2 leaves stages idle: a pipeline of 4 needs as many at least",
+    ),
+    "batch and micro-batches": (
+        ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", f"{S}num_microbatches=6"],
+        r"num_microbatches=6 must divide data.micro_batch_size=16; use one of \[2, 4, 8, 16\], or set .* to 18",
+    ),
+    "quantised base": (
+        [
+            "--trainer.devices=2",
+            f"{S}tensor_parallel_size=2",
+            "--config=recipes/tuning/qlora_nf4.yaml",
+            "--merge=false",
+        ],
+        "tensor_parallel_size=2 cannot cut the packed weights of a quantised base",
+    ),
+    "method": (
+        ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/ia3.yaml"],
+        "under tensor parallelism the method of .* was not compared with one process",
+    ),
+    "DoRA": (
+        ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/dora.yaml"],
+        "this variant of LoRA looks at whole weights",
+    ),
+    "virtual tokens": (
+        [
+            "--trainer.devices=2",
+            f"{S}pipeline_parallel_size=2",
+            "--config=recipes/tuning/p_tuning.yaml",
+            "--merge=false",
+        ],
+        "P_TUNING adds virtual tokens, which pipeline, tensor and context parallelism do not know of",
+    ),
+    "a stage that does not train": (
+        ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", "--model.peft=null", "--model.trainable=[layers.3]"],
+        r"nothing trains in stage 0 \(layers 0 to 1\)",
+    ),
+    "experts": (
+        ["--trainer.devices=2", f"{S}expert_parallel_size=2"],
+        "expert_parallel_size=2, but Hugging Face has no plan for experts in Qwen2ForCausalLM",
+    ),
+    "noise": (
+        ["--trainer.devices=2", f"{S}context_parallel_size=2", "--model.neftune_alpha=5"],
+        "neftune_alpha=5.0 draws noise for whole samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit_is_refused_before_anything_starts(capsys: Any, tmp_path: Path, case: str) -> None:
+    options, message = CASES[case]
+    assert re.search(message, refused(capsys, tmp_path, *options))
+
+
+EXPERT_CASES = {
+    "number": (["--trainer.devices=3", f"{S}expert_parallel_size=3"], "expert_parallel_size=3 must divide the number"),
+    "ranks": (["--trainer.devices=3", f"{S}expert_parallel_size=2"], "expert_parallel_size=2 must divide the 3 ranks"),
+    "tensor": (
+        ["--trainer.devices=8", f"{S}tensor_parallel_size=2", f"{S}expert_parallel_size=4"],
+        "experts are dealt out to the tensor-parallel ranks; set expert_parallel_size to 2",
+    ),
+    "router": (
+        [
+            *("--trainer.devices=2", f"{S}tensor_parallel_size=2", "--model.peft=peft.LoraConfig"),
+            "--model.peft.init_args.target_modules=[gate]",
+        ],
+        "LoRA on MixtralTopKRouter .routers and experts. computes something else there",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES)
+def test_experts_that_cannot_be_dealt_out(capsys: Any, tmp_path: Path, write_rows: Any, case: str) -> None:
+    model = ["--model.pretrained", save_model("mixtral", tmp_path / "mixtral"), "--model.peft=null"]
+    options, message = EXPERT_CASES[case]
+    assert re.search(message, refused(capsys, tmp_path, *model, "--merge=false", *options))
+
+
+def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "gpt2"
+    config = GPT2Config(vocab_size=384, n_embd=48, n_layer=4, n_head=4, n_positions=512)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    model = ["--model.pretrained", str(folder), "--model.peft=null", "--trainer.devices=2", "--merge=false"]
+    said = refused(capsys, tmp_path, *model, f"{S}tensor_parallel_size=2")
+    assert "Hugging Face has no plan for GPT2LMHeadModel; give one by trainer.strategy.init_args.tp_plan" in said
+    said = refused(capsys, tmp_path, *model, f"{S}pipeline_parallel_size=2")
+    assert "Hugging Face does not say how GPT2LMHeadModel is cut into stages" in said
+    plan = "{transformer.h.*.attn.c_proj: sideways}"
+    assert "styles ['sideways'], which are not supported" in refused(
+        capsys, tmp_path, *model, f"{S}tensor_parallel_size=2", f"{S}tp_plan={plan}"
+    )

@@ -141,10 +141,6 @@ class ModelParallelStrategy(ShardedStrategy):
                 f"trainer.strategy num_microbatches={count} must divide data.micro_batch_size={per_row}; use one of "
                 f"{fitting}, or set data.micro_batch_size to {count * max(1, round(per_row / count))}"
             )
-        if str(trainer.precision) == "16-mixed":
-            raise RecipeError(
-                "trainer.precision=16-mixed scales the loss after a pipeline's backward pass is done; use bf16-mixed"
-            )
         if not hasattr(module, "hidden_states") or not hasattr(module, "token_loss"):
             raise RecipeError(
                 f"pipeline_parallel_size={sizes.pipeline} needs a module with hidden_states(row, decoder) and "
