@@ -17,10 +17,12 @@ from benchmarks.parallel_bytes import measure, save_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.cli import main
 from lit_ft.commands import drawing
-from lit_ft.strategies import ModelParallelStrategy, layout
-from lit_ft.strategies.memory import optimizer_bytes
+from lit_ft.commands.plan import pretended_rank
+from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy, layout
+from lit_ft.strategies.memory import Memory, memory_of, optimizer_bytes
 from lit_ft.strategies.pipeline import SCHEDULES, stages_per_rank
 from lit_ft.strategies.timetable import Work, idle_share, most_in_flight, order, timetable
+from lit_ft.strategies.traffic import layers_here
 
 # --- arithmetic ------------------------------------------------------------------------------------------
 
@@ -121,6 +123,27 @@ def test_optimizer_state_is_counted_without_weights() -> None:
     assert optimizer_bytes(torch.optim.AdamW, weights) == 2 * 22 * 4 + 2 * 4  # two moments, and a step count each
     assert optimizer_bytes(lambda p: torch.optim.SGD(p, lr=0.1), weights) == 0
     assert optimizer_bytes(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), weights) == 22 * 4
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_memory_under_fsdp(model_folder: str, accumulate: int) -> None:
+    with pretended_rank(0, 4):
+        strategy = FSDPStrategy()
+        trainer = Trainer(
+            accelerator="cpu", devices=4, strategy=strategy, accumulate_grad_batches=accumulate, logger=False
+        )
+        module = CausalLM(model_folder)
+        module.trainer, module.model = trainer, module.check()
+        strategy._lightning_module = strategy.model = module
+        strategy.setup_environment()
+        strategy.shard(module)
+        layers = layers_here(module.base_model)
+        found = memory_of(strategy, list(module.parameters()), layers, torch.optim.AdamW, inputs=5)
+    whole = 4 * sum(p.numel() for p in module.check().parameters())
+    # Every first dimension is a multiple of 4, so the shards are quarters; of two layers, both are gathered at a time.
+    steps = 4 * len(list(module.parameters()))
+    assert found == Memory(whole / 4, whole, whole / 4 if accumulate == 1 else whole, 2 * whole / 4 + steps, 5)
+    assert found.total == sum(vars(found).values())
 
 
 # --- against runs ----------------------------------------------------------------------------------------
@@ -236,6 +259,11 @@ def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(RecipeError, match=r"pip install 'lit-ft\[plots\]'"):
         drawing.draw(timetable("GPipe", 2, 2), tmp_path / "schedule.png", "")
+
+
+def test_plan_of_a_strategy_that_it_does_not_know(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--config", recipe, "--trainer.strategy", "ddp") == 0
+    assert capsys.readouterr().out.startswith("DDPStrategy on 4 ranks: plan knows how FSDPStrategy and ModelParallel")
 
 
 def test_a_picture_needs_a_pipeline(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
