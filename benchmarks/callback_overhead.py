@@ -1,6 +1,7 @@
 """What all callbacks of lit_callbacks together add to an optimiser step, on the quickstart.
 
     python -m benchmarks.callback_overhead --rounds 6
+    python -m benchmarks.callback_overhead --by-callback
 
 Each round is a pair of runs, without and with them, in processes of their own and in alternating order. Both do the
 same steps on the same rows with the same random numbers, so step is compared with step. Steps in which the callbacks do
@@ -9,15 +10,18 @@ what was asked for on top (tensors followed in steps 1 and 2) and those around a
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
 
 from benchmarks.compare import environment
 
@@ -72,7 +76,38 @@ def all_callbacks(folder: Path) -> list[Callback]:
     ]
 
 
-def run_here(what: str, folder: Path, epochs: int) -> None:
+class HookClock(Profiler):
+    """Processor time of each callback's hooks, step by step."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        super().__init__()
+        self.steps: list[Counter[str]] = [Counter()]
+        self._started: dict[str, float] = {}
+
+    def start(self, action_name: str) -> None:
+        """Note it."""
+        self._started[action_name] = time.process_time()
+
+    def stop(self, action_name: str) -> None:
+        """Add it up; the last callback's last hook ends a step."""
+        if action_name.startswith("[Callback]") and action_name in self._started:
+            name = re.split(r"[{.]", action_name.removeprefix("[Callback]"))[0]
+            self.steps[-1][name] += time.process_time() - self._started[action_name]  # type: ignore[assignment]
+        if action_name.endswith("StepClock.on_train_batch_end"):
+            self.steps.append(Counter())
+
+    def table(self) -> str:
+        """Milliseconds a step, by callback."""
+        steps = self.steps[FIRST:-1]
+        lines = ["| callback | median, ms a step | mean |", "|---|---|---|"]
+        for name in sorted({name for step in steps for name in step}):
+            times = [step[name] * 1e3 for step in steps]
+            lines.append(f"| {name} | {statistics.median(times):.3f} | {statistics.mean(times):.3f} |")
+        return "\n".join(lines)
+
+
+def run_here(what: str, folder: Path, epochs: int, profiler: Profiler | None = None) -> None:
     """Train the quickstart in this process; write each step's seconds to ``steps.json``."""
     from lit_ft.commands.train import TrainingCLI
 
@@ -81,6 +116,9 @@ def run_here(what: str, folder: Path, epochs: int) -> None:
     class Chosen(TrainingCLI):
         def _with_defaults(self, given: list[Callback]) -> list[Callback]:
             return [*(all_callbacks(folder) if what == "all" else []), clock]
+
+        def instantiate_trainer(self, **options: Any) -> Trainer:
+            return super().instantiate_trainer(**options, **({"profiler": profiler} if profiler else {}))
 
     arguments = ["fit", "--config", "recipes/quickstart.yaml", "--run_dir", str(folder / "run"), "--merge", "false"]
     Chosen([*arguments, "--trainer.max_epochs", str(epochs), "--trainer.enable_checkpointing", "false"])
@@ -109,7 +147,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--run", choices=["bare", "all"])
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--by-callback", action="store_true")
     options = parser.parse_args()
+    if options.by_callback:
+        with tempfile.TemporaryDirectory() as folder:
+            run_here("all", Path(folder), 1, hooks := HookClock())
+        print(f"{hooks.table()}\n\n{environment()}")
+        return
     if options.run is not None:
         run_here(options.run, options.folder, options.epochs)
         return

@@ -64,7 +64,8 @@ class Measured:
 class ThroughputMonitor(Callback):
     """Log how fast training goes, over the last steps, and where a step's time goes; at the end, over the whole run.
 
-    Under ``throughput/``, of all devices together, and under ``throughput/device/`` for one device on average:
+    Under ``throughput/``, of all devices together, and where there are several under ``throughput/device/`` for one on
+    average:
     ``samples_per_second``, ``total_tokens_per_second`` (padding included), ``non_padding_tokens_per_second``,
     ``supervised_tokens_per_second`` (those with a label) and ``model_flops_per_second``. Besides:
     ``tokens_per_second``, which is ``non_padding_tokens_per_second``; ``data_wait``, the share of the time, 0 to 1,
@@ -207,14 +208,14 @@ class ThroughputMonitor(Callback):
         figures: dict[str, torch.Tensor] = {}
         for name, value in zip(_RATES, summed, strict=False):
             if name in measured.done:
-                figures |= {_RATES[name]: value, f"device/{_RATES[name]}": value / ranks}
+                figures |= {_RATES[name]: value} | ({f"device/{_RATES[name]}": value / ranks} if ranks > 1 else {})
         parts = summed[len(_RATES) :] / ranks
         figures |= {"step_seconds": parts.sum(), "data_wait": parts[0] / parts.sum()}
         figures |= {f"step_seconds/{name}": value for name, value in zip(PARTS, parts, strict=True)}
         if "non_padding_tokens" in measured.done:
             figures["tokens_per_second"] = figures["non_padding_tokens_per_second"]
         if "flops" in measured.done and self._peak:
-            figures["mfu"] = figures["device/model_flops_per_second"] / self._peak
+            figures["mfu"] = figures["model_flops_per_second"] / ranks / self._peak
         return figures
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -260,7 +261,7 @@ def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
     said = [f"{summary[key]:,.4g} {unit}" for name, unit in rates if (key := _RATES[name]) in summary]
     if "model_flops_per_second" in summary:
         mfu = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
-        said.append(f"{summary['device/model_flops_per_second'] / 1e12:,.3g} model TFLOP/s per device{mfu}")
+        said.append(f"{summary['model_flops_per_second'] / ranks / 1e12:,.3g} model TFLOP/s per device{mfu}")
     total = summary["step_seconds"]
     parts = ", ".join(f"{name.replace('_', '+')} {summary[f'step_seconds/{name}'] / total:.1%}" for name in PARTS)
     return f"throughput of {steps:,} steps on {ranks} devices: {', '.join(said)}\na step takes {total:,.4g} s: {parts}"
