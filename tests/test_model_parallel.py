@@ -17,8 +17,7 @@ from lit_callbacks import AdapterMerger
 from lit_callbacks.gather import whole_tensor, whole_weights
 from peft import LoraConfig
 from ranks import on_ranks
-from safetensors.torch import load_file
-from test_strategies import Record, adamw, assert_same, sgd
+from test_strategies import Record, adamw, assert_same, load_whole, sgd
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from lit_ft import CausalLM, ExactMatch, TextDataModule
@@ -82,6 +81,17 @@ LAYOUTS = {
     "dp2xZBVZeroBubble": scheduled("ZBVZeroBubble", data=2),
     "tp2xDualPipeV": scheduled("DualPipeV", tensor=2),
 }
+
+
+COLUMNS = {
+    "TP2": Layout(tensor=2),
+    "TP2 + sequence": Layout(tensor=2, options=SEQUENCE),
+    "PP2": Layout(pipeline=2),
+    "DP2 x TP2 x PP2": Layout(2, 2, 2),
+    "CP2": Layout(context=2),
+    "EP2": Layout(data=2, options={"expert_parallel_size": 2}),
+}
+"""Columns of the table of architectures."""
 
 
 @dataclass(frozen=True)
@@ -286,25 +296,31 @@ def test_adapter_and_merged_model_are_those_of_one_process(
     ):
         assert loss == pytest.approx(wanted_loss, rel=1e-5)
         assert answers == wanted_answers
-    for kind, file in (("adapter", "adapter_model.safetensors"), ("merged", "model.safetensors")):
+    for kind in ("adapter", "merged"):
         if way == "full" and kind == "adapter":
             continue
-        wanted, got = (load_file(tmp_path / where / kind / file) for where in ("one", "split"))
+        wanted, got = (load_whole(tmp_path / where / kind) for where in ("one", "split"))
         assert got.keys() == wanted.keys()
         for name, weight in wanted.items():
             torch.testing.assert_close(got[name], weight, atol=1e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("column", ["TP2 + sequence", "PP2", "EP2"])
+def test_experts_are_written_under_their_published_names(
+    make_trainer: Any, write_rows: Any, tmp_path: Path, column: str
+) -> None:
+    data, folder, places = write_rows(count=22), save_model("mixtral", tmp_path / "model"), COLUMNS[column]
+    one, out = str(tmp_path / "one"), str(tmp_path / "split")
+    on_ranks(1, fit_and_write, make_trainer, folder, data, one, "full", timeout=100)
+    on_ranks(places.world, fit_and_write, make_trainer, folder, data, out, "full", places, timeout=150)
+    wanted, got, published = (load_whole(Path(where)) for where in (f"{one}/merged", f"{out}/merged", folder))
+    assert got.keys() == wanted.keys() == published.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(got[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+
+
 # --- architectures -------------------------------------------------------------------------------------
 
-COLUMNS = {
-    "TP2": Layout(tensor=2),
-    "TP2 + sequence": Layout(tensor=2, options=SEQUENCE),
-    "PP2": Layout(pipeline=2),
-    "DP2 x TP2 x PP2": Layout(2, 2, 2),
-    "CP2": Layout(context=2),
-    "EP2": Layout(data=2, options={"expert_parallel_size": 2}),
-}
 IN_EVERY_RUN = {
     *(("gemma2", "DP2 x TP2 x PP2"), ("qwen3_moe", "TP2 + sequence"), ("mixtral", "EP2"), ("phi3", "TP2 + sequence")),
     *(("granite", "PP2"), ("gpt_neox", "DP2 x TP2 x PP2"), ("gpt_oss", "DP2 x TP2 x PP2"), ("gemma2", "CP2")),

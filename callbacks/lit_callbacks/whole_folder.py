@@ -24,7 +24,7 @@ def write_whole(
     Raises:
         ValueError: ``folder`` holds other things than a model.
     """
-    _check_replaceable(folder)
+    check_replaceable(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -40,7 +40,12 @@ def write_whole(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_replaceable(folder: Path) -> None:
+def check_replaceable(folder: Path) -> None:
+    """Refuse to replace a folder that is not a model's.
+
+    Raises:
+        ValueError: it holds other things.
+    """
     if not folder.exists():
         return
     held = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"}

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from lit_ft import rows, split_checkpoints
 from lit_ft.attention import PACKED
@@ -555,6 +556,12 @@ class ModelParallelStrategy(ShardedStrategy):
         if self._tied and self._edges.get(name) == "head":
             return next(other for other, which in self._edges.items() if which == "embedding")
         return name
+
+    def _saved_elsewhere(self, base: PreTrainedModel) -> frozenset[str]:
+        head = base.get_output_embeddings()
+        if self.sizes().pipeline == 1 or not self._is_tied or isinstance(head, PipelineIdentityLayer):
+            return frozenset()
+        return frozenset({f"{_name_of(base, head)}.weight"})
 
     def _order(self) -> list[str]:
         return self._trained_names

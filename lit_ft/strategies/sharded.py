@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from lit_ft import late_casting, split_checkpoints
 from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.errors import RecipeError
+from lit_ft.strategies import model_folder
 
 
 class ShardedStrategy(LightningModelParallelStrategy):
@@ -169,6 +171,29 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """
         parts = self._join_stages(whole_weights(module, wanted, keep=self._leads_stage()))
         return {name: tensor for part in parts for name, tensor in part.items()} if keep else {}
+
+    def save_pretrained(self, base: PreTrainedModel, folder: Any = None) -> None:
+        """Write a model as a Hugging Face folder, each rank a part of it; a collective.
+
+        Args:
+            base: the model, or what of it is here.
+            folder: rank 0's is taken.
+
+        Raises:
+            RecipeError: a weight is not finite.
+        """
+        self._reshard()
+        folder, writers = Path(self.broadcast(folder)), self._ranks_per_stage()
+        own = model_folder.collect(base, writers, self.global_rank % writers, self._saved_elsewhere(base))
+        if own:
+            model_folder.write_part(base, own, folder / f"{self.global_rank:05}.safetensors")
+        self.barrier()
+        if self.is_global_zero:
+            model_folder.join_parts(base, folder)
+        self.barrier()
+
+    def _saved_elsewhere(self, base: PreTrainedModel) -> frozenset[str]:
+        return frozenset()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimiser's state: whole on rank 0, or each rank's shards of it."""

@@ -1,0 +1,95 @@
+"""A Hugging Face folder to which each rank writes a part of the weights."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lit_callbacks.gather import whole_tensor
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from lit_ft.errors import RecipeError
+
+
+def collect(base: nn.Module, writers: int, place: int, left_out: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+    """Gather whole weights one after the other, and keep some of them; a collective of the ranks that share them.
+
+    Args:
+        base: the model, or what of it is here.
+        writers: ranks that the same weights are split over; each keeps its part of the layers.
+        place: of this rank among them.
+        left_out: parameters that are saved elsewhere.
+    """
+    kept = {}
+    for name, weight in base.named_parameters():
+        if name not in left_out:
+            whole = whole_tensor(weight)
+            if _layer_of(name) % writers == place:
+                kept[name] = whole.cpu().clone()
+    return kept
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer that a weight belongs to: what is converted together is kept together."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+
+
+def write_part(base: PreTrainedModel, weights: dict[str, Tensor], file: Path) -> None:
+    """Write some of a model's weights, named as in its published files.
+
+    ``save_pretrained`` cannot: it writes on rank 0 only.
+
+    Raises:
+        RecipeError: a weight is not finite.
+    """
+    for name, weight in weights.items():
+        if not torch.isfinite(weight).all():
+            raise RecipeError(
+                f"{name} has values that are not finite; nothing is written, resume an earlier checkpoint"
+            )
+    with torch.device("meta"):
+        whole: Any = type(base)(copy.deepcopy(base.config))
+    as_published = revert_weight_conversion(whole, weights)
+    contiguous = {name: weight.contiguous() for name, weight in as_published.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(contiguous, file, metadata={"format": "pt"})
+
+
+def join_parts(base: PreTrainedModel, folder: Path) -> None:
+    """Make a model of the files in a folder, on one rank.
+
+    Args:
+        base: the model, or what of it is here.
+        folder: where the parts are.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    where, size = {}, 0
+    for number, file in enumerate(files, start=1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        for key, bytes_of in _contents(file):
+            where[key], size = name, size + bytes_of
+        file.rename(folder / name)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    config = copy.deepcopy(base.config)
+    config.architectures, config.dtype = [type(base).__name__], base.dtype
+    config.save_pretrained(folder)
+    if base.generation_config is not None:
+        base.generation_config.save_pretrained(folder)
+
+
+def _contents(file: Path) -> Iterator[tuple[str, int]]:
+    with safe_open(file, framework="pt") as tensors:
+        for key in tensors.keys():  # noqa: SIM118
+            weight = tensors.get_slice(key)
+            count = 1
+            for length in weight.get_shape():
+                count *= length
+            yield key, count * int(weight.get_dtype().strip("BFIU")) // 8
