@@ -8,6 +8,8 @@ of ranks. ``meta.pt`` in it is the rest of Lightning's checkpoint.
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +152,8 @@ def save_shares(
     names: Sequence[Sequence[str]],
     join_stages: Callable[[Any], list[Any]] = lambda own: [own],
     order: Sequence[str] = (),
-) -> None:
+    background: Any = None,
+) -> Future[Any] | None:
     """Write each rank's share.
 
     Args:
@@ -159,6 +162,10 @@ def save_shares(
         names: for each optimiser, its parameters' names in order.
         join_stages: gathers an object from the ranks that hold other parameters.
         order: of all parameters, where others hold some.
+        background: a process group of the CPU: the shares are copied, and written while training goes on.
+
+    Returns:
+        With ``background``, what becomes of it; the folder has its name once that is done.
     """
     tensors: dict[str, Any] = {f"weights/{name}": tensor.detach() for name, tensor in checkpoint["state_dict"].items()}
     described = []
@@ -177,7 +184,27 @@ def save_shares(
     joined = [join(parts, order or parts[0][1]) for parts in of_optimizers]
     rest["optimizer_states"] = [{"state": state, "names": names} for state, names in joined]
     temporary = path.with_name(f".{path.name}.new")
-    dcp.save(tensors, checkpoint_id=temporary)  # waits for all ranks
+    if background is None:
+        dcp.save(tensors, checkpoint_id=temporary)  # waits for all ranks
+        _name(temporary, path, rest)
+        return None
+    copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tensors)
+    writing: Any = dcp.async_save(copies, checkpoint_id=temporary, process_group=background)
+    named: Future[Any] = Future()
+    writing.add_done_callback(lambda written: _settle(named, written, partial(_name, temporary, path, rest)))
+    return named
+
+
+def _settle(named: "Future[Any]", written: "Future[Any]", name: Callable[[], None]) -> None:
+    try:
+        written.result()
+        named.set_result(name())
+    except Exception as error:
+        named.set_exception(error)
+
+
+def _name(temporary: Path, path: Path, rest: dict[str, Any]) -> None:
+    """Give a folder that all ranks have written its name, on rank 0."""
     if torch.distributed.get_rank() == 0:
         torch.save(rest, temporary / META)
         if path.is_dir():

@@ -424,6 +424,22 @@ def test_a_run_goes_on_under_another_layout(
     assert_same(found, own, whole[3:], weights, 1e-4)
 
 
+def test_a_checkpoint_is_written_while_training_goes_on(
+    make_trainer: Any, four_layers: Any, write_rows: Any, tmp_path: Path
+) -> None:
+    """What is written is what there was when it was asked for, and the run is the same."""
+    data, folder, saved = write_rows(count=37), four_layers(True), str(tmp_path / "saved.ckpt")
+    run = Run(optimizer=adamw)
+    whole, weights, _ = fit(make_trainer, folder, data, run)
+    places = replace(LAYOUTS["dp2xpp2"], options={"async_save": True})
+    first = replace(run, save=saved, save_after=3)
+    steps, found, _ = on_ranks(places.world, fit, make_trainer, folder, data, first, places, timeout=150)[0]
+    assert_same(steps, found, whole, weights, 1e-4)
+    assert Path(saved).is_dir()
+    steps, found, _ = fit(make_trainer, folder, data, replace(run, resume=saved))
+    assert_same(steps, found, whole[3:], weights, 1e-4)
+
+
 # --- what does not fit ---------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ class FSDPStrategy(ShardedStrategy):
         cpu_offload: bool = False,
         sync_each_micro_batch: bool = False,
         save_distributed_checkpoint: bool | None = None,
+        async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
     ) -> None:
@@ -42,10 +43,11 @@ class FSDPStrategy(ShardedStrategy):
                 them whole until the optimiser step.
             save_distributed_checkpoint: each rank writes its share into a folder; false writes one file; null does
                 so where an adapter is trained.
+            async_save: write checkpoints of shares while training goes on, from a copy in host memory.
             process_group_backend: of torch.distributed; null is nccl on CUDA, gloo on CPU.
             timeout: how long a rank waits for the others before the run fails.
         """
-        super().__init__(save_distributed_checkpoint, process_group_backend, timeout)
+        super().__init__(save_distributed_checkpoint, process_group_backend, timeout, async_save)
         self.shard_size, self.reshard_after_forward = shard_size, reshard_after_forward
         self.cpu_offload, self.sync_each_micro_batch = cpu_offload, sync_each_micro_batch
         self.shard_mesh: DeviceMesh | None = None

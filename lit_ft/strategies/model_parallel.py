@@ -72,6 +72,7 @@ class ModelParallelStrategy(ShardedStrategy):
         tp_plan: dict[str, str] | None = None,
         reshard_after_forward: bool = True,
         save_distributed_checkpoint: bool | None = None,
+        async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
     ) -> None:
@@ -97,13 +98,14 @@ class ModelParallelStrategy(ShardedStrategy):
             reshard_after_forward: free a layer's weights after its forward pass; without a pipeline only.
             save_distributed_checkpoint: each rank writes its share into a folder; false writes one file; null does
                 so where an adapter is trained.
+            async_save: write checkpoints of shares while training goes on, from a copy in host memory.
             process_group_backend: of torch.distributed; null is nccl on CUDA, gloo on CPU.
             timeout: how long a rank waits for the others before the run fails.
 
         Raises:
             RecipeError: the schedule is unknown.
         """
-        super().__init__(save_distributed_checkpoint, process_group_backend, timeout)
+        super().__init__(save_distributed_checkpoint, process_group_backend, timeout, async_save)
         if schedule not in pipeline.SCHEDULES:
             raise RecipeError(f"trainer.strategy schedule={schedule!r} is unknown; use one of {pipeline.SCHEDULES}")
         sizes: Any = (pipeline_parallel_size, data_parallel_size, context_parallel_size, tensor_parallel_size)

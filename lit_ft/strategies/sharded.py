@@ -32,6 +32,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         save_distributed_checkpoint: bool | None,
         process_group_backend: str | None,
         timeout: timedelta | None,
+        async_save: bool = False,
     ) -> None:
         super().__init__(
             data_parallel_size="auto",
@@ -40,6 +41,9 @@ class ShardedStrategy(LightningModelParallelStrategy):
             timeout=timeout,
         )
         self.save_in_shares = save_distributed_checkpoint
+        self.async_save = async_save
+        self._writing: Any = None
+        self._cpu_group: Any = None
         self._within_window = False
         self._joined_names: dict[int, list[str]] = {}
 
@@ -233,14 +237,39 @@ class ShardedStrategy(LightningModelParallelStrategy):
         path = Path(self.broadcast(filepath))
         if self._saves_in_shares():
             names = [[name for group in groups for name in group] for groups in self._names_in_optimizers()]
-            split_checkpoints.save_shares(checkpoint, path, names, self._join_stages, self._order())
+            self._finish_writing()
+            self._writing = split_checkpoints.save_shares(
+                checkpoint, path, names, self._join_stages, self._order(), self._background()
+            )
         elif self.is_global_zero:
             checkpoint["optimizer_names"] = list(self._joined_names.values())
             self.checkpoint_io.save_checkpoint(checkpoint, path)
         self.barrier()
 
+    def _background(self) -> Any:
+        if self.async_save and self._cpu_group is None:
+            self._cpu_group = torch.distributed.new_group(backend="gloo")
+        return self._cpu_group
+
+    def _finish_writing(self) -> None:
+        """Wait for a checkpoint that is still being written.
+
+        Raises:
+            Exception: it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+            self.barrier()
+
+    def teardown(self) -> None:
+        """Wait for the last checkpoint, then leave."""
+        self._finish_writing()
+        super().teardown()
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of any strategy; of a file, each rank takes only its share into memory."""
+        self._finish_writing()
         path = Path(self.broadcast(checkpoint_path))
         if not split_checkpoints.is_folder_of_shares(path):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
