@@ -198,7 +198,8 @@ def save_shares(
 def _settle(named: "Future[Any]", written: "Future[Any]", name: Callable[[], None]) -> None:
     try:
         written.result()
-        named.set_result(name())
+        name()
+        named.set_result(None)
     except Exception as error:
         named.set_exception(error)
 
