@@ -1,10 +1,9 @@
 """Tensor, sequence and pipeline parallelism with sharded data parallelism, on one mesh."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,35 +17,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
-from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from lit_ft import rows, split_checkpoints
-from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
-from lit_ft.loading import decoder_layers, pick_attention
+from lit_ft.loading import decoder_layers
 from lit_ft.losses import TokenLoss
-from lit_ft.partition import cut_evenly
 from lit_ft.rows import Row
-from lit_ft.strategies import expert_parallel, pipeline, tensor_parallel
+from lit_ft.strategies import expert_parallel, pipeline
 from lit_ft.strategies.context_parallel import ContextParallel
 from lit_ft.strategies.description import share_of, text
 from lit_ft.strategies.expert_parallel import ExpertParallel
 from lit_ft.strategies.pipeline import Pipeline, StageModule
-from lit_ft.strategies.sharded import ShardedStrategy, local
-from lit_ft.strategies.tensor_parallel import Plan, TensorParallel
+from lit_ft.strategies.placement import Placement, Sizes, base_of
+from lit_ft.strategies.sharded import ShardedStrategy
+from lit_ft.strategies.tensor_parallel import TensorParallel
+from lit_ft.strategies.tensor_plan import Plan
+from lit_ft.strategies.tied_edges import TiedEdges
 from lit_ft.strategies.traffic import step_of
 
 Size = int | Literal["auto"]
 PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
-
-
-class Sizes(NamedTuple):
-    """Ranks along each dimension of the mesh, from the outermost to the innermost."""
-
-    pipeline: int
-    data: int
-    context: int
-    tensor: int
 
 
 class ModelParallelStrategy(ShardedStrategy):
@@ -106,18 +96,17 @@ class ModelParallelStrategy(ShardedStrategy):
             RecipeError: the schedule is unknown.
         """
         super().__init__(save_distributed_checkpoint, process_group_backend, timeout, async_save)
-        if schedule not in pipeline.SCHEDULES:
-            raise RecipeError(f"trainer.strategy schedule={schedule!r} is unknown; use one of {pipeline.SCHEDULES}")
         sizes: Any = (pipeline_parallel_size, data_parallel_size, context_parallel_size, tensor_parallel_size)
-        self.requested = Sizes(*sizes)
-        self.expert_parallel_size = expert_parallel_size
-        self.schedule, self.num_microbatches, self.layers_per_stage = schedule, num_microbatches, layers_per_stage
+        self.placement = Placement(
+            Sizes(*sizes), expert_parallel_size, schedule, num_microbatches, layers_per_stage, tp_plan
+        )
+        self.expert_parallel_size, self.schedule, self.tp_plan = expert_parallel_size, schedule, tp_plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
-        self.tp_plan, self.reshard_after_forward = tp_plan, reshard_after_forward
+        self.reshard_after_forward = reshard_after_forward
         self.pipeline: Pipeline | None = None
         self.tensor: TensorParallel | None = None
         self.context: ContextParallel | None = None
-        self._tied: dict[str, nn.Parameter] = {}
+        self.edges: TiedEdges | None = None
         self._trained_names: list[str] = []
 
     # --- what does not fit -----------------------------------------------------------------------
@@ -128,27 +117,7 @@ class ModelParallelStrategy(ShardedStrategy):
         Raises:
             RecipeError: it names the value, the rule and what works.
         """
-        sizes = self.sizes()
-        if sizes.pipeline == 1:
-            return
-        per_row = getattr(datamodule, "micro_batch_size", None)
-        count = self.micro_batches(per_row)
-        if count < sizes.pipeline:
-            raise RecipeError(
-                f"trainer.strategy num_microbatches={count} leaves stages idle: a pipeline of {sizes.pipeline} needs "
-                f"as many at least; set data.micro_batch_size to a multiple of {sizes.pipeline}"
-            )
-        if per_row is not None and per_row % count:
-            fitting = [n for n in range(sizes.pipeline, per_row + 1) if per_row % n == 0]
-            raise RecipeError(
-                f"trainer.strategy num_microbatches={count} must divide data.micro_batch_size={per_row}; use one of "
-                f"{fitting}, or set data.micro_batch_size to {count * max(1, round(per_row / count))}"
-            )
-        if not hasattr(module, "hidden_states") or not hasattr(module, "token_loss"):
-            raise RecipeError(
-                f"pipeline_parallel_size={sizes.pipeline} needs a module with hidden_states(row, decoder) and "
-                f"token_loss(hidden, row), as lit_ft.CausalLM has; {type(module).__name__} has not"
-            )
+        self.placement.check_batches(self.sizes(), getattr(datamodule, "micro_batch_size", None), module)
 
     def check_model(self, module: nn.Module, skeleton: nn.Module) -> None:
         """Find what of a model cannot be split, before weights are read.
@@ -160,74 +129,7 @@ class ModelParallelStrategy(ShardedStrategy):
         Raises:
             RecipeError: it names the value, the rule and what works.
         """
-        base, sizes = base_of(skeleton), self.sizes()
-        method: Any = skeleton.active_peft_config if isinstance(skeleton, PeftModel) else None
-        if method is not None and method.is_prompt_learning and sizes.data < self._world():
-            raise RecipeError(
-                f"model.peft: {method.peft_type.value} adds virtual tokens, which pipeline, tensor and context "
-                "parallelism do not know of; take another method, or data_parallel_size alone"
-            )
-        if sizes.tensor > 1:
-            if getattr(base, "is_quantized", False):
-                raise RecipeError(
-                    f"tensor_parallel_size={sizes.tensor} cannot cut the packed weights of a quantised base; leave "
-                    "quantization out, or use pipeline_parallel_size and data_parallel_size"
-                )
-            tensor_parallel.check(base, sizes.tensor, self.tp_plan)
-        if self.expert_parallel_size > 1:
-            self._check_experts(base)
-        if sizes.context > 1:
-            self._check_context(module, base)
-        if sizes.pipeline > 1:
-            self._check_stages(skeleton, base)
-
-    def _check_experts(self, base: PreTrainedModel) -> None:
-        sizes, size = self.sizes(), self.expert_parallel_size
-        if sizes.tensor > 1:
-            if size != sizes.tensor:
-                raise RecipeError(
-                    f"expert_parallel_size={size} with tensor_parallel_size={sizes.tensor}: experts are dealt out to "
-                    f"the tensor-parallel ranks; set expert_parallel_size to {sizes.tensor} or leave it out"
-                )
-        elif sizes.data * sizes.context % size:
-            raise RecipeError(
-                f"expert_parallel_size={size} must divide the {sizes.data * sizes.context} ranks of a stage "
-                f"(data {sizes.data} x context {sizes.context})"
-            )
-        expert_parallel.check(base, size)
-
-    def _check_context(self, module: Any, base: PreTrainedModel) -> None:
-        size = self.sizes().context
-        attention = pick_attention(base.config, getattr(module, "attn_implementation", "auto"))
-        if attention != PACKED or not hasattr(module, "hidden_states"):
-            raise RecipeError(
-                f"context_parallel_size={size} needs lit_ft.CausalLM with its packed attention, but "
-                f"{type(base).__name__} in {type(module).__name__} has {attention}; set it to 1"
-            )
-        if getattr(module, "neftune_alpha", None) is not None:
-            raise RecipeError(
-                f"context_parallel_size={size}: neftune_alpha={module.neftune_alpha} draws noise for whole samples; "
-                "leave it out, or set context_parallel_size to 1"
-            )
-
-    def _check_stages(self, skeleton: nn.Module, base: PreTrainedModel) -> None:
-        if not any(name.endswith(".layers") for name in base.pp_plan or ()):
-            raise RecipeError(
-                f"pipeline_parallel_size={self.sizes().pipeline}: Hugging Face does not say how {type(base).__name__} "
-                "is cut into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
-            )
-        parts, head = getattr(base, base.base_model_prefix).layers, base.get_output_embeddings()
-        stages = self.layers_of_stages(base)
-        for number, of_stage in enumerate(stages):
-            edges = [base.get_input_embeddings()] * (number == 0) + [head] * (number == len(stages) - 1)
-            if not any(_trains(part) for part in (*(parts[place] for place in of_stage), *edges)):
-                raise RecipeError(
-                    f"pipeline_parallel_size={self.sizes().pipeline}: nothing trains in stage {number} (layers "
-                    f"{of_stage.start} to {of_stage.stop - 1}); train something in each, choose layers_per_stage so "
-                    "that each has some, or use data_parallel_size and tensor_parallel_size"
-                )
-
-    # --- sizes -----------------------------------------------------------------------------------
+        self.placement.check_model(self.sizes(), module, skeleton)
 
     def sizes(self) -> Sizes:
         """The mesh for the ranks that there are.
@@ -235,56 +137,15 @@ class ModelParallelStrategy(ShardedStrategy):
         Raises:
             RecipeError: the sizes do not multiply to the ranks.
         """
-        world = self._world()
-        unknown = [name for name, size in self.requested._asdict().items() if size == "auto"]
-        known = math.prod(size for size in self.requested if size != "auto")
-        if len(unknown) > 1:
-            names = ", ".join(f"{name}_parallel_size" for name in unknown)
-            raise RecipeError(f"trainer.strategy: {names} are auto; give all but one of them")
-        if known < 1 or world % known or (not unknown and known != world):
-            asked = " x ".join(f"{name} {size}" for name, size in self.requested._asdict().items())
-            divisors = [n for n in range(1, world + 1) if world % n == 0]
-            raise RecipeError(
-                f"trainer.strategy: {asked} must make {world} ranks ({self.num_nodes} nodes x {self.num_processes} "
-                f"devices); each size is one of {divisors}, or start a multiple of {known} ranks"
-            )
-        return Sizes(*(world // known if size == "auto" else size for size in self.requested))
-
-    def _world(self) -> int:
-        return self.num_nodes * self.num_processes
+        return self.placement.sizes(self.num_nodes, self.num_processes)
 
     def micro_batches(self, micro_batch_size: int | None) -> int:
         """Parts that a pipeline cuts a row into."""
-        return self.num_microbatches or micro_batch_size or self.sizes().pipeline
+        return self.placement.micro_batches(self.sizes(), micro_batch_size)
 
     def layers_of_stages(self, base: PreTrainedModel) -> list[range]:
-        """Places of each stage's decoder layers.
-
-        Raises:
-            RecipeError: there are too few layers, or those given do not add up.
-        """
-        stages = self.sizes().pipeline * pipeline.stages_per_rank(self.schedule)
-        layers = getattr(base, base.base_model_prefix).layers
-        if self.layers_per_stage is not None:
-            given = self.layers_per_stage
-            if len(given) != stages or sum(given) != len(layers) or min(given) < 1:
-                raise RecipeError(
-                    f"trainer.strategy layers_per_stage={given} must be {stages} numbers of at least 1 (stages of "
-                    f"{self.schedule} on {self.sizes().pipeline} ranks) that add up to the {len(layers)} layers"
-                )
-            ends = torch.tensor(given).cumsum(0).tolist()
-            return [range(end - count, end) for end, count in zip(ends, given, strict=True)]
-        if len(layers) < stages:
-            raise RecipeError(
-                f"pipeline_parallel_size={self.sizes().pipeline} with schedule {self.schedule} makes {stages} stages, "
-                f"but {type(base).__name__} has {len(layers)} layers; use at most "
-                f"{len(layers) // pipeline.stages_per_rank(self.schedule)}"
-            )
-        # The head is computed with the last stage; an embedding is a look-up, and costs nothing.
-        head = sum(p.numel() for p in base.get_output_embeddings().parameters())
-        costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
-        costs[-1] += head
-        return cut_evenly(costs, stages)
+        """Places of each stage's decoder layers."""
+        return self.placement.layers_of_stages(self.sizes(), base)
 
     # --- processes and mesh ----------------------------------------------------------------------
 
@@ -368,13 +229,7 @@ class ModelParallelStrategy(ShardedStrategy):
         dtype = getattr(embedding.weight, "cast_to", embedding.weight.dtype)
         like_embedding = self.precision_plugin.convert_module(nn.Embedding(1, 1, dtype=dtype))
         self._boundary_dtype = next(like_embedding.parameters()).dtype
-        self._edges = {
-            name: which
-            for name, p in module.named_parameters(remove_duplicate=False)
-            for which, edge in (("embedding", embedding), ("head", head))
-            if p is edge.weight and name.endswith(f"{_name_of(base, edge)}.weight")
-        }
-        self._is_tied = head.weight is embedding.weight
+        self.edges = TiedEdges(module, base) if head.weight is embedding.weight else None
         self._vocabulary = head.weight.shape[0]
         own = pipeline.stages_of(self._mesh(PIPELINE).get_local_rank(), size, self.schedule)
         pipeline.drop_layers(base, [layers[k] for k in own], is_first=0 in own, is_last=len(layers) - 1 in own)
@@ -484,7 +339,8 @@ class ModelParallelStrategy(ShardedStrategy):
         module.forward = self.pipeline
         if (answer := getattr(module, "answer", None)) is not None:
             module.answer = self._answering(base, self.pipeline)(answer)
-        self._tie(module)
+        if self.edges is not None:
+            self.edges.connect(module, self._ranks_per_stage(), self.pipeline.last_rank)
 
     @contextmanager
     def _answering(self, base: Any, through: Pipeline) -> Iterator[None]:
@@ -519,35 +375,12 @@ class ModelParallelStrategy(ShardedStrategy):
             return
         assert self.model is not None
         if self.tensor is not None:
-            self.tensor.sum_parts([p for p in self.model.parameters() if p.grad is not None])
-        if self._tied:
-            self._sync_tied()
-
-    def _tie(self, module: nn.Module) -> None:
-        """Find the weight that embedding and head share, where it lies on two stages."""
-        own = dict(module.named_parameters(remove_duplicate=False))
-        here = {which: own[name] for name, which in self._edges.items() if name in own}
-        per_stage, last = self._ranks_per_stage(), self.pipeline.last_rank if self.pipeline else 0
-        first_ranks = range(per_stage)
-        last_stage = last - last % per_stage
-        # A collective: every rank makes every group.
-        pairs = [dist.new_group([r, last_stage + r]) for r in first_ranks] if last_stage else []
-        if not self._is_tied or not any(p.requires_grad for p in here.values()):
-            return
-        if len({id(p) for p in here.values()}) == 2 or last_stage:
-            self._tied = here
-            self._tied_group = pairs[self.global_rank % per_stage] if pairs else None
-
-    def _sync_tied(self) -> None:
-        gradients = [local(p.grad) for p in self._tied.values() if p.grad is not None]
-        if len(gradients) == 2:
-            gradients[0].add_(gradients[1])
-            gradients[1].copy_(gradients[0])
-        else:
-            dist.all_reduce(gradients[0], group=self._tied_group)
+            self.tensor.sum_parts([p for p in self.model.parameters() if isinstance(p.grad, DTensor)])
+        if self.edges is not None:
+            self.edges.sum_gradients()
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        return self._tied.get("head") is not parameter
+        return self.edges is None or not self.edges.is_copy(parameter)
 
     def _ranks_per_stage(self) -> int:
         return self.world_size // self.sizes().pipeline
@@ -555,15 +388,10 @@ class ModelParallelStrategy(ShardedStrategy):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def _saved_name(self, name: str) -> str:
-        if self._tied and self._edges.get(name) == "head":
-            return next(other for other, which in self._edges.items() if which == "embedding")
-        return name
+        return name if self.edges is None else self.edges.saved_name(name)
 
     def _saved_elsewhere(self, base: PreTrainedModel) -> frozenset[str]:
-        head = base.get_output_embeddings()
-        if self.sizes().pipeline == 1 or not self._is_tied or isinstance(head, PipelineIdentityLayer):
-            return frozenset()
-        return frozenset({f"{_name_of(base, head)}.weight"})
+        return frozenset() if self.edges is None else frozenset({self.edges.copy_in_base})
 
     def _order(self) -> list[str]:
         return self._trained_names
@@ -589,29 +417,6 @@ class ModelParallelStrategy(ShardedStrategy):
                 "theirs; resume without a pipeline (pipeline_parallel_size: 1) and save again"
             )
         return split_checkpoints.pick(state, checkpoint["optimizer_names"][place], self._names_in_optimizers()[place])
-
-
-def base_of(module: nn.Module) -> PreTrainedModel:
-    """The Hugging Face causal LM in a module.
-
-    Raises:
-        RecipeError: it holds none.
-    """
-    for candidate in module.modules():
-        if isinstance(candidate, PreTrainedModel) and candidate.get_output_embeddings() is not None:
-            return candidate
-    raise RecipeError(
-        f"ModelParallelStrategy needs a Hugging Face causal LM, and {type(module).__name__} holds none; use ddp or "
-        "lit_ft.strategies.FSDPStrategy"
-    )
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
-
-
-def _name_of(base: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in base.named_modules() if module is wanted)
 
 
 def _map_result(decoder: nn.Module, function: Any) -> None:

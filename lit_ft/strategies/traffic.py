@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_ft.strategies import layout
 from lit_ft.strategies.sharded import local
-from lit_ft.strategies.tensor_parallel import is_block
+from lit_ft.strategies.tensor_plan import is_block
 
 ASSUMED_TOKENS = 1024
 """Of a row, where the data does not say."""
@@ -170,7 +170,8 @@ class Traffic:
         dtype = self.policy.param_dtype if self.sizes.data * self.sizes.context > 1 else None
         boundary = self.stream / self.itemsize * (dtype or self.base.dtype).itemsize
         boundary /= self.sizes.tensor if self.strategy.sequence_parallel else 1
-        tied = bytes_of(self.strategy._tied.values()) if getattr(self.strategy, "_tied_group", None) else 0
+        edges = getattr(self.strategy, "edges", None)
+        tied = 0 if edges is None or edges.group is None else bytes_of(edges.copies.values())
         return len(neighbours) * boundary + self.step.rows * (self.step.targets + 2) * 4 + layout.reduced(tied, 2)
 
     def _along_experts(self) -> float:

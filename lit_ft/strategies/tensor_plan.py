@@ -1,0 +1,143 @@
+"""How Hugging Face says a model's matrices are cut, through adapters; what cannot be cut."""
+
+from collections.abc import Iterator, Mapping
+
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+from lit_ft.errors import RecipeError
+
+COLUMNS, ROWS = "colwise", "rowwise"
+WHOLE_OUT, WHOLE_IN = "colwise_gather_output", "rowwise_split_input"
+EXPERTS = "experts"
+_STYLES = {
+    "colwise": COLUMNS,
+    "rowwise": ROWS,
+    "colwise_gather_output": WHOLE_OUT,
+    "colwise_rep": WHOLE_OUT,
+    "rowwise_split_input": WHOLE_IN,
+    "rowwise_rep": WHOLE_IN,
+    "replicated_with_grad_allreduce": "within",
+    "moe_tp_experts": EXPERTS,
+    "ep_dispatch_experts": EXPERTS,
+}
+_OF_WEIGHTS = {"packed_colwise", "grouped_gemm"}  # say of one weight what the style of its module says already
+_OF_EDGES = {"embedding_rowwise", "embedding_colwise"}  # embedding and head are cut here for every architecture
+
+
+class Plan:
+    """Which module is cut which way.
+
+    Args:
+        base: a Hugging Face model, with or without adapters in it; it may be on the meta device.
+        given: a plan of the recipe, module names (``*`` for a layer's number) to Hugging Face's styles; it adds to the
+            model's own.
+
+    Raises:
+        RecipeError: there is no plan, or a style in it is not known here.
+    """
+
+    def __init__(self, base: PreTrainedModel, given: Mapping[str, str] | None = None) -> None:
+        of_experts = getattr(base.config, "base_model_ep_plan", None) or {}
+        of_experts = {f"{base.base_model_prefix}.{name}": style for name, style in of_experts.items()}
+        styles = {**of_experts, **(base.tp_plan or {}), **(given or {})}
+        unknown = sorted({s for s in styles.values() if s not in _STYLES and s not in _OF_WEIGHTS | _OF_EDGES})
+        if unknown:
+            raise RecipeError(
+                f"tensor parallelism: the plan of {type(base).__name__} has the styles {unknown}, which are not "
+                f"supported; known are {sorted(_STYLES)}. Give others by trainer.strategy.init_args.tp_plan"
+            )
+        self.styles: dict[nn.Module, str] = {}
+        for name, module in base.named_modules():
+            style = _STYLES.get(styles.get(replace_layer_number_by_wildcard(name), ""))
+            if style is not None:
+                self.styles[module] = style
+        edges = {base.get_input_embeddings(), base.get_output_embeddings()}
+        if not set(self.styles) - edges:
+            raise RecipeError(
+                f"tensor parallelism: Hugging Face has no plan for {type(base).__name__}; give one by "
+                "trainer.strategy.init_args.tp_plan, e.g. {model.layers.*.self_attn.q_proj: colwise, ...o_proj: "
+                "rowwise}, take an architecture that has one (llama, mistral, qwen, gemma, phi3, granite, olmo2, "
+                "mixtral, ...), or set tensor_parallel_size to 1"
+            )
+
+    def covers(self, block: nn.Module) -> bool:
+        """Whether all of a block's weights are cut, or within what is cut, so that it is entered and left once."""
+        if self.styles.get(block) == EXPERTS:
+            return True
+        found = {self.styles.get(module) for module in linears(block)}
+        return found <= {COLUMNS, ROWS, "within"} and {COLUMNS, ROWS} <= found
+
+
+def linears(block: nn.Module) -> Iterator[nn.Module]:
+    """Modules of a block that own weights; a layer with an adapter is one."""
+    for child in block.children():
+        if isinstance(child, BaseTunerLayer):
+            yield child
+        else:
+            yield from linears(child)
+    if block._parameters:
+        yield block
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a part of a decoder layer is a block (attention, MLP), not a norm or dropout on the residual stream."""
+    return any(True for _ in module.children()) or any(p.ndim > 1 for p in module.parameters(recurse=False))
+
+
+def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = None) -> None:
+    """Find what cannot be cut before weights are read.
+
+    Args:
+        base: on the meta device, with its adapters.
+        size: ranks.
+        given: a plan of the recipe.
+
+    Raises:
+        RecipeError: it names the value, the rule and what fits.
+    """
+    plan, config = Plan(base, given), base.config.get_text_config()
+    styles = set(plan.styles.values())
+    sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
+    sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    for name, count in sizes.items():
+        if COLUMNS in styles and isinstance(count, int) and count % size:
+            raise RecipeError(_must_divide(size, name, count))
+    for module, style in plan.styles.items():
+        if style == EXPERTS and module.num_experts % size:  # type: ignore[operator]
+            raise RecipeError(_must_divide(size, "the number of experts", int(module.num_experts)))  # type: ignore[arg-type]
+        if style in (WHOLE_OUT, WHOLE_IN) and module is not base.get_output_embeddings():
+            weight = next(module.parameters())
+            width = weight.shape[0 if style == WHOLE_OUT else -1]
+            if width % size:
+                raise RecipeError(_must_divide(size, f"the width of {type(module).__name__}", width))
+    for name, module in base.named_modules():
+        _check_adapter(name, module, plan)
+
+
+def _must_divide(size: int, name: str, count: int) -> str:
+    fitting = [n for n in range(1, count + 1) if count % n == 0]
+    nearest = min(fitting, key=lambda n: (abs(n - size), n))
+    return f"tensor_parallel_size={size} must divide {name}={count}; use {nearest}"
+
+
+def _check_adapter(name: str, module: nn.Module, plan: Plan) -> None:
+    if not isinstance(module, BaseTunerLayer):
+        return
+    why = None
+    if not isinstance(module, LoraLayer):
+        why = f"the method of {type(module).__name__} was not compared with one process"
+    elif module.lora_variant or any(module.use_dora.values()):
+        why = "this variant of LoRA looks at whole weights"
+    elif module.lora_embedding_A:
+        why = "LoRA on an embedding looks tokens up in whole tables"
+    elif not isinstance(module.get_base_layer(), nn.Linear):
+        why = f"LoRA on {type(module.get_base_layer()).__name__} (routers and experts) computes something else there"
+    if why is not None:
+        raise RecipeError(
+            f"model.peft: {name}: under tensor parallelism {why}; take LoraConfig on linear layers of attention and "
+            "MLP, or set tensor_parallel_size to 1 (pipeline_parallel_size and data_parallel_size split it too)"
+        )
