@@ -26,6 +26,7 @@ from lit_ft import (
     embeddings,
     loading,
     method_calls,
+    peft_methods,
     process,
     prompt_learning,
     quantisation,
@@ -175,6 +176,8 @@ class CausalLM(ScheduleFreeModule):
         self._check_stored_quantisation()
         skeleton = loading.skeleton(self.pretrained, self.base_dtype)
         embeddings.make_room(skeleton, self.tokenizer, len(self.added_ids))
+        if self.peft is not None:
+            peft_methods.give_values(skeleton, self.peft)
         if self.peft is None or not adapter_start.needs_start(self.peft):
             return self._with_peft(skeleton, self.peft)
         return self._with_peft(skeleton, adapter_start.plain(self.peft, self.start))

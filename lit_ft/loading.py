@@ -264,4 +264,5 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     for model in module.modules():
         if isinstance(model, PreTrainedModel):
             names |= set(model._no_split_modules or [])
-    return [layer for layer in module.modules() if type(layer).__name__ in names]
+    # Also once fully_shard has given them a class of its own, derived from theirs.
+    return [layer for layer in module.modules() if names & {kind.__name__ for kind in type(layer).__mro__}]

@@ -46,6 +46,22 @@ def check_method(peft: PeftConfig) -> None:
         raise RecipeError(f"model.peft: {name} {reason}; take another method, e.g. peft.LoraConfig")
 
 
+def give_values(skeleton: nn.Module, peft: PeftConfig) -> None:
+    """Give a model on the meta device values to look at, for the methods that look at them when they are made.
+
+    Args:
+        skeleton: changed in place; small random weights on the CPU, whose memory is free again after the check.
+        peft: the method.
+    """
+    if peft.peft_type.value in _LOOK_AT_WEIGHTS or getattr(peft, "velora_config", None) is not None:
+        skeleton.to_empty(device="cpu")
+        for weight in skeleton.parameters():
+            nn.init.normal_(weight, std=0.02)
+
+
+_LOOK_AT_WEIGHTS = {"ADAMSS", "SHIRA"}
+
+
 def check_mergeable(peft: PeftConfig) -> None:
     """Refuse to plan a merge of a method that adds no weights to the base's.
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard,
 
 from lit_ft.errors import RecipeError
 from lit_ft.loading import decoder_layers
-from lit_ft.strategies.sharded import ShardedStrategy
+from lit_ft.strategies.sharded import ShardedStrategy, check_method
 
 
 class FSDPStrategy(ShardedStrategy):
@@ -58,11 +58,7 @@ class FSDPStrategy(ShardedStrategy):
         Raises:
             RecipeError: it names the method.
         """
-        if (peft := getattr(module, "peft", None)) is None:
-            return
-        method = "kasa_config" if getattr(peft, "kasa_config", None) is not None else peft.peft_type.value
-        if (reason := _NOT_IN_SHARDS.get(method)) is not None:
-            raise RecipeError(f"model.peft: {method} {reason} under FSDP; take ddp, or another method")
+        check_method(module)
 
     # --- processes and mesh ----------------------------------------------------------------------
 
@@ -127,14 +123,3 @@ class FSDPStrategy(ShardedStrategy):
 
     def _sync_gradients(self, wanted: bool) -> None:
         super()._sync_gradients(wanted or self.sync_each_micro_batch)
-
-
-_OUTSIDE = "looks at whole weights between passes, which no rank has"
-_SHARED = "shares weights between layers, which are sharded apart"
-_NOT_IN_SHARDS = {
-    **dict.fromkeys(("ADALORA", "kasa_config"), _OUTSIDE),
-    **dict.fromkeys(("TINYLORA", "UNILORA", "VBLORA"), _SHARED),
-    "OSF": "projects gradients of whole weights, and would train something else",
-    "PREFIX_TUNING": "runs sample by sample, and ranks have different numbers of samples",
-}
-"""Tuning methods that fail, hang or compute something else on shards (tests/test_methods.py)."""

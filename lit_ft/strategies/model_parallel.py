@@ -29,7 +29,7 @@ from lit_ft.strategies.description import share_of, text
 from lit_ft.strategies.expert_parallel import ExpertParallel
 from lit_ft.strategies.pipeline import Pipeline, StageModule
 from lit_ft.strategies.placement import Placement, Sizes, base_of
-from lit_ft.strategies.sharded import ShardedStrategy
+from lit_ft.strategies.sharded import ShardedStrategy, check_method
 from lit_ft.strategies.tensor_parallel import TensorParallel
 from lit_ft.strategies.tensor_plan import Plan
 from lit_ft.strategies.tied_edges import TiedEdges
@@ -117,6 +117,8 @@ class ModelParallelStrategy(ShardedStrategy):
         Raises:
             RecipeError: it names the value, the rule and what works.
         """
+        if self.sizes() != (1, 1, 1, 1):
+            check_method(module)
         self.placement.check_batches(self.sizes(), getattr(datamodule, "micro_batch_size", None), module)
 
     def check_model(self, module: nn.Module, skeleton: nn.Module) -> None:
@@ -368,6 +370,13 @@ class ModelParallelStrategy(ShardedStrategy):
             yield
         if self.pipeline is not None:
             self.pipeline.within_window(False)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step; a pipeline's gradients go at once, where Lightning would keep them through the next schedule."""
+        result = super().optimizer_step(*args, **kwargs)
+        if self.pipeline is not None:
+            self.pipeline.drop_gradients()
+        return result
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """At the end of an accumulation window, bring together what ranks have computed of the same gradients."""

@@ -348,6 +348,11 @@ class Pipeline:
         for stage in self._torch_stages:
             stage.is_within_window = is_within
 
+    def drop_gradients(self) -> None:
+        """Let go of the gradients of a step that was taken."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def _run(self, step: Callable[..., Any]) -> None:
         places = torch.arange(self.micro_batches, device=self.device)
         first = (places,) if any(stage.is_first for stage in self.stages) else ()

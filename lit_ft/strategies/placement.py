@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from peft import PeftModel
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -92,6 +93,11 @@ class Placement:
             raise RecipeError(
                 f"model.peft: {method.peft_type.value} adds virtual tokens, which pipeline, tensor and context "
                 "parallelism do not know of; take another method, or data_parallel_size alone"
+            )
+        if sizes.pipeline > 1 and any(isinstance(part, TrainableTokensLayer) for part in base.modules()):
+            raise RecipeError(
+                "added or trainable tokens change embedding and head at once, which are on different stages of a "
+                f"pipeline; set pipeline_parallel_size={sizes.pipeline} to 1, or train the embedding by modules_to_save"
             )
         if sizes.tensor > 1:
             if getattr(base, "is_quantized", False):

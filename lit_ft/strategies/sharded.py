@@ -345,3 +345,27 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 _ON_SHARDS = ("AdamW", "Adam", "SGD", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop")
 """Optimisers that were compared with one process (tests/test_strategies.py); bitsandbytes' and schedulefree's fail."""
+
+
+def check_method(module: nn.Module) -> None:
+    """Refuse tuning methods that fail, or train something else, where weights are split.
+
+    Raises:
+        RecipeError: it names the method.
+    """
+    if (peft := getattr(module, "peft", None)) is None:
+        return
+    method = "kasa_config" if getattr(peft, "kasa_config", None) is not None else peft.peft_type.value
+    if (reason := _NOT_IN_SHARDS.get(method)) is not None:
+        raise RecipeError(f"model.peft: {method} {reason} where weights are split; take ddp, or another method")
+
+
+_OUTSIDE = "looks at whole weights between passes, which no rank has"
+_SHARED = "shares weights between layers, which are sharded apart"
+_NOT_IN_SHARDS = {
+    **dict.fromkeys(("ADALORA", "kasa_config"), _OUTSIDE),
+    **dict.fromkeys(("TINYLORA", "UNILORA", "VBLORA"), _SHARED),
+    "OSF": "projects gradients of whole weights, and would train something else",
+    "PREFIX_TUNING": "runs sample by sample, and ranks have different numbers of samples",
+}
+"""Tuning methods that fail, hang or compute something else on shards (tests/test_methods.py)."""

@@ -85,6 +85,7 @@ class TensorParallel:
         for module in base.modules():
             if any(not isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
                 self._keep_own(module, self._in_stream)
+        self._cut.clear()  # it has the whole weights
 
     @property
     def _in_stream(self) -> Placement:
@@ -200,7 +201,7 @@ class TensorParallel:
         for linear in _without_wrapper(head):
             self._cut_linear(linear, COLUMNS)
             vocabulary = next(weight for name, weight in linear.named_parameters() if "lora_" not in name).shape[0]
-            _wrap(linear, _on_hidden(self._copy_in), partial(self._logits, vocabulary))
+            _wrap(linear, _on_hidden(lambda x: self._copy_in(_as_computed(x))), partial(self._logits, vocabulary))
 
     def _logits(self, vocabulary: int, local: Tensor) -> Tensor:
         shape = torch.Size((*local.shape[:-1], vocabulary))
@@ -216,6 +217,7 @@ class TensorParallel:
     # --- into blocks and out of them -------------------------------------------------------------
 
     def _enter(self, x: Tensor) -> Tensor:
+        x = _as_computed(x)
         return self._move(x, _SEQUENCE, Replicate(), Partial()) if self.sequence_parallel else self._copy_in(x)
 
     def _leave(self, x: Tensor) -> Tensor:
@@ -230,7 +232,9 @@ class TensorParallel:
 
     def begin_stream(self, layer: nn.Module) -> None:
         """Cut the residual stream before the first layer of all."""
-        _wrap(layer, _on_hidden(self._begin))
+        # By a hook: transformers does not checkpoint a layer whose `forward` is not its class's.
+        begin = _on_hidden(self._begin)
+        layer.register_forward_pre_hook(lambda _, args, kwargs: begin(args, kwargs), with_kwargs=True)
 
     def _begin(self, hidden: Tensor) -> Tensor:
         if self.sequence_parallel and hidden.shape[1] % self.size:
@@ -305,6 +309,12 @@ class TensorParallel:
             )
             self._cut[weight] = nn.Parameter(part, requires_grad=weight.requires_grad)
         module._parameters[key] = self._cut[weight]
+
+
+def _as_computed(x: Tensor) -> Tensor:
+    """In the dtype that autocast is going to compute in, so that what is sent is half as much."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _without_wrapper(module: nn.Module) -> list[Any]:

@@ -19,15 +19,8 @@ class TiedEdges:
 
     def __init__(self, module: nn.Module, base: PreTrainedModel) -> None:
         edges: Any = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
-        self._in_base = {which: f"{_name_of(base, edge)}.weight" for which, edge in edges.items()}
-        self.names = {
-            which: next(
-                name
-                for name, p in module.named_parameters(remove_duplicate=False)
-                if p is edge.weight and name.endswith(self._in_base[which])
-            )
-            for which, edge in edges.items()
-        }
+        self._in_base = {which: _name_of_weight(base, edge) for which, edge in edges.items()}
+        self.names = {which: _name_of_weight(module, edge) for which, edge in edges.items()}
         self.copies: dict[str, nn.Parameter] = {}
         """By ``embedding`` and ``head``: those of this rank, where they train and are two."""
         self.group: Any = None
@@ -73,5 +66,6 @@ class TiedEdges:
         return self._in_base["head"]
 
 
-def _name_of(base: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in base.named_modules() if module is wanted)
+def _name_of_weight(model: nn.Module, edge: Any) -> str:
+    path = next(name for name, module in model.named_modules() if module is edge)
+    return f"{path}.{next(name for name, weight in edge.named_parameters() if weight is edge.weight)}"
