@@ -127,7 +127,9 @@ class SpikeGuard(Callback):
             for name, value in found.items():
                 if value is not None and math.isfinite(value):
                     self._history.setdefault(name, deque(maxlen=self.window)).append(value)
-        pl_module.log("spike_guard/skipped_steps", float(self.skipped_steps))
+        # `log` takes longer than all of the above: on the steps that loggers take only.
+        if reasons or (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            pl_module.log("spike_guard/skipped_steps", float(self.skipped_steps))
 
     def _measure(self, trainer: Trainer, optimizer: Optimizer) -> tuple[float | None, float | None]:
         """Mean loss of the ranks and the norm of all gradients; None for what there is not."""
@@ -135,10 +137,14 @@ class SpikeGuard(Callback):
         loss = torch.zeros((), device=device) if self._loss is None else self._loss.float().to(device)
         reachable = [p for p in parameters_of(optimizer) if p.grad is not None]
         has = torch.tensor([self._loss is not None, bool(reachable)], dtype=torch.float32, device=device)
-        squares = squared_norm(reachable, trainer).to(device)
+        # A strategy whose ranks hold different layers measures gradients itself.
+        own_way = getattr(trainer.strategy, "clip_gradients_by_norm", None)
+        norm = own_way(reachable, None) if own_way is not None else None
+        squares = squared_norm(reachable, trainer).to(device) if norm is None else torch.zeros((), device=device)
         # In one collective, so that all ranks see the same numbers and decide the same.
         sums: Any = trainer.strategy.reduce(torch.cat([has, loss[None], squares[None]]), reduce_op="sum")
         has_loss, has_norm, total, summed = sums.tolist()
+        summed = summed if norm is None else float(norm) ** 2
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         return total / has_loss / scale if has_loss else None, math.sqrt(summed) if has_norm else None
