@@ -34,7 +34,7 @@ from lit_ft import (
 from lit_ft.adapter_start import Start
 from lit_ft.attention import block_masks
 from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, write_fingerprint
-from lit_ft.checkpoints_io import Shapes, check_fit, shapes_of, trainable_shapes
+from lit_ft.checkpoints_io import Shapes, WeightCount, check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
@@ -134,6 +134,8 @@ class CausalLM(ScheduleFreeModule):
         self.start: Start | None = None
         """What the adapter's init found in an earlier run, where it is not to be done again."""
         self._trains: Shapes = {}
+        self.weight_count: WeightCount | None = None
+        """Of the whole model, once it is built."""
         self._optimizer_names: list[list[str]] = []
         self._fp32_buffers: dict[str, Tensor] = {}
         self._window_tokens = 1
@@ -220,6 +222,7 @@ class CausalLM(ScheduleFreeModule):
             for layer in loading.decoder_layers(self.base_model):
                 layer.compile(dynamic=True, backend="inductor" if self.compile_with is True else self.compile_with)
         self._trains = trainable_shapes(self)
+        self.weight_count = WeightCount.of(self.model)
 
     def _adapted(self, base: PreTrainedModel) -> PreTrainedModel | PeftModel:
         if self.peft is None or not adapter_start.needs_start(self.peft):
@@ -392,7 +395,8 @@ class CausalLM(ScheduleFreeModule):
             tokens = len(row["targets"]) * accumulate
         if process.replica(self.trainer)[0] == 1:
             return tokens
-        return int(self.trainer.strategy.reduce(torch.tensor(tokens, device=self.device), reduce_op="sum"))
+        everywhere = self.trainer.strategy.reduce(torch.tensor(tokens, device=self.device), reduce_op="sum")
+        return int(everywhere) // process.copies(self.trainer)
 
     def validation_step(self, batch: Row | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into val/loss, val/perplexity and val/token_accuracy."""

@@ -3,10 +3,11 @@
 import shutil
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
+from lit_callbacks.gather import whole_numel
 from torch import Tensor, nn
 
 from lit_ft import split_checkpoints
@@ -31,6 +32,24 @@ class AnyCheckpointIO(TorchCheckpointIO):
         if split_checkpoints.is_folder_of_shares(Path(path)):
             return split_checkpoints.read_whole(Path(path))
         return super().load_checkpoint(path, *args, **options)
+
+
+class WeightCount(NamedTuple):
+    """How much of a model there is, and how much of it trains."""
+
+    trained: int
+    total: int
+    trained_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "WeightCount":
+        """Count a model that no rank has let go of parts of; where ZeRO-3 has split weights, they count whole."""
+        trains = [p for p in model.parameters() if p.requires_grad]
+        return cls(
+            sum(map(whole_numel, trains)),
+            sum(map(whole_numel, model.parameters())),
+            sum(whole_numel(p) * p.element_size() for p in trains),
+        )
 
 
 def trainable_shapes(module: nn.Module) -> Shapes:

@@ -19,3 +19,8 @@ def replica(trainer: Any) -> tuple[int, int]:
     # A parallel strategy says there which share of the data is whose, whatever else it splits.
     place = getattr(getattr(trainer, "strategy", None), "distributed_sampler_kwargs", None)
     return (place["num_replicas"], place["rank"]) if place else (1, 0)
+
+
+def copies(trainer: Any) -> int:
+    """How many ranks compute the same share of the data, each with a part of the model."""
+    return trainer.world_size // replica(trainer)[0]

@@ -11,11 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.gather import whole_numel
 from transformers.utils.logging import disable_progress_bar
 
 from lit_ft import prompt_learning
 from lit_ft.causal_lm import CausalLM
+from lit_ft.checkpoints_io import WeightCount
 from lit_ft.data.batching import RowLoader
 from lit_ft.data.streaming import StreamLoader
 from lit_ft.run_folder import RunFolder
@@ -94,11 +94,10 @@ def describe_model(module: CausalLM) -> str:
     """Method, base model, parameters and dtypes in a line."""
     model = module.model
     assert model is not None
-    parameters = list(model.parameters())
-    trainable = [p for p in parameters if p.requires_grad]
-    count, total = sum(map(whole_numel, trainable)), sum(map(whole_numel, parameters))
+    assert module.weight_count is not None
+    count, total, _ = module.weight_count
     method = "all weights" if module.peft is None else module.peft.peft_type.value
-    dtypes = " + ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+    dtypes = " + ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     start = "" if module.init == "pretrained" else " (random weights)"
     return (
         f"{method} of {module.pretrained}{start}: {count:,} of {total:,} parameters ({count / total:.2%}), {dtypes}, "
@@ -113,8 +112,9 @@ def describe_checkpoint(trainer: Trainer, module: LightningModule) -> str | None
         return None
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    weights = sum(whole_numel(p) * p.element_size() for p in module.parameters() if p.requires_grad)
-    return f"checkpoint: {path}, {size / MIB:,.1f} MiB; the weights that train are {weights / MIB:,.1f} MiB of it"
+    count: WeightCount = getattr(module, "weight_count", None) or WeightCount.of(module)
+    trains = count.trained_bytes / MIB
+    return f"checkpoint: {path}, {size / MIB:,.1f} MiB; the weights that train are {trains:,.1f} MiB of it"
 
 
 def describe_metrics(trainer: Trainer) -> str:

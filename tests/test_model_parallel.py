@@ -13,7 +13,7 @@ import torch
 from architectures import ATTENTION, EXPERTS, OWN, save_model
 from conftest import make_tokenizer, record_cell
 from lightning.pytorch import Callback
-from lit_callbacks import AdapterMerger
+from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.gather import whole_tensor, whole_weights
 from peft import LoraConfig
 from ranks import on_ranks
@@ -383,6 +383,46 @@ def test_architectures(
         assert worst < 1e-5
         loss = max(abs(got[0] - want[0]) / want[0] for got, want in zip(ranks[0][0], steps, strict=True))
         record_cell(architecture, column, f"{max(loss, worst):.0e}")
+
+
+def measure(make_trainer: Any, folder: str, data: str, layout: Layout | None = None) -> dict[str, Any]:
+    """What callbacks say of a run."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    module = CausalLM(folder, peft=LORA, optimizer=sgd)
+    record, monitor, guard = Record(None, None), ThroughputMonitor(), SpikeGuard()
+    trainer = make_trainer(
+        max_epochs=2,
+        accumulate_grad_batches=2 if layout is None else 2 // layout.data,
+        devices=1 if layout is None else layout.world,
+        strategy="auto" if layout is None else layout.strategy(),
+        use_distributed_sampler=False,
+        callbacks=[record, monitor, guard],
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, TextDataModule(data, micro_batch_size=4, max_length=96))
+    summary = monitor.summary
+    return {
+        "norms": [norm for _, norm in record.steps],
+        "guarded": list(guard._history["gradient norm"]),
+        "losses": list(guard._history["loss"]),
+        "flops of a token": summary["model_flops_per_second"] / summary["tokens_per_second"],
+        "tokens of a step": summary["tokens_per_second"] * summary["step_seconds"],
+        "weights": module.weight_count,
+    }
+
+
+@pytest.mark.parametrize("layout", ["pp2xtp2", "dp2xpp2", "cp2"])
+def test_callbacks_measure_what_they_do_on_one_process(
+    make_trainer: Any, four_layers: Any, write_rows: Any, layout: str
+) -> None:
+    data, folder = write_rows(count=21), four_layers(True)
+    one = on_ranks(1, measure, make_trainer, folder, data, timeout=100)[0]
+    for found in on_ranks(LAYOUTS[layout].world, measure, make_trainer, folder, data, LAYOUTS[layout], timeout=150):
+        assert found["guarded"] == pytest.approx(found["norms"], rel=1e-6)
+        assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert found["flops of a token"] == pytest.approx(one["flops of a token"], rel=1e-3)
+        assert found["tokens of a step"] == pytest.approx(one["tokens of a step"], rel=0.2)
+        assert found["weights"] == one["weights"]
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------

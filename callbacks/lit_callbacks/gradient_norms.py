@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from lit_callbacks.gather import whole_tensor
+
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """An optimizer's parameters, of all its groups."""
@@ -37,11 +39,13 @@ def squared_norm(parameters: Sequence[Tensor], trainer: Trainer) -> Tensor:
 
 
 def norms_by_name(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> dict[str, float]:
-    """Norm of each of the optimizer's parameters' gradients over all ranks; 0 where there is none. A collective."""
+    """Norm of each gradient of the optimizer's parameters here, over all ranks; 0 where there is none. A collective."""
     mine = {id(p) for p in parameters_of(optimizer)}
     named = {name: p for name, p in module.named_parameters() if id(p) in mine}
     if not named:
         return {}
+    if hasattr(trainer.strategy, "clip_gradients_by_norm"):  # its ranks may hold different parameters
+        return {name: float(whole_tensor(p.grad).norm()) if p.grad is not None else 0.0 for name, p in named.items()}
     device = trainer.strategy.root_device
     squares = [squared_norm([p] if p.grad is not None else [], trainer).to(device) for p in named.values()]
     summed: Any = trainer.strategy.reduce(torch.stack(squares), reduce_op="sum")

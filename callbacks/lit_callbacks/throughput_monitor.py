@@ -115,7 +115,9 @@ class ThroughputMonitor(Callback):
         self._counts: dict[str, Number] = dict.fromkeys(_RATES, 0)
         self._pending: deque[tuple[dict[str, Number], Any]] = deque()
         self._skipped, self._global_step = 0, trainer.global_step
-        self._flops_of_model = None if self.flops else TransformerFlops.of(pl_module)
+        # A strategy that leaves some layers to other ranks has taken the formula before.
+        whole = getattr(pl_module, "flops_of_whole", None)
+        self._flops_of_model = None if self.flops else whole or TransformerFlops.of(pl_module)
         if not self.flops and self._flops_of_model is None:
             self._warn(f"no FLOP/s and no MFU: {type(pl_module).__name__} has no transformer config; pass flops=")
         self._peak = self._find_peak(trainer, pl_module)
@@ -197,19 +199,21 @@ class ThroughputMonitor(Callback):
     def _figures(self, trainer: Trainer, measured: Measured) -> dict[str, torch.Tensor]:
         """Rates over all ranks, and times of the average rank; a collective, the same on every rank."""
         device, ranks = trainer.strategy.root_device, trainer.world_size
+        # Ranks with parts of a model see the same data: a replica's work counts once.
+        replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         dtype = torch.float32 if device.type == "mps" else torch.float64
         local = [measured.done.get(name, float("nan")) for name in _RATES]
         local += [measured.seconds[name] / max(measured.steps, 1) for name in PARTS]
         vector = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in local])
         vector[: len(_RATES)] /= measured.total_seconds or float("nan")
-        summed = torch.as_tensor(trainer.strategy.reduce(vector, reduce_op="sum"))
+        means = torch.as_tensor(trainer.strategy.reduce(vector, reduce_op="mean"))
         if not measured.steps:
             return {}
         figures: dict[str, torch.Tensor] = {}
-        for name, value in zip(_RATES, summed, strict=False):
+        for name, value in zip(_RATES, means * replicas, strict=False):
             if name in measured.done:
                 figures |= {_RATES[name]: value} | ({f"device/{_RATES[name]}": value / ranks} if ranks > 1 else {})
-        parts = summed[len(_RATES) :] / ranks
+        parts = means[len(_RATES) :]
         figures |= {"step_seconds": parts.sum(), "data_wait": parts[0] / parts.sum()}
         figures |= {f"step_seconds/{name}": value for name, value in zip(PARTS, parts, strict=True)}
         if "non_padding_tokens" in measured.done:

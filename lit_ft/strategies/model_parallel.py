@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.flops import TransformerFlops
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -168,20 +168,6 @@ class ModelParallelStrategy(ShardedStrategy):
     def _mesh(self, name: str) -> DeviceMesh:
         return self.device_mesh[name]
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks; a sum counts each share of the data once, though several ranks compute it."""
-        result = super().reduce(tensor, group, reduce_op)
-        copies = self.world_size // self.sizes().data
-        if group is not None or copies == 1 or str(reduce_op).lower() not in ("sum", "reduceop.sum", "redoptype.sum"):
-            return result
-        return result / copies if result.is_floating_point() else result // copies
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks say so, or any."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes, op=ReduceOp.MIN if all else ReduceOp.MAX)
-        return bool(votes)
-
     # --- model -----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
@@ -205,6 +191,7 @@ class ModelParallelStrategy(ShardedStrategy):
         base, sizes = base_of(module), self.sizes()
         self.check_model(module, module.model if isinstance(getattr(module, "model", None), PeftModel) else base)
         self._base = base
+        module.flops_of_whole = TransformerFlops.of(module)  # for ThroughputMonitor, before layers are gone
         self._trained_names = [name for name, p in module.named_parameters() if p.requires_grad]
         plan = Plan(base, self.tp_plan) if sizes.tensor > 1 else None
         if sizes.tensor > 1:
