@@ -26,9 +26,10 @@ from benchmarks.ranks import on_ranks
 from benchmarks.sharded_memory import Watch, own_memory
 from benchmarks.workload import SHAPES
 from lit_ft import CausalLM
+from lit_ft.loading import decoder_layers
 from lit_ft.strategies import ModelParallelStrategy
 from lit_ft.strategies.memory import Memory, layer_inputs, memory_of
-from lit_ft.strategies.traffic import Step, layers_here
+from lit_ft.strategies.traffic import Step
 
 CHOSEN = ("TP2", "TP2 + SP", "PP2", "PP2, ZBVZeroBubble", "DP2", "DP2 x TP2")
 RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -48,7 +49,7 @@ class Measure(Callback):
         """Look, and ask for the plan."""
         self.gib, strategy = self.watch.take(), trainer.strategy
         base: Any = strategy._base  # type: ignore[attr-defined]
-        layers, step = layers_here(base), Step(1, batch["input_ids"].shape[1], len(batch["targets"]))
+        layers, step = decoder_layers(base), Step(1, batch["input_ids"].shape[1], len(batch["targets"]))
         inputs = layer_inputs(strategy, len(layers), base.config.hidden_size, 4, step)
         self.planned = memory_of(strategy, list(pl_module.parameters()), layers, pl_module.optimizer, inputs)
 

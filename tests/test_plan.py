@@ -18,11 +18,11 @@ from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.cli import main
 from lit_ft.commands import drawing
 from lit_ft.commands.plan import pretended_rank
+from lit_ft.loading import decoder_layers
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy, layout
 from lit_ft.strategies.memory import Memory, memory_of, optimizer_bytes
 from lit_ft.strategies.pipeline import SCHEDULES, stages_per_rank
 from lit_ft.strategies.timetable import Work, idle_share, most_in_flight, order, timetable
-from lit_ft.strategies.traffic import layers_here
 
 # --- arithmetic ------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ def test_memory_under_fsdp(model_folder: str, accumulate: int) -> None:
         strategy._lightning_module = strategy.model = module
         strategy.setup_environment()
         strategy.shard(module)
-        layers = layers_here(module.base_model)
+        layers = decoder_layers(module.base_model)
         found = memory_of(strategy, list(module.parameters()), layers, torch.optim.AdamW, inputs=5)
     whole = 4 * sum(p.numel() for p in module.check().parameters())
     # Every first dimension is a multiple of 4, so the shards are quarters; of two layers, both are gathered at a time.

@@ -18,12 +18,13 @@ from lit_ft.causal_lm import CausalLM
 from lit_ft.commands.drawing import draw
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.errors import RecipeError
+from lit_ft.loading import decoder_layers
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.description import MIB, Share, aligned, by_stage, share_of, text
 from lit_ft.strategies.memory import Memory, layer_inputs, memory_of
 from lit_ft.strategies.model_parallel import base_of
 from lit_ft.strategies.timetable import idle_share, timetable
-from lit_ft.strategies.traffic import layers_here, step_of
+from lit_ft.strategies.traffic import step_of
 
 
 def run(arguments: list[str]) -> None:
@@ -135,7 +136,7 @@ class PlanCLI(TrainingCLI):
 
     def _memory(self, split: Any) -> Memory:
         module, base = self.model, base_of(self.model)
-        layers = layers_here(base)
+        layers = decoder_layers(base)
         itemsize = (split._precision_policy().param_dtype or base.dtype).itemsize
         hidden = base.config.get_text_config().hidden_size
         inputs = layer_inputs(split, len(layers), hidden, itemsize, step_of(self.trainer))

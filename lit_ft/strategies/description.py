@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from lit_ft.loading import decoder_layers
 from lit_ft.strategies import layout, pipeline, timetable
 from lit_ft.strategies.sharded import local
-from lit_ft.strategies.traffic import Step, Traffic, layers_here
+from lit_ft.strategies.traffic import Step, Traffic
 
 MIB = 2**20
 
@@ -48,7 +49,7 @@ def share_of(strategy: Any, module: Any, base: Any, step: Step) -> Share:
 
 def _layers(strategy: Any, base: Any) -> str:
     if strategy.pipeline is None:
-        return f"embedding, {_span(range(len(layers_here(base))))}, head"
+        return f"embedding, {_span(range(len(decoder_layers(base))))}, head"
     parts: list[str] = []
     for stage in strategy.pipeline.stages:
         parts += [*(["embedding"] if stage.is_first else []), _span(stage.layers), *(["head"] if stage.is_last else [])]

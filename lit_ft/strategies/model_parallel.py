@@ -199,7 +199,7 @@ class ModelParallelStrategy(ShardedStrategy):
         if sizes.context > 1:
             self.context = ContextParallel(self._mesh(CONTEXT))
         stages = self._make_stages(module, base) if sizes.pipeline > 1 else []
-        layers = [layer for layer in decoder_layers(base) if any(True for _ in layer.parameters())]
+        layers = decoder_layers(base)
         if plan is not None and self.tensor is not None:
             self._cut(module, base, layers, plan, self.tensor)
         self._settle(module)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lit_ft.loading import decoder_layers
 from lit_ft.strategies import layout
 from lit_ft.strategies.sharded import local
 from lit_ft.strategies.tensor_plan import is_block
@@ -71,7 +72,7 @@ def _trains(module: nn.Module) -> bool:
 def _pieces(strategy: Any, base: Any) -> list[_Piece]:
     is_embedding_trained = _trains(base.get_input_embeddings())
     if strategy.pipeline is None:
-        return [_Piece(layers_here(base), True, True, trains_before=is_embedding_trained)]
+        return [_Piece(decoder_layers(base), True, True, trains_before=is_embedding_trained)]
     layers = getattr(base, base.base_model_prefix).layers
     return [
         _Piece(
@@ -145,7 +146,7 @@ class Traffic:
 
     def _gradient_parts(self) -> int:
         """Bytes of gradients of which each tensor-parallel rank computes a part."""
-        children = [child for layer in layers_here(self.base) for child in layer.children()]
+        children = [child for layer in decoder_layers(self.base) for child in layer.children()]
         in_blocks = {id(p) for child in children if is_block(child) for p in child.parameters()}
         parts = [p for p in self.parameters if p.requires_grad and not _is_cut(p)]
         parts = [p for p in parts if self.strategy.sequence_parallel or id(p) in in_blocks]
@@ -228,9 +229,3 @@ def _is_cut(parameter: Any) -> bool:
 def bytes_of(parameters: Iterable[nn.Parameter]) -> int:
     """What this rank holds of parameters."""
     return sum(local(p).numel() * p.element_size() for p in parameters)
-
-
-def layers_here(base: Any) -> list[nn.Module]:
-    """The decoder layers of a split model that this rank has."""
-    # Not by their class, whose name `fully_shard` changes.
-    return [layer for layer in getattr(base, base.base_model_prefix).layers if any(True for _ in layer.parameters())]
