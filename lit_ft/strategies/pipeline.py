@@ -37,6 +37,8 @@ SCHEDULES = (
     "ZBVZeroBubble",
     "DualPipeV",
 )
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Those that take gradients of inputs and of weights apart."""
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
@@ -193,7 +195,7 @@ class _Stage(PipelineStage):
     is_within_window = False
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._fit(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
+        self._fit(self.args_recv_info[fwd_chunk_id], fwd_chunk_id, requires_grad=self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -201,10 +203,11 @@ class _Stage(PipelineStage):
             self._fit(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _fit(self, infos: Sequence[Any], chunk: int) -> None:
+    def _fit(self, infos: Sequence[Any], chunk: int, requires_grad: bool = False) -> None:
         for info in infos:
             if (buffer := getattr(info, "buffer", None)) is not None:
-                info.buffer = torch.empty(self.shapes[chunk], dtype=buffer.dtype, device=self.device)
+                options = {"dtype": buffer.dtype, "device": self.device, "requires_grad": requires_grad}
+                info.buffer = torch.empty(self.shapes[chunk], **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -216,6 +219,18 @@ class _Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if not self.is_within_window:
             super().perform_reduce_grad(grad_scale_factor)
+
+    # torch 2.11 warms connections up, also of a rank with itself, which gloo cannot; and it compares shapes with those
+    # that a stage was made with.
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _validate_fwd_input(self, *_: Any) -> None:
+        pass
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        pass
 
     # torch 2.13 asserts a backward pass where neighbouring stages of a rank hand over in `eval`.
 

@@ -178,7 +178,8 @@ class TensorParallel:
             index = torch.where(is_own, index % own, own)
             weights = self._copy_in(weights).masked_fill(~is_own, 0.0)
             answer = forward(self._copy_in(hidden), index, weights, *args, **kwargs)
-            if not is_own.any():  # every rank needs gradients of its weights, which may be reduced together
+            trains = any(weight.requires_grad for weight in experts.parameters())
+            if trains and not is_own.any():  # every rank needs gradients, which may be reduced together
                 answer = answer + sum(weight.to_local().sum() * 0 for weight in experts.parameters())
             return self._sum_out(answer)
 
