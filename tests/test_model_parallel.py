@@ -13,6 +13,7 @@ import torch
 from architectures import ATTENTION, EXPERTS, OWN, save_model
 from conftest import make_tokenizer, record_cell
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.gather import whole_tensor, whole_weights
 from peft import LoraConfig
@@ -492,6 +493,13 @@ def test_a_checkpoint_is_written_while_training_goes_on(
 # --- what does not fit ---------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning would start this test run again, as the second rank."""
+    reason = AssertionError("processes are started")
+    monkeypatch.setattr(_SubprocessScriptLauncher, "launch", lambda *_, **__: (_ for _ in ()).throw(reason))
+
+
 def refused(capsys: Any, tmp_path: Path, *options: str, recipe: str = "recipes/quickstart.yaml") -> str:
     """What the command line says before any process starts or weight is read."""
     strategy = ["--trainer.strategy", "lit_ft.strategies.ModelParallelStrategy"]
@@ -582,6 +590,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("no_process_starts")
 @pytest.mark.parametrize("case", CASES)
 def test_what_does_not_fit_is_refused_before_anything_starts(capsys: Any, tmp_path: Path, case: str) -> None:
     options, message = CASES[case]
@@ -605,6 +614,7 @@ EXPERT_CASES = {
 }
 
 
+@pytest.mark.usefixtures("no_process_starts")
 @pytest.mark.parametrize("case", EXPERT_CASES)
 def test_experts_that_cannot_be_dealt_out(capsys: Any, tmp_path: Path, write_rows: Any, case: str) -> None:
     model = ["--model.pretrained", save_model("mixtral", tmp_path / "mixtral"), "--model.peft=null"]
@@ -612,6 +622,7 @@ def test_experts_that_cannot_be_dealt_out(capsys: Any, tmp_path: Path, write_row
     assert re.search(message, refused(capsys, tmp_path, *model, "--merge=false", *options))
 
 
+@pytest.mark.usefixtures("no_process_starts")
 def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
     folder = tmp_path / "gpt2"
     config = GPT2Config(vocab_size=384, n_embd=48, n_layer=4, n_head=4, n_positions=512)

@@ -100,7 +100,8 @@ class Placement:
                 f"pipeline; set pipeline_parallel_size={sizes.pipeline} to 1, or train the embedding by modules_to_save"
             )
         if sizes.tensor > 1:
-            if getattr(base, "is_quantized", False):
+            # A skeleton has dense weights: the module knows what is going to be read.
+            if getattr(module, "is_quantised", False) or getattr(base, "is_quantized", False):
                 raise RecipeError(
                     f"tensor_parallel_size={sizes.tensor} cannot cut the packed weights of a quantised base; leave "
                     "quantization out, or use pipeline_parallel_size and data_parallel_size"
