@@ -68,7 +68,11 @@ def test_fragments_run_on_top_of_the_quickstart(
     options = ["--trainer.max_steps", "2", "--trainer.callbacks", "[]", "--trainer.limit_val_batches", "1"]
     options += ["--run_dir", str(tmp_path / "run")]
     if path.parent.name == "strategies":  # which leave a process group and patches behind: in a process of its own
-        assert on_ranks(1, quickstart_with, name, *options) == [0]
+        # Parts of a model need as many ranks as the fragment's own command starts; the others run on one.
+        command = re.search(r"--trainer.devices (\d+)$", path.read_text(), re.MULTILINE)
+        ranks = int(command[1]) if command is not None and "ModelParallelStrategy" in path.read_text() else 1
+        options += ["--trainer.devices", str(ranks)]
+        assert on_ranks(ranks, quickstart_with, name, *options) == [0] * ranks
     else:
         assert quickstart_with(name, *options) == 0
         assert "done: 2 optimiser steps" in caplog.text
