@@ -273,7 +273,7 @@ def test_precisions(make_trainer: Any, four_layers: Any, write_rows: Any, layout
 def fit_and_write(
     make_trainer: Any, folder: str, data: str, out: str, way: str, layout: Layout | None = None
 ) -> tuple[float, list[Any]]:
-    """Two steps, then what AdapterMerger writes; the loss of a validation, and answers."""
+    """Two steps, then what AdapterMerger writes; the losses of a validation and a test, and answers."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     module = CausalLM(folder, **WAYS[way], optimizer=sgd)
     callbacks: list[Callback] = [AdapterMerger(Path(out) / "adapter", Path(out) / "merged")]
@@ -286,9 +286,10 @@ def fit_and_write(
         use_distributed_sampler=False,
         callbacks=callbacks,
     )
-    rows = TextDataModule(data, micro_batch_size=4, val_fraction=0.5)
+    rows = TextDataModule(data, micro_batch_size=4, val_fraction=0.5, test_path=data)
     trainer.fit(module, rows)
     loss = trainer.validate(module, rows, verbose=False)[0]["val/loss"]
+    loss += trainer.test(module, rows, verbose=False)[0]["test/loss"]
     return loss, module.answer(["<|user|>one two", "<|user|>three four five"], 8)
 
 

@@ -313,7 +313,6 @@ class ModelParallelStrategy(ShardedStrategy):
         policy = self._precision_policy().param_dtype if sizes.data * sizes.context > 1 else None
         width = base.config.get_text_config().hidden_size
         self.pipeline = Pipeline(
-            module,
             stages,
             self.sizes().pipeline * pipeline.stages_per_rank(self.schedule),
             self._mesh(PIPELINE),

@@ -246,7 +246,6 @@ class Pipeline:
     """Takes the place of a module's ``forward``: from a row to its loss, over all stages.
 
     Args:
-        module: the LightningModule.
         stages: this rank's.
         count: of all stages.
         mesh: the pipeline's dimension.
@@ -261,7 +260,6 @@ class Pipeline:
 
     def __init__(
         self,
-        module: nn.Module,
         stages: Sequence[StageModule],
         count: int,
         mesh: DeviceMesh,
@@ -273,7 +271,7 @@ class Pipeline:
         share: int = 1,
         own: Callable[[Row], Row] | None = None,
     ) -> None:
-        self.module, self.stages, self.mesh = module, stages, mesh
+        self.stages, self.mesh = stages, mesh
         self.micro_batches, self.multiple, self.share, self.own = micro_batches, multiple, share, own
         self.width, self.device = boundary.shape[-1], boundary.device
         self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters() if p.requires_grad))
