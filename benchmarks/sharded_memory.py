@@ -45,6 +45,8 @@ STRATEGIES = {
     "deepspeed_zero2": Held(False, True, True),
     "deepspeed_zero3": Held(True, True, True),
     "fsdp": Held(True, True, True),
+    "tensor": Held(True, True, True),
+    "pipeline": Held(True, True, True),
 }
 
 
@@ -79,7 +81,7 @@ def run_rank(model: str, rows: str, strategy: str, ranks: int, out: str) -> None
     from lightning.pytorch import Callback, Trainer, seed_everything
 
     from lit_ft import CausalLM, TextDataModule
-    from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
+    from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
     seed_everything(0, verbose=False)
     torch.set_num_threads(1)
@@ -88,6 +90,8 @@ def run_rank(model: str, rows: str, strategy: str, ranks: int, out: str) -> None
         if strategy == "ddp"
         else FSDPStrategy()
         if strategy == "fsdp"
+        else ModelParallelStrategy(**{f"{strategy}_parallel_size": ranks})
+        if strategy in ("tensor", "pipeline")
         else DeepSpeedStrategy(stage=int(strategy[-1]))
     )
     found = {"start": own_memory()}
@@ -102,7 +106,7 @@ def run_rank(model: str, rows: str, strategy: str, ranks: int, out: str) -> None
             found["training"] = watch.take()
 
     module = CausalLM(model, dtype="float32", optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-5))
-    data = TextDataModule(rows, micro_batch_size=1, max_length=128)
+    data = TextDataModule(rows, micro_batch_size=ranks if strategy == "pipeline" else 1, max_length=128)
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks,

@@ -77,6 +77,7 @@ class TensorParallel:
         for layer in layers:
             settle(layer)
             self.cut_layer(layer, plan)
+            self._cut.clear()  # it has the whole weights; layers share none
         settle(base)
         if isinstance(embedding := base.get_input_embeddings(), nn.Embedding | ModulesToSaveWrapper):
             self.cut_embedding(embedding)
@@ -85,7 +86,7 @@ class TensorParallel:
         for module in base.modules():
             if any(not isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
                 self._keep_own(module, self._in_stream)
-        self._cut.clear()  # it has the whole weights
+        self._cut.clear()
 
     @property
     def _in_stream(self) -> Placement:
