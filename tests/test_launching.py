@@ -111,7 +111,9 @@ def only_run(folder: Path) -> Path:
         "adapter",
         "checkpoints",
         "config.yaml",
+        "environment.json",
         "metrics.csv",
+        "report.html",
         "tensorboard",
     }
     assert len(list((run / "checkpoints").iterdir())) == 2  # the newest epoch's and last.ckpt
