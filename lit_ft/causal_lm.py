@@ -22,8 +22,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import (
     activation_checkpointing,
+    activation_offload,
     adapter_start,
     embeddings,
+    liger,
     loading,
     method_calls,
     peft_methods,
@@ -69,7 +71,9 @@ class CausalLM(ScheduleFreeModule):
         lr_factors: dict[str, float] | None = None,
         quantization: QuantizationConfigMixin | None = None,
         gradient_checkpointing: bool | Literal["selective"] = False,
+        activation_offload: bool = False,
         compile: bool | str = False,
+        liger: bool = False,
         init_rows: int = 64,
         neftune_alpha: float | None = None,
         max_new_tokens: int = 256,
@@ -95,8 +99,11 @@ class CausalLM(ScheduleFreeModule):
             quantization: quantise the frozen base while reading it, a transformers config by class_path.
             gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time;
                 selective keeps the results of matrix products and attention: some more memory, little more time.
+            activation_offload: keep activations in the host's memory until the backward pass; with
+                gradient_checkpointing only what it keeps, the layers' inputs. For CUDA.
             compile: let torch.compile fuse each decoder layer, for rows of any length (attention stays as it is); the
                 first steps take a minute; a name is that of another backend than inductor.
+            liger: compute norms, rotary embeddings and MLPs with Liger's kernels (extra `liger`). For CUDA.
             init_rows: micro-batches of training data that inits of LoRA look at (EVA, CorDA, LoRA-GA).
             neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
             max_new_tokens: longest answer of `predict`, in tokens.
@@ -112,6 +119,8 @@ class CausalLM(ScheduleFreeModule):
                 "model.trainable is set with model.peft, which freezes the base; layers that train beside the adapter "
                 "are named by the config's modules_to_save"
             )
+        if liger and compile:
+            raise RecipeError("model.liger and model.compile both fuse norms and MLPs; set one of them to false")
         if peft is not None:
             adapter_start.check_start(peft, is_quantised=quantization is not None)
         self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
@@ -120,7 +129,7 @@ class CausalLM(ScheduleFreeModule):
         self.attn_implementation, self.peft, self.adapter_dtype = attn_implementation, peft, adapter_dtype
         self.trainable, self.lr_factors = trainable, lr_factors or {}
         self.quantization, self.gradient_checkpointing = quantization, gradient_checkpointing
-        self.compile_with = compile
+        self.activation_offload, self.compile_with, self.with_liger = activation_offload, compile, liger
         self.init_rows, self.neftune_alpha, self.max_new_tokens = init_rows, neftune_alpha, max_new_tokens
         self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-4)
         self.lr_scheduler = lr_scheduler
@@ -176,6 +185,7 @@ class CausalLM(ScheduleFreeModule):
             RecipeError: config, tokenizer or tuning method do not fit.
         """
         self._check_stored_quantisation()
+        self._check_liger()
         skeleton = loading.skeleton(self.pretrained, self.base_dtype)
         embeddings.make_room(skeleton, self.tokenizer, len(self.added_ids))
         if self.peft is not None:
@@ -191,6 +201,14 @@ class CausalLM(ScheduleFreeModule):
         if self.peft is not None:
             adapter_start.check_start(self.peft, is_quantised=self.is_quantised)
 
+    def _check_liger(self) -> None:
+        if self.with_liger:
+            # Before a trainer has the module, what `accelerator: auto` would find.
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            if self._trainer is not None:
+                device = self.trainer.strategy.root_device
+            liger.check(loading.load_config(self.pretrained), device)
+
     @property
     def is_quantised(self) -> bool:
         """Whether the base's weights are quantised: by the recipe, or in the checkpoint already."""
@@ -202,6 +220,7 @@ class CausalLM(ScheduleFreeModule):
         if self.model is not None:
             return
         self._check_stored_quantisation()
+        self._check_liger()
         # New weights are a function of the seed alone, not of what drew random numbers before.
         torch.manual_seed(process.seed())
         attention = self.attn_implementation
@@ -210,6 +229,10 @@ class CausalLM(ScheduleFreeModule):
         base = loading.load_base(self.pretrained, self.init, self.base_dtype, attention, self.quantization)
         if self.added_ids:
             embeddings.make_room(base, self.tokenizer, len(self.added_ids))
+        if self.with_liger:
+            liger.put_in(base)
+        if self.activation_offload and self._trainer is not None:
+            activation_offload.say_what_it_does(self.trainer.strategy.root_device)
         if self.gradient_checkpointing:
             base.gradient_checkpointing_enable(activation_checkpointing.options(self.gradient_checkpointing))
         self.model, self._head = base, loading.head_of(base)
@@ -308,6 +331,8 @@ class CausalLM(ScheduleFreeModule):
         if len(lengths) > 1:
             self._check_isolation()
         decoder = decoder or getattr(base, base.base_model_prefix)
+        if self.activation_offload:
+            decoder = activation_offload.keeping_on_host(decoder)
         self._segment_lengths = lengths
         is_packed = base.config._attn_implementation == loading.PACKED
         options: dict[str, Any] = {}

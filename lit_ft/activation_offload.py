@@ -1,0 +1,51 @@
+"""Activations that wait for the backward pass in the host's memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+
+class ActivationsOnHost(saved_tensors_hooks):
+    """Within it, what a forward pass saves for its backward pass is copied to pinned host memory, and back when needed.
+
+    torch's ``save_on_cpu`` does the copying, in stream order; it would take the weights along, which stay on the device
+    anyway. Within activation checkpointing only a layer's inputs are saved here: torch keeps nothing else of it.
+    """
+
+    def __init__(self) -> None:
+        host = save_on_cpu(pin_memory=True)
+
+        def pack(tensor: Tensor) -> Any:
+            return tensor if _is_weight(tensor) else host.pack_hook(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            return packed if isinstance(packed, Tensor) else host.unpack_hook(packed)
+
+        super().__init__(pack, unpack)
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def keeping_on_host(decoder: Callable[..., Any]) -> Callable[..., Any]:
+    """The decoder, whose activations lie in host memory between its forward and its backward pass."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        with ActivationsOnHost():
+            return decoder(*args, **options)
+
+    return run
+
+
+def say_what_it_does(device: torch.device) -> None:
+    """Say where it only costs time."""
+    if device.type != "cuda":
+        rank_zero_info(
+            f"model.activation_offload: activations on this device ({device.type}) lie in the host's memory anyway; "
+            "copying them only costs time here"
+        )

@@ -1,0 +1,50 @@
+"""Liger's Triton kernels for norms, rotary embeddings and gated MLPs, on CUDA (Hsu et al. 2024, arXiv:2410.10989)."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lit_ft.errors import RecipeError
+
+
+def check(config: PretrainedConfig, device: torch.device) -> None:
+    """Refuse what Liger does not serve.
+
+    Args:
+        config: of the base model.
+        device: that it trains on.
+
+    Raises:
+        RecipeError: the device is no CUDA one, the package is missing, or it has no kernels for the architecture.
+    """
+    if device.type != "cuda":
+        raise RecipeError(
+            f"model.liger=true needs a CUDA device, this run is on {device.type}; set it to false "
+            "(model.compile fuses the same operations anywhere)"
+        )
+    if find_spec("liger_kernel") is None:
+        raise RecipeError("model.liger=true needs liger-kernel, which is an extra: pip install 'lit-ft[liger]'")
+    served = _kernels().MODEL_TYPE_TO_APPLY_LIGER_FN
+    if config.model_type not in served:
+        raise RecipeError(
+            f"model.liger=true: Liger has no kernels for {config.model_type!r}, but for {', '.join(sorted(served))}; "
+            "set it to false"
+        )
+
+
+def put_in(base: PreTrainedModel) -> None:
+    """Have the model's norms, rotary embeddings and MLPs computed by Liger's kernels.
+
+    Rotary embeddings are replaced in the architecture's module, so for all its models in this process. The loss stays
+    ``losses.token_cross_entropy``, which holds no logits either.
+    """
+    _kernels()._apply_liger_kernel_to_instance(model=base, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def _kernels() -> Any:
+    # Private by name, but what transformers' Trainer calls as well: nothing else takes a model that is there already.
+    from liger_kernel.transformers import monkey_patch
+
+    return monkey_patch

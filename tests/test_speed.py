@@ -1,0 +1,141 @@
+"""Options that are for speed or memory alone leave every number as it is."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from peft import LoraConfig
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from transformers import AutoConfig
+
+from lit_ft import CausalLM, RecipeError, TextDataModule, liger
+from lit_ft.activation_offload import ActivationsOnHost
+
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+class Numbers(Callback):
+    """Losses and gradients of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[torch.Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.gradients += [p.grad.clone() for p in pl_module.trainable_parameters().values()]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def numbers(make_trainer: Any, model_folder: str, rows: str, **options: Any) -> Numbers:
+    found = Numbers()
+    trainer = make_trainer(max_steps=3, callbacks=[found])
+    trainer.fit(CausalLM(model_folder, **options), TextDataModule(rows, micro_batch_size=4, shuffle=False))
+    assert len(found.losses) == 3
+    return found
+
+
+@pytest.mark.parametrize("peft", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_offloaded_activations_change_no_bit(
+    make_trainer: Any, model_folder: str, write_rows: Any, peft: Any, checkpointing: Any
+) -> None:
+    options = {"peft": peft, "gradient_checkpointing": checkpointing}
+    plain = numbers(make_trainer, model_folder, write_rows(), **options)
+    offloaded = numbers(make_trainer, model_folder, write_rows(), **options, activation_offload=True)
+    assert offloaded.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(offloaded.gradients, plain.gradients, strict=True))
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What goes to the host's memory."""
+    tensors: list[torch.Tensor] = []
+
+    class Counted(save_on_cpu):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: tensors.append(tensor) or pack(tensor)
+
+    monkeypatch.setattr("lit_ft.activation_offload.save_on_cpu", Counted)
+    return tensors
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_weights_stay_where_they_are(copied: list[torch.Tensor], trains: bool) -> None:
+    layer = nn.Linear(8, 16).requires_grad_(trains)
+    inputs = torch.randn(3, 8, requires_grad=True)
+    with ActivationsOnHost():
+        layer(inputs * 2).exp().sum().backward()
+    # Of the product its inputs where the weight trains; what exp gave.
+    assert [tuple(t.shape) for t in copied] == ([(3, 8), (3, 16)] if trains else [(3, 16)])
+
+
+def test_with_checkpointing_only_inputs_of_layers_go(
+    copied: list[torch.Tensor], make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    numbers(make_trainer, model_folder, write_rows(), peft=LORA, gradient_checkpointing=True, activation_offload=True)
+    hidden = [tensor for tensor in copied if tensor.dim() == 3 and tensor.shape[-1] == 48]
+    layers, steps = 2, 3
+    last_norm = 2  # its inputs, and what it has made of them
+    assert len(hidden) == steps * (layers + last_norm)
+
+
+def test_offloading_says_where_it_is_of_no_use(
+    make_trainer: Any, model_folder: str, write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        numbers(make_trainer, model_folder, write_rows(), activation_offload=True)
+    assert "(cpu) lie in the host's memory anyway; copying them only costs time here" in caplog.text
+
+
+def test_liger_is_refused_before_weights_are_read(
+    make_trainer: Any, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_ft.loading.load_base", lambda *_: pytest.fail("weights are read"))
+    module = CausalLM(model_folder, liger=True)
+    with pytest.raises(RecipeError, match="needs a CUDA device, this run is on cpu; set it to false"):
+        make_trainer(max_steps=1).fit(module, TextDataModule(write_rows()))
+    if not torch.cuda.is_available():
+        with pytest.raises(RecipeError, match="needs a CUDA device"):
+            CausalLM(model_folder, liger=True).check()
+    with pytest.raises(RecipeError, match="both fuse norms and MLPs; set one of them to false"):
+        CausalLM(model_folder, liger=True, compile=True)
+
+
+def test_liger_names_its_extra(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_ft.liger.find_spec", lambda _: None)
+    with pytest.raises(RecipeError, match=r"pip install 'lit-ft\[liger\]'"):
+        liger.check(AutoConfig.from_pretrained(model_folder), torch.device("cuda"))
+
+
+def test_liger_takes_the_place_of_norms_and_mlps(model_folder: str) -> None:
+    """Where the package is installed; its kernels need a GPU."""
+    pytest.importorskip("liger_kernel")
+    from transformers.models.qwen2 import modeling_qwen2
+
+    config = AutoConfig.from_pretrained(model_folder)
+    liger.check(config, torch.device("cuda"))
+    with pytest.raises(RecipeError, match="no kernels for 'gpt2', but for .*, llama, .*; set it to false"):
+        liger.check(AutoConfig.for_model("gpt2"), torch.device("cuda"))
+    rotate = modeling_qwen2.apply_rotary_pos_emb
+    classes = {name: getattr(modeling_qwen2, name) for name in ("Qwen2RMSNorm", "Qwen2MLP")}
+    module = CausalLM(model_folder, peft=LORA)
+    module.configure_model()
+    base = module.base_model
+    forward = base.forward
+    try:
+        liger.put_in(base)
+        assert modeling_qwen2.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
+    finally:  # it replaces them for the whole process
+        modeling_qwen2.apply_rotary_pos_emb = rotate
+        for name, kind in classes.items():
+            setattr(modeling_qwen2, name, kind)
+    names = [layer.mlp._get_name() for layer in base.model.layers] + [base.model.norm._get_name()]
+    names += [layer.input_layernorm._get_name() for layer in base.model.layers]
+    assert names == ["LigerSwiGLUMLP"] * 2 + ["LigerRMSNorm"] * 3
+    assert base.forward == forward  # the loss stays lit_ft's
