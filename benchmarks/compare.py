@@ -1,132 +1,276 @@
 """lit_ft against its peers on the same work, in one run.
 
-    python -m benchmarks.compare --data huanhuan.json
+    python -m benchmarks.peers.environments --root ENVIRONMENTS
+    python -m benchmarks.compare --data huanhuan.json --environments ENVIRONMENTS
+    python -m benchmarks.compare --data huanhuan.json --only lit_ft,bare --setting 16x1
 
-Each contestant runs in a process of its own, in alternating order, several rounds; medians are
-printed. The work is shown to be equal by the losses of each optimiser step.
+Each contestant runs in a process and an environment of its own, in alternating order, several rounds; medians and
+spread are printed. All are given the same files: weights, and rows that are tokenised already. The work is shown to be
+equal by the losses of each optimiser step. With ``--results`` every run is kept as a line of a file, so that a
+comparison can be interrupted and gone on with.
+
+tokens/s: tokens of the data, padding never counted, over the time from the end of the first optimiser step to the end
+of the last. MFU: 4 FLOPs for each weight of a linear layer and token (frozen: forward, and its input's gradient), the
+head's on supervised tokens alone, over that time and the peak that ``benchmarks.peers.matrix_peak`` measures in the
+same rounds. Peak memory is until the end of the last step; on a CPU it is the process's largest resident size, pages of
+mapped weight files included. The time to the first step runs from the start of the process.
 """
 
 import argparse
 import json
+import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.workload import SHAPES, Work, prepare
+from benchmarks.contestants import Contestant, contestants
+from benchmarks.peers.environments import python_of, reason_of
+from benchmarks.peers.job import Job
+from benchmarks.workload import MAX_LENGTH, SHAPES, Work, prepare
 
+SETTINGS = {"1x2": (1, 2), "16x1": (16, 1)}
+"""Samples of a micro-batch, and micro-batches of an optimiser step."""
 
-class Contestant(NamedTuple):
-    """A trainer and the weights it holds."""
+PEAK = "matrix_peak"
+"""What is measured beside the contestants, in the same rounds."""
 
-    runner: str
-    weights: str
-    name: str
-
-
-LIT_FT = Contestant("lit_ft", "bfloat16", "lit_ft")
-PEERS = [
-    Contestant("transformers", "float32", "transformers.Trainer + PEFT, bf16=True"),
-    Contestant("transformers", "bfloat16", "transformers.Trainer + PEFT, bf16 weights"),
-]
-SETTINGS = {"micro-batch 1, accumulate 2": (1, 2), "16 samples a step": (16, 1)}
+Run = dict[str, Any]
+"""``contestant``, ``setting``, ``round``, and what was measured, or ``error``."""
 
 
-def run_once(contestant: Contestant, work: Work) -> dict[str, Any]:
-    """One run in a fresh process.
-
-    Raises:
-        RuntimeError: it failed; with the end of what it wrote.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.contestants",
-        contestant.runner,
-        work.to_json(),
-        contestant.weights,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    raise RuntimeError(f"{contestant.name} failed:\n{done.stderr[-3000:]}")
-
-
-def compare(work: Work, rounds: int) -> dict[Contestant, list[dict[str, Any]]]:
-    """Run all contestants, in turn, in opposite order every other round."""
-    results: dict[Contestant, list[dict[str, Any]]] = {contestant: [] for contestant in (LIT_FT, *PEERS)}
-    for number in range(rounds):
-        for contestant in (LIT_FT, *PEERS) if number % 2 == 0 else (*PEERS[::-1], LIT_FT):
-            results[contestant].append(run_once(contestant, work))
-            print(
-                f"  round {number + 1}: {contestant.name}: {results[contestant][-1]['tokens_per_second']:.0f}",
-                file=sys.stderr,
+def run_module(python: str, module: str, asked: Path, log: Path, limit_seconds: float) -> Run:
+    """Run a module of ``benchmarks.peers``; what it measured, or the end of what it wrote as ``error``."""
+    answer = asked.with_suffix(".result")
+    command = [python, "-m", f"benchmarks.peers.{module}", str(asked), str(answer)]
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    with log.open("w", encoding="utf-8") as output:
+        try:
+            subprocess.run(
+                command, stdout=output, stderr=output, check=False, timeout=limit_seconds, env=os.environ | quiet
             )
-    return results
+        except subprocess.TimeoutExpired:
+            return {"error": f"took more than {limit_seconds:.0f} s"}
+    if answer.is_file():
+        result: Run = json.loads(answer.read_text(encoding="utf-8"))
+        return result
+    said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+    raised = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return {"error": (raised or said or ["ended without a word"])[-1].strip()[:300]}
 
 
-def table(results: dict[Contestant, list[dict[str, Any]]]) -> str:
-    """Medians and ratios as Markdown."""
+class Comparison:
+    """Runs of all contestants on one piece of work."""
 
-    def median(contestant: Contestant, key: str) -> float:
-        return statistics.median(result[key] for result in results[contestant])
+    def __init__(self, work: Work, options: argparse.Namespace) -> None:
+        """Go on from what ``options.results`` holds.
 
-    lines = [
-        "| trainer | tokens/s (min to max) | lit_ft is | peak memory | lit_ft needs | largest loss difference |",
-        "|---|---|---|---|---|---|",
-    ]
-    reference = results[LIT_FT][0]["losses"]
-    for contestant, runs in results.items():
-        speeds = [result["tokens_per_second"] for result in runs]
-        speed, memory = median(contestant, "tokens_per_second"), median(contestant, "peak_memory_gib")
-        difference = max(abs(a - b) for run in runs for a, b in zip(run["losses"], reference, strict=True))
-        lines.append(
-            f"| {contestant.name} | {speed:.0f} ({min(speeds):.0f} to {max(speeds):.0f}) "
-            f"| {median(LIT_FT, 'tokens_per_second') / speed:.2f}x | {memory:.2f} GiB "
-            f"| {median(LIT_FT, 'peak_memory_gib') / memory:.2f}x | {difference:.4f} |"
+        Args:
+            work: the files.
+            options: of the command line.
+        """
+        self.work, self.options = work, options
+        self.runs: list[Run] = []
+        if options.results is not None and options.results.is_file():
+            self.runs = [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
+
+    def step_tokens(self, setting: str) -> list[tuple[int, int]]:
+        """Tokens of each optimiser step, and how many of them are supervised."""
+        size, accumulate = SETTINGS[setting]
+        lengths, samples = self.work.lengths, size * accumulate
+        steps = [lengths[start : start + samples] for start in range(0, len(lengths), samples)]
+        return [(sum(tokens for tokens, _ in step), sum(number for _, number in step)) for step in steps]
+
+    def contestants(self, setting: str) -> list[Contestant]:
+        """Those that the command line asks for and that the setting is for."""
+        only = self.options.only.split(",") if self.options.only else None
+        largest = max(tokens for tokens, _ in self.step_tokens(setting))
+        everyone = contestants(self.options.device, row_tokens=largest)
+        if only and (unknown := set(only) - {one.key for one in everyone}):
+            raise SystemExit(f"--only {sorted(unknown)}: there are {', '.join(one.key for one in everyone)}")
+        # What packs by itself has about the same samples in a step where a step is one row.
+        return [
+            one
+            for one in everyone
+            if (not only or one.key in only) and not (one.joins_samples and SETTINGS[setting][1] > 1)
+        ]
+
+    def of(self, key: str, setting: str) -> list[Run]:
+        """What is known of a contestant."""
+        return [run for run in self.runs if run["contestant"] == key and run["setting"] == setting]
+
+    def run(self, setting: str) -> None:
+        """Run what is missing, in opposite order every other round."""
+        for number in range(self.options.rounds):
+            order: list[Contestant | None] = [None, *self.contestants(setting)]
+            for contestant in order if number % 2 == 0 else order[::-1]:
+                key = contestant.key if contestant else PEAK
+                known = self.of(key, setting)
+                if len(known) > number or any("error" in run for run in known):
+                    continue
+                result = self._run_once(contestant, setting)
+                self._keep({"contestant": key, "setting": setting, "round": number + 1, **result})
+
+    def _keep(self, run: Run) -> None:
+        self.runs.append(run)
+        if self.options.results is not None:
+            with self.options.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(run) + "\n")
+        said = run.get("error") or (
+            f"{run['flops_per_second'] / 1e9:.0f} GFLOP/s"
+            if run["contestant"] == PEAK
+            else f"{self.rates(run)[0]:.1f} tokens/s"
         )
-    return "\n".join(lines)
+        print(f"{run['setting']}, round {run['round']}: {run['contestant']}: {said}", file=sys.stderr, flush=True)
+
+    def _run_once(self, contestant: Contestant | None, setting: str) -> Run:
+        logs = self.options.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        log = logs / f"{contestant.key if contestant else PEAK}-{setting}.txt"
+        with tempfile.TemporaryDirectory() as folder:
+            asked = Path(folder) / "job.json"
+            if contestant is None:
+                tokens, supervised = (round(statistics.mean(n)) for n in zip(*self.step_tokens(setting), strict=True))
+                shape = {"shape": self.options.model, "device": self.options.device}
+                asked.write_text(json.dumps({**shape, "tokens": tokens, "supervised": supervised}))
+                return run_module(sys.executable, PEAK, asked, log, self.options.limit)
+            python, reason = sys.executable, None
+            if contestant.environment is not None:
+                root = self.options.environments
+                python, reason = str(python_of(root, contestant.environment)), reason_of(root, contestant.environment)
+            if reason is not None:
+                return {"error": reason}
+            size, accumulate = SETTINGS[setting]
+            Job(
+                model=str(self.work.model),
+                rows=str(self.work.rows),
+                folder=folder,
+                micro_batch_size=size,
+                accumulate=accumulate,
+                device=self.options.device,
+                max_length=MAX_LENGTH,
+                started=time.monotonic(),
+                options=dict(contestant.options),
+            ).write(asked)
+            return run_module(python, contestant.runner, asked, log, self.options.limit)
+
+    def rates(self, run: Run) -> tuple[float, float]:
+        """Tokens and supervised tokens a second, the first step left out."""
+        seconds = run["ends"][-1] - run["ends"][0]
+        steps = self.step_tokens(run["setting"])
+        tokens = sum(run["tokens"][1:]) if run["tokens"] else sum(tokens for tokens, _ in steps[1:])
+        # Where a contestant fills its own rows, its steps are taken to be supervised as the whole data is.
+        share = sum(number for _, number in steps[1:]) / sum(tokens for tokens, _ in steps[1:])
+        return tokens / seconds, tokens * share / seconds
+
+    def flops_per_token(self, setting: str) -> float:
+        """Model FLOPs for each token of the data, by the 4N formula."""
+        steps = self.step_tokens(setting)[1:]
+        supervised = sum(number for _, number in steps) / sum(tokens for tokens, _ in steps)
+        return 4 * (self.work.layer_weights + self.work.head_weights * supervised)
+
+    def table(self, setting: str) -> str:
+        """Medians, spread and ratios as Markdown."""
+        lines = [
+            "| trainer | tokens/s (min to max) | supervised | lit_ft is | MFU | peak memory (of it file pages) "
+            "| lit_ft needs | first step | loss differs by |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        peaks = [run["flops_per_second"] for run in self.of(PEAK, setting)]
+        reference = self.of("lit_ft", setting)
+        for contestant in self.contestants(setting):
+            runs = self.of(contestant.key, setting)
+            if failed := [run["error"] for run in runs if "error" in run]:
+                lines.append(f"| {contestant.name} | did not run: {failed[0]} | | | | | | | |")
+            elif runs:
+                lines.append(self._line(contestant, runs, reference, max(peaks, default=float("nan"))))
+        return "\n".join(lines)
+
+    def _line(self, contestant: Contestant, runs: list[Run], reference: list[Run], peak: float) -> str:
+        def median(of: list[Run], key: str) -> float:
+            return statistics.median(run[key] for run in of)
+
+        speeds, supervised = zip(*(self.rates(run) for run in runs), strict=True)
+        speed, memory = statistics.median(speeds), median(runs, "peak_memory_bytes")
+        own = statistics.median(self.rates(run)[0] for run in reference) if reference else float("nan")
+        needs = median(reference, "peak_memory_bytes") / memory if reference else float("nan")
+        mfu = speed * self.flops_per_token(runs[0]["setting"]) / peak
+        difference = loss_difference(runs, reference[0]["losses"]) if reference else "unknown"
+        return (
+            f"| {contestant.name} | {speed:.0f} ({min(speeds):.0f} to {max(speeds):.0f}) "
+            f"| {statistics.median(supervised):.0f} | {own / speed:.2f}x | {mfu:.0%} "
+            f"| {memory / 2**30:.2f} GiB ({median(runs, 'file_page_bytes') / 2**30:.2f}) | {needs:.2f}x "
+            f"| {median(runs, 'seconds_to_first_step'):.1f} s | {difference} |"
+        )
+
+
+def loss_difference(runs: list[Run], reference: list[float]) -> str:
+    """The largest difference of any step's loss; where steps hold other samples, that of the runs' means."""
+    if all(len(run["losses"]) == len(reference) and run["tokens"] is None for run in runs):
+        largest = max(abs(a - b) for run in runs for a, b in zip(run["losses"], reference, strict=True))
+        note = f" ({runs[0]['note']})" if runs[0]["note"] else ""
+        return f"{largest:.4f}{note}"
+    means = [abs(statistics.mean(run["losses"]) - statistics.mean(reference)) for run in runs]
+    return f"{max(means):.4f} (of the run's mean: steps hold other samples)"
 
 
 def environment() -> str:
     """Versions, machine and date in a line."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers", "peft"))
-    return f"{date.today()}, {versions}, Python {platform.python_version()}, {_cpu()}"
+    return f"{date.today()}, {versions}, Python {platform.python_version()}, {_machine()}"
 
 
-def _cpu() -> str:
+def _machine() -> str:
     import torch
 
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
     extensions = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
     return f"{torch.get_num_threads()} threads of {platform.machine()} ({', '.join(extensions) or 'no bf16 units'})"
 
 
-def main() -> None:
-    """Parse, run, print."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen2.5-0.5b", help="shape; the weights are random")
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
     parser.add_argument("--rows", type=int, default=64, help="rows of the file that are trained on, one epoch")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "lit_ft_benchmarks")
-    options = parser.parse_args()
-    model, data = prepare(options.folder, options.model, options.data, options.rows)
-    print(
-        f"{options.model} (random weights), {options.rows} rows of {Path(options.data).name}, LoRA r=8 on q/v, bf16\n"
-    )
-    for setting, (micro_batch_size, accumulate) in SETTINGS.items():
-        results = compare(Work(model, data, micro_batch_size, accumulate), options.rounds)
-        print(
-            f"{setting}, {results[LIT_FT][0]['tokens']:,} tokens timed, {options.rounds} rounds\n\n{table(results)}\n",
-            flush=True,
+    parser.add_argument("--only", help="contestants, by key, with commas")
+    parser.add_argument("--setting", choices=SETTINGS, help="one of them; by default all")
+    parser.add_argument("--results", type=Path, help="file that every run is added to, and gone on from")
+    parser.add_argument("--limit", type=float, default=600, help="seconds that a run may take")
+    folder = Path(tempfile.gettempdir()) / "lit_ft_benchmarks"
+    parser.add_argument("--folder", type=Path, default=folder, help="where model and rows are kept")
+    parser.add_argument("--environments", type=Path, default=folder / "environments", help="folder of the peers'")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run, and print tables."""
+    options = parse()
+    comparison = Comparison(prepare(options.folder, options.model, options.data, options.rows), options)
+    print(f"{options.model} (random weights), {options.rows} rows of {Path(options.data).name}\n")
+    for setting in [options.setting] if options.setting else SETTINGS:
+        comparison.run(setting)
+        size, accumulate = SETTINGS[setting]
+        tokens = sum(tokens for tokens, _ in comparison.step_tokens(setting)[1:])
+        peak, streamed = (
+            max(run[name] for run in comparison.of(PEAK, setting)) / 1e9
+            for name in ("flops_per_second", "streamed_flops_per_second")
         )
+        print(f"Micro-batch {size}, accumulate {accumulate}: {tokens:,} tokens timed, {options.rounds} rounds")
+        print(f"Peak {peak:.0f} GFLOP/s, {streamed:.0f} where weights come from memory\n")
+        print(f"{comparison.table(setting)}\n", flush=True)
     print(environment())
 
 

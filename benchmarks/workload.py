@@ -1,9 +1,8 @@
 """The work that every contestant does: one model folder, one list of tokenised rows."""
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SHAPES: dict[str, dict[str, int]] = {
     "qwen2.5-0.5b": {
@@ -22,17 +21,16 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 2,
         "vocab_size": 32_000,
     },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1024,
+    },
 }
-"""Shapes of public configs: Qwen/Qwen2.5-0.5B, and a smaller one for machines without the memory."""
-
-LORA = {
-    "r": 8,
-    "lora_alpha": 32,
-    "lora_dropout": 0.0,
-    "target_modules": ["q_proj", "v_proj"],
-    "task_type": "CAUSAL_LM",
-}
-"""As recipes/qwen.yaml has it, without the dropout: with it, no two losses could be compared."""
+"""The shape of Qwen/Qwen2.5-0.5B; a smaller one for machines without the memory; one for tests."""
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -40,39 +38,63 @@ CHATML = (
 )
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a contestant is given, as JSON."""
+MAX_LENGTH = 384
+"""Longest row, in tokens, as recipes/qwen.yaml has it."""
 
-    model: str
+
+class Work(NamedTuple):
+    """What every contestant is given: files that any of them can read."""
+
+    model: Path
     """Folder with random weights in bf16 and a tokenizer."""
-    data: str
-    """Alpaca-style JSON."""
-    micro_batch_size: int
-    accumulate: int
-    max_length: int = 384
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples of an optimiser step."""
-        return self.micro_batch_size * self.accumulate
-
-    def to_json(self) -> str:
-        """For a command line."""
-        return json.dumps(asdict(self))
+    rows: Path
+    """JSON list of rows with ``input_ids`` and ``labels``."""
+    lengths: list[tuple[int, int]]
+    """Tokens of each row, and how many of them are supervised."""
+    layer_weights: int
+    """Elements of the linear layers, adapters and head left out."""
+    head_weights: int
 
 
-def prepare(folder: Path, shape: str, data: str, rows: int) -> tuple[str, str]:
-    """Write model and rows, unless they are there; returns the model's folder and the rows' file."""
+def prepare(folder: Path, shape: str, data: str, rows: int) -> Work:
+    """Write a model with random weights, unless it is there, and the first rows of a data set, tokenised."""
+    from lit_ft import TextDataModule
+    from lit_ft.loading import load_tokenizer
+
     source = json.loads(Path(data).read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = folder / f"{Path(data).stem}-{rows}.json"
-    chosen.write_text(json.dumps(source[:rows], ensure_ascii=False), encoding="utf-8")
     model = folder / f"{shape}-{Path(data).stem}"
     if not (model / "model.safetensors").is_file():
         texts = [str(row.get(column) or "") for row in source for column in ("instruction", "input", "output")]
         _write_model(model, SHAPES[shape], texts)
-    return str(model), str(chosen)
+    chosen, tokens = (folder / f"{model.name}-{rows}{kind}.json" for kind in ("", "-tokens"))
+    chosen.write_text(json.dumps(source[:rows], ensure_ascii=False), encoding="utf-8")
+    module = TextDataModule(str(chosen), max_length=MAX_LENGTH)
+    module.load(load_tokenizer(str(model)))
+    samples = module.splits["train"]
+    pairs = [samples[i] for i in range(len(samples))]
+    tokens.write_text(json.dumps([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in pairs]))
+    # The first token of a sample is predicted by nothing.
+    lengths = [(len(ids), int((labels[1:] != -100).sum())) for ids, labels in pairs]
+    return Work(model, tokens, lengths, layer_weights(SHAPES[shape]), head_weights(SHAPES[shape]))
+
+
+def linear_shapes(shape: dict[str, int]) -> list[tuple[int, int]]:
+    """Each linear layer of a decoder layer as ``(out, in)``."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    of_keys = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    attention = [(hidden, hidden), (of_keys, hidden), (of_keys, hidden), (hidden, hidden)]
+    return [*attention, (inner, hidden), (inner, hidden), (hidden, inner)]
+
+
+def layer_weights(shape: dict[str, int]) -> int:
+    """Elements of all decoder layers' linear weights."""
+    return shape["num_hidden_layers"] * sum(out * of for out, of in linear_shapes(shape))
+
+
+def head_weights(shape: dict[str, int]) -> int:
+    """Elements of the output head."""
+    return shape["vocab_size"] * shape["hidden_size"]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
@@ -102,7 +124,7 @@ def _write_model(folder: Path, shape: dict[str, Any], texts: list[str]) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = train_tokenizer(texts, vocab_size=16_000)
+    tokenizer = train_tokenizer(texts, vocab_size=min(16_000, shape["vocab_size"]))
     torch.manual_seed(0)
     config = Qwen2Config(
         **shape,

@@ -1,0 +1,60 @@
+"""A loop written by hand over lit_ft's model and loss: no Lightning trainer, no callbacks, no logging.
+
+What lit_ft's command takes longer is what Lightning, callbacks and logging cost. Options: arguments of ``CausalLM``.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig
+
+from benchmarks.peers.job import LEARNING_RATE, WEIGHT_DECAY, Job, Measured, serve
+from lit_ft import CausalLM
+from lit_ft.rows import Row, lay_end_to_end
+
+
+def windows(job: Job) -> Iterator[list[Row]]:
+    """The rows of each optimiser step: its micro-batches, as one row while they fit where one micro-batch may be."""
+    samples = [(np.array(row["input_ids"]), np.array(row["labels"])) for row in job.read_rows()]
+    size = job.micro_batch_size
+    for start in range(0, len(samples), size * job.accumulate):
+        rows: list[list[Any]] = []
+        step = samples[start : start + size * job.accumulate]
+        for first in range(0, len(step), size):
+            micro_batch = step[first : first + size]
+            tokens = sum(len(ids) for ids, _ in [*(rows[-1] if rows else []), *micro_batch])
+            if rows and tokens <= size * job.max_length:
+                rows[-1] += micro_batch
+            else:
+                rows.append(micro_batch)
+        yield [lay_end_to_end(row) for row in rows]
+
+
+def run(job: Job) -> Measured:
+    """Train."""
+    measured, losses = Measured(), []
+    torch.manual_seed(0)
+    module = CausalLM(job.model, dtype="bfloat16", peft=LoraConfig(**job.lora), **job.options)
+    module.configure_model()
+    module.to(job.device)
+    optimizer = torch.optim.AdamW(module.trainable_parameters().values(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    for rows in windows(job):
+        tokens = sum(len(row["targets"]) for row in rows)
+        loss = torch.zeros((), device=job.device)
+        for row in rows:
+            part = module({name: v.to(job.device) if isinstance(v, torch.Tensor) else v for name, v in row.items()})
+            share = part.loss_sum / tokens
+            share.backward()
+            loss += share.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+        measured.step_ended()
+    measured.losses = [float(loss) for loss in losses]
+    return measured
+
+
+if __name__ == "__main__":
+    serve(run)

@@ -1,0 +1,93 @@
+"""The most FLOP/s of bf16 matrix products of a model's own shapes, as a contestant's process would get them.
+
+Each linear layer's product forward, ``(tokens, in) x (in, out)``, and its input's gradient, ``(tokens, out) x
+(out, in)``, is repeated for a while, the best time counts. The peak is the FLOPs of all of a model's layers (the head
+on the supervised tokens alone) over the sum of their best times. Weights that fit stay in the caches, which no training
+has; so all products of all layers are also done once through, forward and back, as a step does them: what they
+reach with weights that come from memory.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.workload import SHAPES, linear_shapes
+
+
+def best_seconds(work: Callable[[], object], seconds: float) -> float:
+    """Time of the fastest of the calls that fit into a while."""
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < deadline:
+        _wait()
+        started = time.perf_counter()
+        work()
+        _wait()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Product:
+    """Layers of one shape: rows that go through one of them, and rows of gradients that come back."""
+
+    def __init__(self, count: int, rows: int, out: int, inner: int, device: str) -> None:
+        """Draw them."""
+        self.rows = torch.randn(rows, inner, device=device).to(torch.bfloat16)
+        self.gradients = torch.randn(rows, out, device=device).to(torch.bfloat16)
+        self.weights = [torch.randn(out, inner, device=device).to(torch.bfloat16) for _ in range(count)]
+        self.flops = 2 * count * 2 * rows * out * inner
+        """Of all layers, forward and back."""
+
+
+def peaks(shape: dict[str, int], tokens: int, supervised: int, device: str, seconds: float = 0.2) -> dict[str, float]:
+    """FLOP/s: the best of each product, and of all of them in order.
+
+    Args:
+        shape: of the model, as in ``SHAPES``.
+        tokens: rows of the products, about those of an optimiser step.
+        supervised: rows of the head's.
+        device: ``cpu`` or ``cuda``.
+        seconds: for each product, and for ten times all of them.
+    """
+    layers = shape["num_hidden_layers"]
+    products = [Product(layers, tokens, *one, device=device) for one in linear_shapes(shape)]
+    head = Product(1, supervised, shape["vocab_size"], shape["hidden_size"], device)
+    order = [(product, i) for i in range(layers) for product in products] + [(head, 0)]
+
+    def through() -> None:
+        for product, i in order:
+            product.rows @ product.weights[i].T
+        for product, i in reversed(order):
+            product.gradients @ product.weights[i]
+
+    flops = sum(product.flops for product in [*products, head])
+    spent = sum(
+        len(product.weights) * best_seconds(partial(torch.matmul, left, right), seconds)
+        for product in [*products, head]
+        for left, right in ((product.rows, product.weights[0].T), (product.gradients, product.weights[0]))
+    )
+    return {
+        "flops_per_second": flops / spent,
+        "streamed_flops_per_second": flops / best_seconds(through, 10 * seconds),
+    }
+
+
+def main() -> None:
+    """Measure what the command line asks for, as JSON."""
+    asked: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    result = peaks(SHAPES[asked.pop("shape")], **asked)
+    Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
