@@ -3,13 +3,18 @@
     python -m benchmarks.callback_overhead --rounds 6
     python -m benchmarks.callback_overhead --by-callback
 
-Each round is a pair of runs, without and with them, in processes of their own and in alternating order. Both do the
-same steps on the same rows with the same random numbers, so step is compared with step. Steps in which the callbacks do
-what was asked for on top (tensors followed in steps 1 and 2) and those around a validation are left out and counted.
+A round is a pair of processes that both have all callbacks, train on the same rows with the same random numbers, and
+take turns: one waits while the other takes the same step. In each ten steps one of them has its callbacks put away and
+the other has not, then the other way round. So what slows the machine down for a while slows both, and what makes one
+process faster than the other, by some percent for as long as it lives, is in both sides of the comparison.
+
+The mean holds whatever is done in some of the steps only: logging, writing. What is done once a run (before the first
+step, in steps 1 and 2, whose tensors are followed, around validations and at the end) is left out.
 """
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -17,6 +22,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +32,65 @@ from lightning.pytorch.profilers import Profiler
 
 from benchmarks.compare import environment
 
-FIRST = 4
-"""The first step that counts: before it there are allocation and the steps that MemoryProfiler samples."""
+FIRST = 10
+"""Steps before those that count: of allocation, and those that MemoryProfiler samples."""
+BLOCK = 10
+"""Steps with or without callbacks: as many as from one that is logged to the next."""
+Seconds = tuple[float, float]
+"""By the clock, and of the process's processor time: that of all its threads, which are two here and wait actively."""
+
+
+def now() -> Seconds:
+    """This moment."""
+    return time.perf_counter(), time.process_time()
 
 
 class StepClock(Callback):
-    """Stands last, and notes when each optimiser step is over."""
+    """Stands last, and takes each optimiser step's time, with the callbacks before it or without them."""
 
-    def __init__(self) -> None:
-        """Start with nothing."""
-        self.ends: dict[int, tuple[float, float]] = {}
-        """By the clock, and of this process's processor time, which other work on the machine does not lengthen."""
-        self._is_validating = False
+    def __init__(self, turns: Sequence[int] = (), without: int | None = None) -> None:
+        """Start with nothing.
+
+        Args:
+            turns: files to read from when it is this process's turn, and to write to when it is the other's.
+            without: 0 puts the other callbacks away in every second block, 1 in the others, None never.
+        """
+        self.seconds: dict[int, Seconds] = {}
+        self._turns, self._without = turns, without
+        self._begun: Seconds | None = None
+        self._has_turn = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember what there is to put away."""
+        of: Any = trainer
+        self._all: tuple[Any, Any, Any] = of.callbacks, of.profiler, pl_module.record_losses
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The step that comes next is not counted."""
-        self._is_validating = True
+        if not trainer.sanity_checking:
+            self._begun = None
+            self._put(trainer, pl_module, back=True)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Note it; a step after a validation has no start."""
-        if self._is_validating:
-            self.ends.pop(trainer.global_step - 1, None)
-            self._is_validating = False
-        self.ends[trainer.global_step] = time.perf_counter(), time.process_time()
+        """A step is over, and the next begins when the other process has taken its own."""
+        step = trainer.global_step
+        if self._begun is not None and step > FIRST:
+            clock, processor = now()
+            self.seconds[step] = clock - self._begun[0], processor - self._begun[1]
+        if self._turns:
+            with suppress(BrokenPipeError):  # the other has come to its end
+                if self._has_turn:
+                    os.write(self._turns[1], b".")
+                self._has_turn = os.read(self._turns[0], 1) != b""
+        if step >= FIRST and self._without is not None:
+            self._put(trainer, pl_module, back=step // BLOCK % 2 != self._without)
+        self._begun = now()
 
-    def seconds(self) -> dict[int, tuple[float, float]]:
-        """Both times by step."""
-        return {
-            n: (end[0] - self.ends[n - 1][0], end[1] - self.ends[n - 1][1])
-            for n, end in self.ends.items()
-            if n >= FIRST and n - 1 in self.ends
-        }
+    def _put(self, trainer: Any, module: Any, back: bool) -> None:
+        callbacks, profiler, record = self._all
+        trainer.callbacks = callbacks if back else [self]
+        trainer.profiler = profiler if back else profiler.inner
+        module.record_losses = record if back else None
 
 
 def all_callbacks(folder: Path) -> list[Callback]:
@@ -77,7 +112,7 @@ def all_callbacks(folder: Path) -> list[Callback]:
 
 
 class HookClock(Profiler):
-    """Processor time of each callback's hooks, step by step."""
+    """The training thread's time in each callback's hooks, step by step."""
 
     def __init__(self) -> None:
         """Start with nothing."""
@@ -87,13 +122,13 @@ class HookClock(Profiler):
 
     def start(self, action_name: str) -> None:
         """Note it."""
-        self._started[action_name] = time.process_time()
+        self._started[action_name] = time.thread_time()
 
     def stop(self, action_name: str) -> None:
         """Add it up; the last callback's last hook ends a step."""
         if action_name.startswith("[Callback]") and action_name in self._started:
             name = re.split(r"[{.]", action_name.removeprefix("[Callback]"))[0]
-            self.steps[-1][name] += time.process_time() - self._started[action_name]  # type: ignore[assignment]
+            self.steps[-1][name] += time.thread_time() - self._started[action_name]  # type: ignore[assignment]
         if action_name.endswith("StepClock.on_train_batch_end"):
             self.steps.append(Counter())
 
@@ -101,43 +136,71 @@ class HookClock(Profiler):
         """Milliseconds a step, by callback."""
         steps = self.steps[FIRST:-1]
         lines = ["| callback | median, ms a step | mean |", "|---|---|---|"]
-        for name in sorted({name for step in steps for name in step}):
-            times = [step[name] * 1e3 for step in steps]
-            lines.append(f"| {name} | {statistics.median(times):.3f} | {statistics.mean(times):.3f} |")
+        means = {name: statistics.mean(step[name] for step in steps) for step in steps for name in step}
+        for name in sorted(means, key=lambda name: -means[name]):
+            median = statistics.median(step[name] for step in steps)
+            lines.append(f"| {name} | {median * 1e3:.3f} | {means[name] * 1e3:.3f} |")
         return "\n".join(lines)
 
 
-def run_here(what: str, folder: Path, epochs: int, profiler: Profiler | None = None) -> None:
-    """Train the quickstart in this process; write each step's seconds to ``steps.json``."""
+def run_here(folder: Path, epochs: int, clock: StepClock, profiler: Profiler | None = None) -> None:
+    """Train the quickstart in this process; write each step's seconds to ``seconds.json``."""
     from lit_ft.commands.train import TrainingCLI
-
-    clock = StepClock()
 
     class Chosen(TrainingCLI):
         def _with_defaults(self, given: list[Callback]) -> list[Callback]:
-            return [*(all_callbacks(folder) if what == "all" else []), clock]
+            return [*all_callbacks(folder), clock]
 
         def instantiate_trainer(self, **options: Any) -> Trainer:
             return super().instantiate_trainer(**options, **({"profiler": profiler} if profiler else {}))
 
     arguments = ["fit", "--config", "recipes/quickstart.yaml", "--run_dir", str(folder / "run"), "--merge", "false"]
     Chosen([*arguments, "--trainer.max_epochs", str(epochs), "--trainer.enable_checkpointing", "false"])
-    (folder / "steps.json").write_text(json.dumps(clock.seconds()))
+    (folder / "seconds.json").write_text(json.dumps(clock.seconds))
 
 
-def run_once(what: str, epochs: int) -> dict[str, tuple[float, float]]:
-    """Seconds by step of a run in a fresh process.
+def run_pair(epochs: int) -> list[dict[int, Seconds]]:
+    """Seconds by step of two processes; step n is with callbacks in one of them.
 
     Raises:
-        RuntimeError: it failed; with the end of what it wrote.
+        RuntimeError: one failed; with the end of what it wrote.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.callback_overhead", "--run", what, "--folder", folder]
-        done = subprocess.run([*command, "--epochs", str(epochs)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{what} failed:\n{done.stderr[-3000:]}")
-        steps: dict[str, tuple[float, float]] = json.loads((Path(folder) / "steps.json").read_text())
-        return steps
+    with tempfile.TemporaryDirectory() as root:
+        (read_0, write_0), (read_1, write_1) = os.pipe(), os.pipe()
+        folders = [Path(root) / name for name in "01"]
+        started = []
+        for which, (folder, turns) in enumerate(zip(folders, ((read_0, write_1), (read_1, write_0)), strict=True)):
+            folder.mkdir()
+            command = [sys.executable, "-m", "benchmarks.callback_overhead", "--folder", str(folder)]
+            command += ["--epochs", str(epochs), "--without", str(which), "--turns", *map(str, turns)]
+            with (folder / "said").open("w") as said:
+                started.append(subprocess.Popen(command, stdout=said, stderr=said, pass_fds=turns))
+        os.write(write_0, b".")
+        for file in (read_0, write_0, read_1, write_1):
+            os.close(file)
+        if any(codes := [process.wait() for process in started]):
+            ends = "\n".join((folder / "said").read_text()[-3000:] for folder in folders)
+            raise RuntimeError(f"exit codes {codes}:\n{ends}")
+        found = [json.loads((folder / "seconds.json").read_text()) for folder in folders]
+        return [{int(step): seconds for step, seconds in one.items()} for one in found]
+
+
+def take_round(number: int, epochs: int) -> list[float]:
+    """Run a pair, print a row, and return the shares in it."""
+    pair = run_pair(epochs)
+    # By step, the process in which callbacks are put away.
+    bare = {step: (step - 1) // BLOCK % 2 for step in sorted(pair[0].keys() & pair[1].keys())}
+    shares = []
+    for kind in (1, 0):
+        less = {n: pair[which][n][kind] for n, which in bare.items()}
+        more = {n: pair[1 - which][n][kind] - less[n] for n, which in bare.items()}
+        for average in (statistics.median, statistics.mean):
+            halves = [average([more[n] for n in bare if bare[n] == which]) for which in (0, 1)]
+            shares.append(statistics.mean(halves) / average(less.values()))
+    usual = statistics.median(pair[which][step][1] for step, which in bare.items())
+    row = [str(number), str(len(bare)), f"{usual * 1e3:.1f}", *(f"{share:+.2%}" for share in shares)]
+    print(f"| {' | '.join(row)} |", flush=True)
+    return shares
 
 
 def main() -> None:
@@ -145,36 +208,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--run", choices=["bare", "all"])
-    parser.add_argument("--folder", type=Path)
     parser.add_argument("--by-callback", action="store_true")
+    parser.add_argument("--folder", type=Path, help="for a process of a pair, as are those that follow")
+    parser.add_argument("--without", type=int)
+    parser.add_argument("--turns", type=int, nargs=2)
     options = parser.parse_args()
     if options.by_callback:
         with tempfile.TemporaryDirectory() as folder:
-            run_here("all", Path(folder), 1, hooks := HookClock())
+            run_here(Path(folder), 1, StepClock(), hooks := HookClock())
         print(f"{hooks.table()}\n\n{environment()}")
         return
-    if options.run is not None:
-        run_here(options.run, options.folder, options.epochs)
+    if options.folder is not None:
+        run_here(options.folder, options.epochs, StepClock(options.turns, options.without))
         return
-    print("| round | steps | ms a step, bare | a step's processor time differs by | share | by the clock |")
-    print("|---|---|---|---|---|---|")
-    shares = []
-    for number in range(options.rounds):
-        order = ("bare", "all") if number % 2 == 0 else ("all", "bare")
-        runs = {what: run_once(what, options.epochs) for what in order}
-        steps = sorted(runs["bare"].keys() & runs["all"].keys(), key=int)
-        wall, cpu = ([(runs["bare"][step][k], runs["all"][step][k]) for step in steps] for k in (0, 1))
-        shares.append(share(cpu))
-        bare, more = statistics.median(one for one, _ in cpu), statistics.median(two - one for one, two in cpu)
-        row = f"| {number + 1} | {len(steps)} | {bare * 1e3:.1f} | {more * 1e3:+.2f} ms | "
-        print(row + f"{shares[-1]:+.2%} | {share(wall):+.2%} |", flush=True)
-    print(f"\nmedian of the rounds: {statistics.median(shares):+.2%} of a step\n\n{environment()}")
-
-
-def share(pairs: list[tuple[float, float]]) -> float:
-    """The median difference of a step with callbacks to the same step without, over the median step without."""
-    return statistics.median(two - one for one, two in pairs) / statistics.median(one for one, _ in pairs)
+    print("| round | steps | ms a step without | processor time, median | mean | clock, median | mean |")
+    print("|---|---|---|---|---|---|---|")
+    rounds = [take_round(number, options.epochs) for number in range(1, options.rounds + 1)]
+    medians = ", ".join(f"{statistics.median(column):+.2%}" for column in zip(*rounds, strict=True))
+    print(f"\nmedians of the rounds: {medians} of a step\n\n{environment()}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 Number = float | Tensor
@@ -68,8 +67,3 @@ def _first_tensor(batch: Any) -> Tensor | None:
         return batch
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
-
-
-def as_float(number: Number) -> float:
-    """A count as a Python number; waits for the device where it is there."""
-    return float(number.item()) if isinstance(number, torch.Tensor) else float(number)

@@ -3,6 +3,7 @@
 import csv
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,15 @@ class Visit(NamedTuple):
     """Mean over the sample's supervised tokens, in nats."""
     tokens: int
     """Supervised tokens."""
+
+
+def get_ready() -> None:
+    """Import pyarrow and what it wants for its first table, pandas where there is one: no step waits for it then."""
+    with suppress(ModuleNotFoundError):
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"": [""]}), pyarrow.BufferOutputStream())
 
 
 def write_part(folder: Path, started: int, rank: int, visits: Sequence[Visit]) -> Path:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_callbacks.batch_ids import batch_ids, batch_sources
-from lit_callbacks.ledger_files import Visit, forget, read_visits, write_part
+from lit_callbacks.ledger_files import Visit, forget, get_ready, read_visits, write_part
 from lit_callbacks.ledger_summary import summarise
 from lit_callbacks.tables import show_table
 
@@ -102,6 +102,7 @@ class LossLedger(Callback):
         self._place = (trainer.global_step, trainer.current_epoch)
         self._safely(lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank))
         self._lend(pl_module, self.record)
+        get_ready()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note which step it is."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_callbacks import memory_readings
 from lit_callbacks.gather import is_split
+from lit_callbacks.log_figures import log_figures
 from lit_callbacks.memory_advice import mib, out_of_memory_page
 from lit_callbacks.memory_readings import MIB, in_mib
 from lit_callbacks.memory_timeline import step_rows, write_csv, write_picture
@@ -152,7 +153,7 @@ class MemoryProfiler(Callback):
             self._close_ledger(trainer, pl_module)
             self._log_breakdown(trainer)
         if self._measures:
-            self._log(trainer, pl_module)
+            self._log(trainer)
         self._measures = self._is_logged(trainer)
 
     def _close_ledger(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,7 +175,7 @@ class MemoryProfiler(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=trainer.global_step)
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _log(self, trainer: Trainer) -> None:
         self._take(self._phase)
         device = self._device
         figures: dict[str, int | None] = {
@@ -193,7 +194,7 @@ class MemoryProfiler(Callback):
             for name, value in known.items()
         }
         row = in_mib(figures) | by_phase
-        pl_module.log_dict({f"memory/{name}": value for name, value in row.items()})
+        log_figures(trainer, {f"memory/{name}": value for name, value in row.items()}, trainer.global_step - 1)
         self.timeline.append({"step": trainer.global_step, **row})
         self._look_for_a_leak(figures["allocated"] or figures["host_rss"])
 

@@ -4,10 +4,12 @@ Callback hooks do not enclose the waiting for data, the other callbacks or the w
 actions do. A profiler of the user's own goes on working: every action is passed on to it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Literal
 
+from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 Phase = Literal["data", "forward", "backward", "optimizer", "callbacks", "other", "validation", "checkpoint"]
@@ -36,6 +38,29 @@ def _told(action: str) -> tuple[Phase | None, bool, bool]:
     return phase, ending == "on_validation_start", ends
 
 
+_STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+_NOTHING = nullcontext("")
+
+
+def _empty_actions(callbacks: Iterable[Callback]) -> frozenset[str]:
+    """The actions of a step in which Lightning calls a hook that a callback does not have: most of all actions."""
+    has: dict[str, bool] = {}
+    for callback in callbacks:
+        for hook in _STEP_HOOKS:
+            action = f"[Callback]{callback.state_key}.{hook}"
+            # Asked of the instance, as Lightning does: LambdaCallback puts its hooks there.
+            found = getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
+            has[action] = found or has.get(action, False)
+    return frozenset(action for action, found in has.items() if not found)
+
+
 class _Action:
     """What ``with`` enters: some hundreds a step, so no generator."""
 
@@ -57,14 +82,16 @@ class _Action:
 class PhaseProfiler(Profiler):
     """Tells listeners when another phase begins. An action within an action is its own: nothing is counted twice."""
 
-    def __init__(self, inner: Profiler) -> None:
+    def __init__(self, inner: Profiler, empty: frozenset[str] = frozenset()) -> None:
         """Stand before a profiler.
 
         Args:
             inner: gets every action too.
+            empty: actions in which nothing happens, and no phase begins.
         """
         super().__init__()
         self.inner = inner
+        self._empty = empty
         self.listeners: list[Listener] = []
         self.phase: Phase = "other"
         self.failed_in: Phase | None = None
@@ -77,6 +104,8 @@ class PhaseProfiler(Profiler):
 
     def profile(self, action_name: str) -> Any:
         """A context in which the action goes on."""
+        if action_name in self._empty:
+            return self.inner.profile(action_name) if self._is_heard else _NOTHING
         return _Action(self, action_name)
 
     def start(self, action_name: str) -> None:
@@ -138,7 +167,7 @@ def watch(trainer: Any, listener: Listener) -> None:
     """Tell ``listener`` of every phase from now on; several listeners share one profiler."""
     profiler = trainer.profiler
     if not isinstance(profiler, PhaseProfiler):
-        profiler = trainer.profiler = PhaseProfiler(profiler)
+        profiler = trainer.profiler = PhaseProfiler(profiler, _empty_actions(trainer.callbacks))
     profiler.listeners.append(listener)
 
 

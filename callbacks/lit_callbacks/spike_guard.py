@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lit_callbacks.batch_ids import batch_ids
 from lit_callbacks.gradient_norms import norms_by_name, parameters_of, squared_norm
+from lit_callbacks.log_figures import log_figures
 
 LEAST_DEVIATION = 0.1
 """Share of the median that counts as a deviation in a run without noise."""
@@ -127,9 +128,9 @@ class SpikeGuard(Callback):
             for name, value in found.items():
                 if value is not None and math.isfinite(value):
                     self._history.setdefault(name, deque(maxlen=self.window)).append(value)
-        # `log` takes longer than all of the above: on the steps that loggers take only.
-        if reasons or (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            pl_module.log("spike_guard/skipped_steps", float(self.skipped_steps))
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if reasons or (every and (trainer.global_step + 1) % every == 0):
+            log_figures(trainer, {"spike_guard/skipped_steps": float(self.skipped_steps)}, trainer.global_step)
 
     def _measure(self, trainer: Trainer, optimizer: Optimizer) -> tuple[float | None, float | None]:
         """Mean loss of the ranks and the norm of all gradients; None for what there is not."""

@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lit_callbacks.batch_counts import BatchCounts, Number, as_float, count_batch
+from lit_callbacks.batch_counts import BatchCounts, Number, count_batch
 from lit_callbacks.clocks import PhaseTimer, clock_of
 from lit_callbacks.flops import TransformerFlops
+from lit_callbacks.log_figures import log_figures
 from lit_callbacks.peak_flops import compute_dtype, measured_peak, peak_of
 from lit_callbacks.phases import Phase, unwatch, watch
 
@@ -193,10 +194,12 @@ class ThroughputMonitor(Callback):
                 f"throughput is measured from optimiser step {self.skip_steps + 1} of this fit on, without validation "
                 "and checkpoints"
             )
-        for name, value in self._figures(trainer, Measured.of(self._steps)).items():
-            pl_module.log(f"throughput/{name}", value, prog_bar=name == "tokens_per_second")
+        figures = self._figures(trainer, Measured.of(self._steps))
+        log_figures(trainer, {f"throughput/{name}": value for name, value in figures.items()}, self._global_step - 1)
+        if (tokens := figures.get("tokens_per_second")) is not None:
+            pl_module.log("throughput/tokens_per_second", tokens, prog_bar=True, logger=False)
 
-    def _figures(self, trainer: Trainer, measured: Measured) -> dict[str, torch.Tensor]:
+    def _figures(self, trainer: Trainer, measured: Measured) -> dict[str, float]:
         """Rates over all ranks, and times of the average rank; a collective, the same on every rank."""
         device, ranks = trainer.strategy.root_device, trainer.world_size
         # Ranks with parts of a model see the same data: a replica's work counts once.
@@ -206,15 +209,16 @@ class ThroughputMonitor(Callback):
         local += [measured.seconds[name] / max(measured.steps, 1) for name in PARTS]
         vector = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in local])
         vector[: len(_RATES)] /= measured.total_seconds or float("nan")
-        means = torch.as_tensor(trainer.strategy.reduce(vector, reduce_op="mean"))
+        means = torch.as_tensor(trainer.strategy.reduce(vector, reduce_op="mean")).tolist()
         if not measured.steps:
             return {}
-        figures: dict[str, torch.Tensor] = {}
-        for name, value in zip(_RATES, means * replicas, strict=False):
+        figures: dict[str, float] = {}
+        for name, mean in zip(_RATES, means, strict=False):
             if name in measured.done:
-                figures |= {_RATES[name]: value} | ({f"device/{_RATES[name]}": value / ranks} if ranks > 1 else {})
+                rate = mean * replicas
+                figures |= {_RATES[name]: rate} | ({f"device/{_RATES[name]}": rate / ranks} if ranks > 1 else {})
         parts = means[len(_RATES) :]
-        figures |= {"step_seconds": parts.sum(), "data_wait": parts[0] / parts.sum()}
+        figures |= {"step_seconds": sum(parts), "data_wait": parts[0] / sum(parts)}
         figures |= {f"step_seconds/{name}": value for name, value in zip(PARTS, parts, strict=True)}
         if "non_padding_tokens" in measured.done:
             figures["tokens_per_second"] = figures["non_padding_tokens_per_second"]
@@ -229,7 +233,7 @@ class ThroughputMonitor(Callback):
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(trainer.strategy.root_device)
         self._collect()
-        self.summary = {name: as_float(value) for name, value in self._figures(trainer, self._run).items()}
+        self.summary = self._figures(trainer, self._run)
         self._end(trainer)
         if not self.summary:
             return

@@ -2,35 +2,16 @@
 
 import csv
 import json
-import os
 import shutil
-import subprocess
 import sys
 import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fresh_process import python
 
 HERE = Path(__file__).parent
-NEITHER_SLOW_NOR_SHARED = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def python(executable: Path | str, *arguments: str, folder: Path, timeout: float = 120) -> str:
-    """What a fresh process prints; nothing of the environment's paths reaches it."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LIT_FT"))}
-    done = subprocess.run(
-        [str(executable), *arguments],
-        cwd=folder,
-        env=environment | NEITHER_SLOW_NOR_SHARED,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 IMPORT = "import time; import lightning.pytorch, torch; t = time.perf_counter(); import lit_callbacks, sys; "
 
 

@@ -1,12 +1,12 @@
 """Two ranks of a plain Lightning run: one raises while the other hangs."""
 
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh_process import clean_environment
 
 SCRIPT = """
 import time
@@ -36,7 +36,7 @@ def test_a_rank_that_hangs_ends_with_one_that_fails(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     # Each by hand: nobody else ends one of them for the other's sake.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**clean_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],
@@ -47,10 +47,10 @@ def test_a_rank_that_hangs_ends_with_one_that_fails(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        hung, failed = (rank.communicate(timeout=100)[1] for rank in ranks)
+        hung, failed = (rank.communicate(timeout=300)[1] for rank in ranks)
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert [rank.returncode for rank in ranks] == [1, 1], f"--- rank 0\n{hung}\n--- rank 1\n{failed}"
     assert failed.rstrip().endswith("ValueError: bad")
     assert "rank 0 stops: rank 1 failed: ValueError: bad" in hung

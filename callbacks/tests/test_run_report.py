@@ -156,8 +156,9 @@ def browse(page: Path, *options: str) -> tuple[str, str]:
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
     profile = f"--user-data-dir={page.parent / 'profile'}"
     done = subprocess.run(
-        [*command, profile, *options, page.as_uri()], capture_output=True, text=True, timeout=100, check=True
+        [*command, profile, *options, page.as_uri()], capture_output=True, text=True, timeout=100, check=False
     )
+    assert done.returncode == 0, done.stderr[-5000:]
     return done.stdout, done.stderr
 
 
