@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import on_ranks
 
 from lit_ft.cli import main
@@ -46,6 +47,12 @@ NOT_HERE = {
 """Fragments that are parsed only."""
 
 
+REFUSED = {"liger": "needs a CUDA device"}
+"""Fragments that say so where there is no GPU."""
+INSTEAD = {"compile": ["--model.compile", "aot_eager"]}
+"""The same without waiting for a C++ compiler."""
+
+
 def quickstart_with(fragment: Path, *options: str) -> Any:
     """Exit code of a run of two steps."""
     with pytest.raises(SystemExit) as stop:
@@ -55,7 +62,11 @@ def quickstart_with(fragment: Path, *options: str) -> Any:
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_fragments_run_on_top_of_the_quickstart(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("LIT_FT_RUN_DIR", "")
@@ -73,8 +84,12 @@ def test_fragments_run_on_top_of_the_quickstart(
         ranks = int(command[1]) if command is not None and "ModelParallelStrategy" in path.read_text() else 1
         options += ["--trainer.devices", str(ranks)]
         assert on_ranks(ranks, quickstart_with, name, *options) == [0] * ranks
+    elif path.stem in REFUSED and not torch.cuda.is_available():
+        assert quickstart_with(name, *options) == 2
+        assert REFUSED[path.stem] in capsys.readouterr().err
+        return
     else:
-        assert quickstart_with(name, *options) == 0
+        assert quickstart_with(name, *options, *INSTEAD.get(path.stem, [])) == 0
         assert "done: 2 optimiser steps" in caplog.text
     written = ("adapter/adapter_config.json", "merged/config.json")  # what trains all weights has no adapter
     assert any((tmp_path / "run" / name).is_file() for name in written)

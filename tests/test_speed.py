@@ -30,9 +30,9 @@ class Numbers(Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-def numbers(make_trainer: Any, model_folder: str, rows: str, **options: Any) -> Numbers:
+def numbers(make_trainer: Any, model_folder: str, rows: str, callbacks: Any = (), **options: Any) -> Numbers:
     found = Numbers()
-    trainer = make_trainer(max_steps=3, callbacks=[found])
+    trainer = make_trainer(max_steps=3, callbacks=[found, *callbacks])
     trainer.fit(CausalLM(model_folder, **options), TextDataModule(rows, micro_batch_size=4, shuffle=False))
     assert len(found.losses) == 3
     return found
@@ -139,3 +139,42 @@ def test_liger_takes_the_place_of_norms_and_mlps(model_folder: str) -> None:
     names += [layer.input_layernorm._get_name() for layer in base.model.layers]
     assert names == ["LigerSwiGLUMLP"] * 2 + ["LigerRMSNorm"] * 3
     assert base.forward == forward  # the loss stays lit_ft's
+
+
+class NothingMoreToCompile(Callback):
+    """After the first step, what would have to be compiled is an error."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.compiler.set_stance("fail_on_recompile")
+
+
+def test_compiled_layers_give_the_same_numbers_and_rows_of_any_length_need_one_compilation(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    plain = numbers(make_trainer, model_folder, write_rows(), peft=LORA)
+    torch._dynamo.reset()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    try:
+        compiled = numbers(
+            make_trainer, model_folder, write_rows(), [NothingMoreToCompile()], peft=LORA, compile="aot_eager"
+        )
+    finally:
+        torch.compiler.set_stance("default")
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-6)
+    for ours, wanted in zip(compiled.gradients, plain.gradients, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
+    (reason,) = breaks  # attention, which is left out on purpose
+    assert "packed_attention" in reason
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_offload_too(
+    make_trainer: Any, model_folder: str, write_rows: Any, checkpointing: bool
+) -> None:
+    options: dict[str, Any] = {"peft": LORA, "gradient_checkpointing": checkpointing}
+    plain = numbers(make_trainer, model_folder, write_rows(), **options)
+    both = numbers(make_trainer, model_folder, write_rows(), **options, activation_offload=True, compile="aot_eager")
+    assert both.losses == pytest.approx(plain.losses, rel=1e-6)
+    for ours, wanted in zip(both.gradients, plain.gradients, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
