@@ -8,6 +8,7 @@ random weights. Each run is a process of its own; losses are compared step by st
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -82,8 +83,6 @@ def run(model: str, rows: str, name: str) -> dict[str, Any]:
 
 def in_a_process(model: str, rows: str, name: str) -> dict[str, Any]:
     """``run``, with kernels compiled anew."""
-    import os
-
     with tempfile.TemporaryDirectory() as cache:
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         command = [sys.executable, "-m", "benchmarks.speed_fragments", "--child", model, rows, name]
@@ -109,7 +108,7 @@ def main() -> None:
         return
     work = prepare(options.folder, options.model, options.data, options.rows)
     print(
-        "| run | tokens/s | of the first run's | first step, s | first 8 steps, s | host memory, GiB | largest loss "
+        "| run | tokens/s | of the first run's | first step, s | first 8 steps, s | memory, GiB | largest loss "
         "difference |\n|---|---|---|---|---|---|---|"
     )
     first: dict[str, Any] = {}

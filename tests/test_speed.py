@@ -1,5 +1,7 @@
 """Options that are for speed or memory alone leave every number as it is."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from transformers import AutoConfig
 
+from benchmarks.scaling import measure_curve
+from benchmarks.scaling_pictures import draw
 from lit_ft import CausalLM, RecipeError, TextDataModule, liger
 from lit_ft.activation_offload import ActivationsOnHost
 
@@ -178,3 +182,33 @@ def test_compiled_layers_offload_too(
     assert both.losses == pytest.approx(plain.losses, rel=1e-6)
     for ours, wanted in zip(both.gradients, plain.gradients, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_curves_are_drawn_and_tabled(tmp_path: Path) -> None:
+    measured = {"DDP": {1: (100.0, 0.5), 2: (190.0, 0.51)}, "FSDP": {2: (150.25, 0.3)}}
+    points = [
+        {"line": line, "x": x, "tokens_per_second": rate, "gib": gib}
+        for line, of in measured.items()
+        for x, (rate, gib) in of.items()
+    ]
+    table = draw("ranks", points, tmp_path / "first.svg")
+    assert table.splitlines() == [
+        "| ranks | tokens/s, DDP | memory, GiB, DDP | tokens/s, FSDP | memory, GiB, FSDP |",
+        "|---|---|---|---|---|",
+        "| 1 | 100 | 0.50 |  |  |",
+        "| 2 | 190 | 0.51 | 150 | 0.30 |",
+    ]
+    draw("ranks", points, tmp_path / "again.svg")
+    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "again.svg").read_bytes()
+
+
+def test_points_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
+    there = [{"line": line, "x": "2 M"} for line in ("measured", "planned")]
+    (tmp_path / "size.json").write_text(json.dumps({"points": there}))
+    measure_curve("size", ["2 M", "1.5 B"], tmp_path, tmp_path)
+    *kept, new = json.loads((tmp_path / "size.json").read_text())["points"]
+    assert kept == there
+    assert (new["line"], new["x"]) == ("planned", "1.5 B")
+    # Weights in bf16 are most of it: 1.54 billion of them, the head tied.
+    assert new["parameters"] == pytest.approx(1.544e9, rel=1e-3)
+    assert new["gib"] == pytest.approx(2 * 1.544e9 / 2**30, rel=0.05)
