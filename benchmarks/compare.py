@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -46,8 +47,39 @@ Run = dict[str, Any]
 """``contestant``, ``setting``, ``round``, and what was measured, or ``error``."""
 
 
-def run_module(python: str, module: str, asked: Path, log: Path, limit_seconds: float) -> Run:
-    """Run a module of ``benchmarks.peers``; what it measured, or the end of what it wrote as ``error``."""
+def run_contestant(contestant: Contestant, job: Job, environments: Path, log: Path, limit_seconds: float) -> Run:
+    """A contestant's run in a fresh process.
+
+    Args:
+        contestant: who.
+        job: what, but for folder, start and the contestant's options.
+        environments: folder of the peers' environments.
+        log: gets what the process writes.
+        limit_seconds: after which it is ended.
+
+    Returns:
+        What it measured, or why it did not run as ``error``.
+    """
+    python = sys.executable
+    if contestant.environment is not None:
+        if (reason := reason_of(environments, contestant.environment)) is not None:
+            return {"error": reason}
+        python = str(python_of(environments, contestant.environment))
+    with tempfile.TemporaryDirectory() as folder:
+        asked = Path(folder) / "job.json"
+        replace(job, folder=folder, started=time.monotonic(), options=dict(contestant.options)).write(asked)
+        return _run_module(python, contestant.runner, asked, log, limit_seconds)
+
+
+def run_peak(asked: dict[str, Any], log: Path) -> Run:
+    """The peak of a model's matrix products, in a fresh process; ``asked`` are arguments of ``matrix_peak.peaks``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "peak.json"
+        path.write_text(json.dumps(asked), encoding="utf-8")
+        return _run_module(sys.executable, PEAK, path, log, 600)
+
+
+def _run_module(python: str, module: str, asked: Path, log: Path, limit_seconds: float) -> Run:
     answer = asked.with_suffix(".result")
     command = [python, "-m", f"benchmarks.peers.{module}", str(asked), str(answer)]
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -134,32 +166,20 @@ class Comparison:
         logs = self.options.folder / "logs"
         logs.mkdir(exist_ok=True)
         log = logs / f"{contestant.key if contestant else PEAK}-{setting}.txt"
-        with tempfile.TemporaryDirectory() as folder:
-            asked = Path(folder) / "job.json"
-            if contestant is None:
-                tokens, supervised = (round(statistics.mean(n)) for n in zip(*self.step_tokens(setting), strict=True))
-                shape = {"shape": self.options.model, "device": self.options.device}
-                asked.write_text(json.dumps({**shape, "tokens": tokens, "supervised": supervised}))
-                return run_module(sys.executable, PEAK, asked, log, self.options.limit)
-            python, reason = sys.executable, None
-            if contestant.environment is not None:
-                root = self.options.environments
-                python, reason = str(python_of(root, contestant.environment)), reason_of(root, contestant.environment)
-            if reason is not None:
-                return {"error": reason}
-            size, accumulate = SETTINGS[setting]
-            Job(
-                model=str(self.work.model),
-                rows=str(self.work.rows),
-                folder=folder,
-                micro_batch_size=size,
-                accumulate=accumulate,
-                device=self.options.device,
-                max_length=MAX_LENGTH,
-                started=time.monotonic(),
-                options=dict(contestant.options),
-            ).write(asked)
-            return run_module(python, contestant.runner, asked, log, self.options.limit)
+        if contestant is None:
+            tokens, supervised = (round(statistics.mean(n)) for n in zip(*self.step_tokens(setting), strict=True))
+            asked = {"shape": self.options.model, "device": self.options.device}
+            return run_peak({**asked, "tokens": tokens, "supervised": supervised}, log)
+        size, accumulate = SETTINGS[setting]
+        job = Job(
+            model=str(self.work.model),
+            rows=str(self.work.rows),
+            micro_batch_size=size,
+            accumulate=accumulate,
+            device=self.options.device,
+            max_length=MAX_LENGTH,
+        )
+        return run_contestant(contestant, job, self.options.environments, log, self.options.limit)
 
     def rates(self, run: Run) -> tuple[float, float]:
         """Tokens and supervised tokens a second, the first step left out."""

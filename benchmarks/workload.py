@@ -64,9 +64,7 @@ def prepare(folder: Path, shape: str, data: str, rows: int) -> Work:
     source = json.loads(Path(data).read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / f"{shape}-{Path(data).stem}"
-    if not (model / "model.safetensors").is_file():
-        texts = [str(row.get(column) or "") for row in source for column in ("instruction", "input", "output")]
-        _write_model(model, SHAPES[shape], texts)
+    write_model(model, SHAPES[shape], texts_of(source))
     chosen, tokens = (folder / f"{model.name}-{rows}{kind}.json" for kind in ("", "-tokens"))
     chosen.write_text(json.dumps(source[:rows], ensure_ascii=False), encoding="utf-8")
     module = TextDataModule(str(chosen), max_length=MAX_LENGTH)
@@ -77,6 +75,11 @@ def prepare(folder: Path, shape: str, data: str, rows: int) -> Work:
     # The first token of a sample is predicted by nothing.
     lengths = [(len(ids), int((labels[1:] != -100).sum())) for ids, labels in pairs]
     return Work(model, tokens, lengths, layer_weights(SHAPES[shape]), head_weights(SHAPES[shape]))
+
+
+def texts_of(rows: list[dict[str, str]]) -> list[str]:
+    """All texts of alpaca-style rows."""
+    return [str(row.get(column) or "") for row in rows for column in ("instruction", "input", "output")]
 
 
 def linear_shapes(shape: dict[str, int]) -> list[tuple[int, int]]:
@@ -120,21 +123,30 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
     )
 
 
-def _write_model(folder: Path, shape: dict[str, Any], texts: list[str]) -> None:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def write_model(folder: Path, shape: dict[str, int], texts: list[str], is_tied: bool = True) -> None:
+    """A model with random weights in bf16, and a tokenizer of the texts, unless they are there.
 
+    Args:
+        folder: where.
+        shape: as in ``SHAPES``.
+        texts: that the tokenizer is made from.
+        is_tied: whether the head is the embeddings.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    if (folder / "config.json").is_file():
+        return
     tokenizer = train_tokenizer(texts, vocab_size=min(16_000, shape["vocab_size"]))
     torch.manual_seed(0)
     config = Qwen2Config(
         **shape,
-        tie_word_embeddings=True,
+        tie_word_embeddings=is_tied,
         max_position_embeddings=32_768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        dtype="bfloat16",
     )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)

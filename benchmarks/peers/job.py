@@ -36,15 +36,15 @@ class Job:
     """Folder with weights in bf16 and a tokenizer, in Hugging Face's format."""
     rows: str
     """JSON list of rows of ``input_ids`` and ``labels`` (unshifted, -100 where not supervised), in training order."""
-    folder: str
-    """For what the contestant writes."""
     micro_batch_size: int
     accumulate: int
     device: str
     """``cpu`` or ``cuda``."""
     max_length: int
     """Tokens of the longest row that the recipe allows."""
-    started: float
+    folder: str = ""
+    """For what the contestant writes."""
+    started: float = 0.0
     """``time.monotonic()`` when the process was asked for."""
     options: dict[str, Any] = field(default_factory=dict)
     """The contestant's own settings."""
