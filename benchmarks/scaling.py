@@ -10,12 +10,15 @@ supervised unless said otherwise. Linux only.
 
 import argparse
 import json
+import math
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -239,11 +242,14 @@ def write_rows(folder: Path, rows: int) -> Path:
 
 
 def measure(curve: str, point: Point, folder: Path) -> Point:
-    """Measure a point in a process of its own."""
-    if curve == "rows":
-        point = {**point, "file": str(write_rows(folder, point["x"]))}
-    asked = json.dumps({"curve": curve, **point, "started": time.time()})
-    command = [sys.executable, "-m", "benchmarks.scaling", "--point", asked]
+    """Measure a point in a process of its own, forked once libraries are there; start-up time has them in it."""
+    if curve != "rows":
+        from lit_ft import CausalLM  # noqa: F401
+
+        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+            return pool.submit(MEASURES[curve], point).result()
+    asked = json.dumps({**point, "file": str(write_rows(folder, point["x"])), "started": time.time()})
+    command = [sys.executable, "-m", "benchmarks.scaling", "--rows-point", asked]
     done = subprocess.run(command, capture_output=True, text=True)
     answers = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not answers:
@@ -251,7 +257,7 @@ def measure(curve: str, point: Point, folder: Path) -> Point:
     return json.loads(answers[-1])
 
 
-def measure_curve(curve: str, only: list[str] | None, out: Path, folder: Path) -> None:
+def measure_curve(curve: str, only: list[str] | None, out: Path, folder: Path, until: float = math.inf) -> None:
     """Measure the points that ``OUT/CURVE.json`` lacks.
 
     Args:
@@ -259,13 +265,14 @@ def measure_curve(curve: str, only: list[str] | None, out: Path, folder: Path) -
         only: the values of ``x`` that are measured; None for all.
         out: folder of results.
         folder: for data files.
+        until: no point is begun after this time.
     """
     path = out / f"{curve}.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"points": []}
     for point in points(curve):
         place = {name: point[name] for name in ("line", "x")}
         known = any(all(one[name] == place[name] for name in place) for one in found["points"])
-        if known or (only is not None and str(point["x"]) not in only):
+        if known or (only is not None and str(point["x"]) not in only) or time.time() > until:
             continue
         result = measure(curve, point, folder)
         print(f"{curve}, {place['line']}, {place['x']}: {result}", file=sys.stderr, flush=True)
@@ -279,22 +286,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--curve", choices=CURVES, help="one of them; by default all")
     parser.add_argument("--only", help="values of x, with commas, e.g. 256,512")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no point later; the next call goes on")
     parser.add_argument("--out", type=Path, default=Path("docs/performance"), help="folder of results and pictures")
     parser.add_argument("--draw", action="store_true", help="only draw what has been measured")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "lit_ft_benchmarks" / "rows")
-    parser.add_argument("--point", help=argparse.SUPPRESS)
+    parser.add_argument("--rows-point", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.point:
-        point = json.loads(options.point)
-        print("RESULT " + json.dumps(MEASURES[point["curve"]](point)))
+    if options.rows_point:
+        print("RESULT " + json.dumps(measure_rows(json.loads(options.rows_point))))
         return
     from benchmarks.scaling_pictures import draw
 
     options.out.mkdir(parents=True, exist_ok=True)
+    only, until = options.only.split(",") if options.only else None, time.time() + options.seconds
     for curve in [options.curve] if options.curve else CURVES:
         if not options.draw:
-            measure_curve(curve, options.only.split(",") if options.only else None, options.out, options.folder)
-        found = json.loads((options.out / f"{curve}.json").read_text(encoding="utf-8"))
+            measure_curve(curve, only, options.out, options.folder, until)
+        if not (path := options.out / f"{curve}.json").is_file():
+            continue
+        found = json.loads(path.read_text(encoding="utf-8"))
         print(draw(curve, found["points"], options.out / f"{curve}.svg"))
         print(f"\n{found['environment']}\n")
 

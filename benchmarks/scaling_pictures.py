@@ -44,8 +44,7 @@ def draw(curve: str, points: list[Point], path: Path) -> str:
     figure = Figure(figsize=(7.2, 2.9), layout="constrained")
     FigureCanvasSVG(figure)
     for panel, axis in zip(figure.subplots(1, len(axes)), axes, strict=True):
-        lines = [line for line in dict.fromkeys(p["line"] for p in points) if any(axis.key in p for p in points)]
-        for line, (colour, dashes, mark) in zip(lines, STYLES, strict=False):
+        for line, (colour, dashes, mark) in zip(dict.fromkeys(p["line"] for p in points), STYLES, strict=False):
             shown = sorted((_x(curve, p), p[axis.key]) for p in points if p["line"] == line and axis.key in p)
             if shown:
                 panel.plot(*zip(*shown, strict=True), dashes, color=colour, marker=mark, markersize=4, label=line)

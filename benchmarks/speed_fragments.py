@@ -3,12 +3,13 @@
     python -m benchmarks.speed_fragments --data huanhuan.json
 
 The setting is that of recipes/qwen.yaml (micro-batch 1, accumulate 2, LoRA r=8 on q and v, bf16) without dropout, on
-random weights. Each run is a process of its own; losses are compared step by step.
+random weights. Each run is a process of its own, in alternating order; losses are compared step by step.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -93,12 +94,18 @@ def in_a_process(model: str, rows: str, name: str) -> dict[str, Any]:
     return json.loads(lines[0])
 
 
+def median(runs: list[dict[str, Any]], key: str) -> float:
+    """Of what runs measured."""
+    return statistics.median(result[key] for result in runs)
+
+
 def main() -> None:
     """Run, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="qwen2.5-0.5b")
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--names", default="without,compile,gradient_checkpointing,activation_offload")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "lit_ft_benchmarks")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -107,22 +114,28 @@ def main() -> None:
         print(f"RESULT {json.dumps(run(*options.child))}")
         return
     work = prepare(options.folder, options.model, options.data, options.rows)
+    names = options.names.split(",")
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(options.rounds):
+        for name in names if number % 2 == 0 else names[::-1]:
+            runs[name].append(in_a_process(str(work.model), str(work.rows), name))
+    first = runs[names[0]]
     print(
-        "| run | tokens/s | of the first run's | first step, s | first 8 steps, s | memory, GiB | largest loss "
-        "difference |\n|---|---|---|---|---|---|---|"
+        "| run | tokens/s (least to most) | of the first run's | first step, s | first 8 steps, s | memory, GiB "
+        "| largest loss difference |\n|---|---|---|---|---|---|---|"
     )
-    first: dict[str, Any] = {}
-    for name in options.names.split(","):
-        result = in_a_process(str(work.model), str(work.rows), name)
-        first = first or result
-        difference = max(abs(a - b) for a, b in zip(result["losses"], first["losses"], strict=True))
-        rate = result["tokens_per_second"]
+    for name, of in runs.items():
+        rates = [result["tokens_per_second"] for result in of]
+        difference = max(abs(a - b) for one in of for a, b in zip(one["losses"], first[0]["losses"], strict=True))
         print(
-            f"| {name} | {rate:.0f} | {rate / first['tokens_per_second']:.2f}x | {result['first_step']:.1f} "
-            f"| {result['warm_up']:.1f} | {result['gib']:.2f} | {difference:.4f} |",
+            f"| {name} | {statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f}) "
+            f"| {statistics.median(rates) / median(first, 'tokens_per_second'):.2f}x | {median(of, 'first_step'):.1f} "
+            f"| {median(of, 'warm_up'):.1f} | {median(of, 'gib'):.2f} | {difference:.4f} |",
             flush=True,
         )
-    print(f"\n{options.model}, {options.rows} rows of {Path(options.data).name}\n{environment()}")
+    print(
+        f"\n{options.model}, {options.rows} rows of {Path(options.data).name}, {options.rounds} rounds\n{environment()}"
+    )
 
 
 if __name__ == "__main__":
