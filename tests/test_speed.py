@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from peft import LoraConfig
+from ranks import on_ranks
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from transformers import AutoConfig
@@ -16,6 +17,7 @@ from benchmarks.scaling import measure_curve
 from benchmarks.scaling_pictures import draw
 from lit_ft import CausalLM, RecipeError, TextDataModule, liger
 from lit_ft.activation_offload import ActivationsOnHost
+from lit_ft.strategies import FSDPStrategy
 
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
@@ -87,6 +89,32 @@ def test_with_checkpointing_only_inputs_of_layers_go(
     layers, steps = 2, 3
     last_norm = 2  # its inputs, and what it has made of them
     assert len(hidden) == steps * (layers + last_norm)
+
+
+def sharded(model_folder: str, rows: str, offload: bool, copied: list[torch.Tensor]) -> tuple[list[float], set[Any]]:
+    """Losses, and shapes of weights that went to the host's memory, either way round."""
+    found = Numbers()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=FSDPStrategy(),
+        max_steps=2,
+        callbacks=[found],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    module = CausalLM(model_folder, activation_offload=offload)
+    trainer.fit(module, TextDataModule(rows, micro_batch_size=4, shuffle=False))
+    weights = {tuple(p.shape) for p in module.parameters()}
+    return found.losses, {tuple(t.shape) for t in copied} & (weights | {shape[::-1] for shape in weights})
+
+
+@pytest.mark.processes
+def test_sharded_weights_stay_too(model_folder: str, write_rows: Any, copied: list[torch.Tensor]) -> None:
+    rows = write_rows()
+    plain, offloaded = (on_ranks(2, sharded, model_folder, rows, on, copied) for on in (False, True))
+    assert plain == offloaded == [(losses, set()) for losses, _ in plain]
 
 
 def test_offloading_says_where_it_is_of_no_use(
