@@ -1,5 +1,6 @@
 """ThroughputMonitor: exact sums under a clock that only the run's own parts move."""
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from lit_callbacks import ThroughputMonitor, clocks
 from lit_callbacks.batch_counts import BatchCounts, count_batch
-from lit_callbacks.phases import PhaseProfiler
+from lit_callbacks.phases import PhaseProfiler, watch
 from plain_modules import Digits, TinyLM, digits, make_trainer, texts
 from ranks import on_ranks
 from torch import Tensor
@@ -159,6 +160,37 @@ def test_what_is_left_out_is_said_once(tmp_path: Path, clock: Clock, caplog: pyt
     ]
     header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"throughput/run/mfu", "throughput/mfu", "throughput/step_seconds/data"} <= set(header)
+
+
+def test_figures_are_logged_at_the_step_of_what_the_module_logs(tmp_path: Path, clock: Clock) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(tmp_path, callbacks=[ThroughputMonitor()], logger=logger, log_every_n_steps=3)
+    trainer.fit(TinyLM(), SlowLoader(clock, texts()))
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for name in ("train/loss", "throughput/samples_per_second"):
+        assert [row["step"] for row in rows if row[name]] == ["2", "5"], name
+
+
+def test_hooks_that_a_callback_does_not_have_are_no_phase(tmp_path: Path, clock: Clock) -> None:
+    def wait(*_: Any) -> None:
+        clock.now += 1
+
+    class Empty(Callback): ...
+
+    heard: list[str] = []
+
+    class Listen(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            watch(trainer, heard.append)
+
+    callbacks = [LambdaCallback(on_before_zero_grad=wait), Empty(), ThroughputMonitor(), Listen()]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, max_steps=3, enable_checkpointing=False)
+    trainer.fit(TinyLM(), texts())
+    # A step calls six hooks of each of four callbacks; one of the first and one of the monitor have something to do.
+    first, second = [place for place, phase in enumerate(heard) if phase == "data"][:2]
+    assert heard[first:second].count("callbacks") == 2
+    assert callbacks[2].summary["step_seconds/callbacks"] == 1
 
 
 def test_the_users_profiler_goes_on_and_comes_back(tmp_path: Path) -> None:
