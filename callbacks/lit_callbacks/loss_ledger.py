@@ -86,14 +86,15 @@ class LossLedger(Callback):
         names = [str(one) for one in _listed(ids)]
         self._has_recorded = True
         of = [""] * len(names) if sources is None else [str(one) for one in _listed(sources)]
-        counts = torch.ones(len(names)) if tokens is None else torch.as_tensor(tokens)
+        losses = losses.detach().float().flatten()
+        counts = torch.ones(len(names)) if tokens is None else torch.as_tensor(tokens).detach().flatten()
         if not len(names) == len(losses) == len(counts) == len(of):
             rank_zero_warn(
                 f"LossLedger.record got {len(names)} ids, {len(losses)} losses, {len(counts)} token counts and "
                 f"{len(of)} sources, and leaves them out; give one of each for each sample"
             )
         elif names and not self._is_off:
-            self._pending.append((*self._place, names, of, losses.detach().float(), counts.detach()))
+            self._pending.append((*self._place, names, of, losses, counts))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lend ``record`` to the module, and forget what the run is about to do again."""
@@ -112,16 +113,14 @@ class LossLedger(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take what the step returned; write now and then."""
-        if (found := _returned(outputs)) is not None:
-            ids = outputs.get("sample_ids", self.ids(batch))
-            if ids is None:
-                rank_zero_warn(
-                    f"LossLedger cannot tell samples apart: the {type(batch).__name__} has no 'sample_ids', so their "
-                    "losses are not kept; add them to the batch, or pass ids=<function from batch to list>"
-                )
-                self._has_recorded = True
-            else:
-                self.record(ids, *found, self.sources(batch))
+        try:
+            self._take(outputs, batch)
+        except Exception as error:  # of shapes that are others, or of somebody else's function: the run is worth more
+            self._has_recorded = True
+            rank_zero_warn(
+                f"LossLedger cannot keep a step's losses ({type(error).__name__}: {error}); 'sample_losses' is "
+                "(samples,), 'token_losses' (samples, tokens), and ids= and sources= return one of each a sample"
+            )
         if not self._has_recorded:
             rank_zero_warn(
                 f"LossLedger sees no losses of samples: {type(pl_module).__name__}.training_step returns neither "
@@ -129,6 +128,18 @@ class LossLedger(Callback):
             )
         if trainer.global_step - self._written_at >= self.write_every_n_steps:
             self._write(trainer)
+
+    def _take(self, outputs: Any, batch: Any) -> None:
+        if (found := _returned(outputs)) is None:
+            return
+        if (ids := outputs.get("sample_ids", self.ids(batch))) is None:
+            rank_zero_warn(
+                f"LossLedger cannot tell samples apart: the {type(batch).__name__} has no 'sample_ids', so their "
+                "losses are not kept; add them to the batch, or pass ids=<function from batch to list>"
+            )
+            self._has_recorded = True
+        else:
+            self.record(ids, *found, self.sources(batch))
 
     # --- what goes out -------------------------------------------------------------------------------
 

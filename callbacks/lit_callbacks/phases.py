@@ -46,6 +46,7 @@ _STEP_HOOKS = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
+_UNTOLD = (None, False, False)
 _NOTHING = nullcontext("")
 
 
@@ -104,7 +105,7 @@ class PhaseProfiler(Profiler):
 
     def profile(self, action_name: str) -> Any:
         """A context in which the action goes on."""
-        if action_name in self._empty:
+        if action_name in self._empty or _told(action_name) == _UNTOLD:
             return self.inner.profile(action_name) if self._is_heard else _NOTHING
         return _Action(self, action_name)
 

@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,6 +18,7 @@ from lit_callbacks.peak_flops import compute_dtype, measured_peak, peak_of
 from lit_callbacks.phases import Phase, unwatch, watch
 
 Count = Callable[[Any], BatchCounts | int | None]
+_Found = TypeVar("_Found")
 PARTS: dict[str, tuple[Phase, ...]] = {
     "data": ("data",),
     "forward_backward": ("forward", "backward"),
@@ -118,7 +120,8 @@ class ThroughputMonitor(Callback):
         self._skipped, self._global_step = 0, trainer.global_step
         # A strategy that leaves some layers to other ranks has taken the formula before.
         whole = getattr(pl_module, "flops_of_whole", None)
-        self._flops_of_model = None if self.flops else whole or TransformerFlops.of(pl_module)
+        formula = partial(TransformerFlops.of, pl_module)
+        self._flops_of_model = None if self.flops else whole or self._attempt("no formula for FLOPs", formula)
         if not self.flops and self._flops_of_model is None:
             self._warn(f"no FLOP/s and no MFU: {type(pl_module).__name__} has no transformer config; pass flops=")
         self._peak = self._find_peak(trainer, pl_module)
@@ -158,7 +161,7 @@ class ThroughputMonitor(Callback):
             self._log(trainer, pl_module)
 
     def _add(self, batch: Any) -> None:
-        counts = self.count(batch)
+        counts = self._attempt("cannot count a batch", partial(self.count, batch))
         if not isinstance(counts, BatchCounts):
             counts = BatchCounts(samples=count_batch(batch).samples, non_padding_tokens=counts)
         if counts.non_padding_tokens is None:
@@ -167,7 +170,9 @@ class ThroughputMonitor(Callback):
                 "are logged; pass count=<function from batch to int>"
             )
         formula = self._flops_of_model
-        flops = self.flops(batch) if self.flops else None if formula is None else formula(counts)
+        flops = formula(counts) if formula is not None else None
+        if self.flops is not None:
+            flops = self._attempt("cannot count FLOPs", partial(self.flops, batch))
         for name in list(self._counts):
             number = flops if name == "flops" else getattr(counts, name)
             if number is None:
@@ -249,6 +254,14 @@ class ThroughputMonitor(Callback):
         if self._timer is not None:
             unwatch(trainer, self._timer.switch)
             self._timer = None
+
+    def _attempt(self, what: str, measure: Callable[[], _Found]) -> _Found | None:
+        """What somebody else's function finds; None and a warning where it raises: measuring does not end a run."""
+        try:
+            return measure()
+        except Exception as error:
+            self._warn(f"{what} ({type(error).__name__}: {error})")
+            return None
 
     def _warn(self, what: str) -> None:
         if what not in self._said:

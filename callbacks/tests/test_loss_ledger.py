@@ -208,6 +208,30 @@ def test_lengths_that_differ_are_a_warning(tmp_path: Path) -> None:
         LossLedger().record(["a"], torch.ones(2))
 
 
+def test_shapes_and_functions_that_are_wrong_are_warnings(tmp_path: Path) -> None:
+    class Flat(Steps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            losses = super().training_step(batch, batch_idx)["sample_losses"]
+            return {"loss": losses.mean(), "token_losses": losses.detach()}
+
+    with pytest.warns(UserWarning, match=r"LossLedger cannot keep a step's losses \(IndexError.*\(samples, tokens\)"):
+        assert fit(tmp_path, Flat(), rows([5.0, 6.0]), LossLedger()).global_step == 2
+    with pytest.warns(UserWarning, match=r"LossLedger cannot keep a step's losses \(KeyError: 'name'\)"):
+        run = fit(tmp_path, Steps(), rows([5.0, 6.0]), LossLedger(ids=lambda batch: batch["name"]))
+    assert run.global_step == 2
+    assert not (tmp_path / "loss_ledger").exists()
+
+
+def test_a_column_of_losses_is_as_good_as_a_row(tmp_path: Path) -> None:
+    class Column(Steps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            returned = super().training_step(batch, batch_idx)
+            return {**returned, "sample_losses": returned["sample_losses"][:, None]}
+
+    fit(tmp_path, Column(), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert [visit.loss for visit in read_visits(tmp_path / "loss_ledger")] == [5.0, 6.0]
+
+
 def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="LossLedger cannot write .* give folder="):

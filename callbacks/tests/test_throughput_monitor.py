@@ -260,6 +260,21 @@ def test_a_count_of_ones_own(tmp_path: Path, clock: Clock) -> None:
     assert (monitor.summary["tokens_per_second"], monitor.summary["samples_per_second"]) == (7, 2)
 
 
+def test_a_function_that_raises_is_one_warning(tmp_path: Path) -> None:
+    def wrong(batch: Any) -> int:
+        raise KeyError("tokens")
+
+    monitor = ThroughputMonitor(count=wrong, flops=wrong)
+    with pytest.warns(UserWarning, match="ThroughputMonitor: cannot count") as caught:
+        make_trainer(tmp_path, callbacks=[monitor]).fit(Digits(), digits())
+    ours = [str(warning.message) for warning in caught if "KeyError" in str(warning.message)]
+    assert ours == [
+        "ThroughputMonitor: cannot count a batch (KeyError: 'tokens')",
+        "ThroughputMonitor: cannot count FLOPs (KeyError: 'tokens')",
+    ]
+    assert monitor.summary["samples_per_second"] > 0
+
+
 def two_ranks(folder: Path, strategy: str) -> Any:
     clock = Clock()
     clocks.time = clock  # type: ignore[assignment]
