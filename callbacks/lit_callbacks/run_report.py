@@ -65,6 +65,9 @@ class RunReport(Callback):
         except OSError as error:
             rank_zero_warn(f"RunReport cannot write its page to {str(folder)!r} ({error}); give path=")
             return
+        except Exception as error:  # training has gone well: what a file holds does not make it fail
+            rank_zero_warn(f"RunReport cannot make a page of {str(folder)!r} ({type(error).__name__}: {error})")
+            return
         rank_zero_info(f"report: {path}")
         if not any(title == "loss" for title, _ in sort_into_charts(run.curves)):
             rank_zero_warn("RunReport: no curve of a loss was logged; log one as 'train/loss', say, with a CSVLogger")

@@ -102,7 +102,12 @@ class SpikeGuard(Callback):
         """Remember which samples the step sees."""
         if self._has_stepped:
             self._batches, self._has_stepped = [], False
-        self._batches.append((batch_idx, self.ids(batch)))
+        try:
+            ids = self.ids(batch)
+        except Exception as error:  # somebody else's function, for the evidence alone
+            ids = None
+            rank_zero_warn(f"SpikeGuard cannot tell samples apart ({type(error).__name__}: {error}); look at ids=")
+        self._batches.append((batch_idx, ids))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Add up the step's loss: Lightning has divided each micro-batch's by their number."""

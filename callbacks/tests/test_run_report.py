@@ -266,3 +266,9 @@ def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="RunReport cannot write its page to .* give path="):
         fit(tmp_path, [RunReport(folder=tmp_path / "file" / "x")], False)
+
+
+def test_a_page_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text('{"question": "of another program"}\n')
+    with pytest.warns(UserWarning, match=r"RunReport cannot make a page of .* \(KeyError: 'prompt'\)"):
+        fit(tmp_path, [RunReport()], False)

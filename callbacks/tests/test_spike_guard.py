@@ -185,6 +185,15 @@ def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
     assert run.global_step == 3
 
 
+def test_ids_that_cannot_be_had_are_a_warning(tmp_path: Path) -> None:
+    guard = SpikeGuard(warmup_steps=2, ids=lambda batch: batch["name"])
+    run = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[guard])
+    with pytest.warns(UserWarning, match=r"SpikeGuard cannot tell samples apart \(KeyError: 'name'\); look at ids="):
+        run.fit(Scaled(), rows([1.0, math.nan, 1.0]))
+    evidence = json.loads((tmp_path / "spikes" / "step00000001.rank0.json").read_text())
+    assert evidence["batches"] == [{"batch_idx": 1, "ids": None}]
+
+
 def test_numbers_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="stop_after=0.*1 <= stop_after <= window"):
         SpikeGuard(stop_after=0)
