@@ -30,6 +30,11 @@ PANELS = {
     "rows": ("rows of the data set", (Axis("seconds", "seconds to the first step"), MEMORY)),
 }
 """Of each curve: its x, and what is drawn over it."""
+TICKS = {
+    "sequence": {256: "256", 1024: "1k", 4096: "4k", 16_384: "16k"},
+    "ranks": {1: "1", 2: "2", 4: "4"},
+}
+"""Of curves whose x doubles from point to point."""
 
 
 def draw(curve: str, points: list[Point], path: Path) -> str:
@@ -51,9 +56,9 @@ def draw(curve: str, points: list[Point], path: Path) -> str:
         if curve == "ranks" and axis is RATE:
             for one in [p[axis.key] for p in points if p["x"] == 1][:1]:
                 panel.plot([1, 2, 4], [one, 2 * one, 4 * one], color="grey", linewidth=0.8, label="ideal")
-        panel.set_xscale("log", base=2 if curve in ("sequence", "ranks") else 10)
-        if curve == "ranks":
-            panel.set_xticks([1, 2, 4], ["1", "2", "4"])
+        panel.set_xscale("log", base=2 if curve in TICKS else 10)
+        if (ticks := TICKS.get(curve)) is not None:
+            panel.set_xticks(list(ticks), list(ticks.values()))
         if curve in ("size", "rows"):
             panel.set_yscale("log")
         else:
