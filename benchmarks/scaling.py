@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -89,12 +88,12 @@ def points(curve: str) -> list[Point]:
 
 
 def train(shape: dict[str, int], tokens: int, steps: int, one_in: int = 1, **options: Any) -> Point:
-    """Train on one row again and again; tokens/s are those of the fastest step, which other work disturbed least.
+    """Train on one row again and again; tokens/s without the first step, unless it is the only one.
 
     Args:
         shape: of the model.
         tokens: of the row.
-        steps: after a first one that does not count, unless it is the only one.
+        steps: that are timed.
         one_in: supervised tokens are one in so many.
         options: ``model`` for CausalLM, ``trainer`` for the Trainer.
     """
@@ -129,9 +128,9 @@ def train(shape: dict[str, int], tokens: int, steps: int, one_in: int = 1, **opt
         of_trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **options.get("trainer", {})}
         trainer = Trainer(**QUIET, **of_trainer, callbacks=[clock])
         trainer.fit(module, DataLoader(rows, batch_size=None))
-    seconds = min(end - start for start, end in pairwise(clock.marks[warm_up:]))
+    seconds = clock.marks[-1] - clock.marks[warm_up]
     return {
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": tokens * steps / seconds,
         "gib": watch.take() - before,
         "parameters": sum(p.numel() for p in module.parameters()),
         "threads": torch.get_num_threads(),
