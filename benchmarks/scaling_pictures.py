@@ -94,4 +94,4 @@ def table(curve: str, points: list[Point]) -> str:
 def _text(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    return f"{value:.2g}" if value < 0.1 else f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
