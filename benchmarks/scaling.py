@@ -54,11 +54,13 @@ MODELS: dict[str, dict[str, int]] = {
 }
 """That of checkpoints/tiny-qwen2, two between, and those of Qwen2.5's public configs."""
 PLANNED = ("1.5 B", "3 B", "7 B", "14 B")
+"""Not run."""
 UNTIED = ("7 B", "14 B")
+"""Those whose head is not the embedding."""
 
 Point = dict[str, Any]
-SIZE_TOKENS = 512
-RANK_TOKENS = 512
+ROW_TOKENS = 512
+"""Of a row, in all curves but that of row lengths."""
 ROWS = (1_000, 10_000, 100_000, 1_000_000)
 
 
@@ -69,9 +71,8 @@ def points(curve: str) -> list[Point]:
         checkpointing = {"as it is": False, "gradient_checkpointing": True}
         return [{"line": line, "x": x, "checkpointing": on} for line, on in checkpointing.items() for x in lengths]
     if curve == "size":
-        return [{"line": "measured", "x": name} for name in MODELS if name not in PLANNED] + [
-            {"line": "planned", "x": name} for name in MODELS
-        ]
+        measured = [{"line": "measured", "x": name} for name in MODELS if name not in PLANNED]
+        return measured + [{"line": "planned", "x": name} for name in MODELS]
     if curve == "vocabulary":
         sizes = (1_000, 4_000, 16_000, 32_000, 64_000, 152_000)
         shares = {"all supervised": 1, "1 in 4 supervised": 4}
@@ -155,7 +156,7 @@ def measure_size(point: Point) -> Point:
     shape = MODELS[point["x"]]
     if point["line"] == "planned":
         return plan(shape, point["x"])
-    return train(shape, SIZE_TOKENS, 4, model=_lora(gradient_checkpointing=True))
+    return train(shape, ROW_TOKENS, 4, model=_lora(gradient_checkpointing=True))
 
 
 def plan(shape: dict[str, int], name: str) -> Point:
@@ -172,7 +173,7 @@ def plan(shape: dict[str, int], name: str) -> Point:
         module = CausalLM(folder, init="random", **_lora())
         model: Any = module.check()
     trained = [p for p in model.parameters() if p.requires_grad]
-    inputs = SIZE_TOKENS * shape["hidden_size"] * 2 * len(decoder_layers(model))  # of layers, in bf16
+    inputs = ROW_TOKENS * shape["hidden_size"] * 2 * len(decoder_layers(model))  # of layers, in bf16
     of_optimizer = optimizer_bytes(module.optimizer, trained)
     memory = Memory(bytes_of(model.parameters()), 0, bytes_of(trained), of_optimizer, inputs)
     return {"gib": memory.total / GIB, "parameters": sum(p.numel() for p in model.parameters())}
@@ -181,7 +182,7 @@ def plan(shape: dict[str, int], name: str) -> Point:
 def measure_vocabulary(point: Point) -> Point:
     """``x`` tokens in the vocabulary."""
     shape = {**SHAPES["0.1b"], "vocab_size": point["x"]}
-    return train(shape, 512, 6, point["one_in"], model=_lora())
+    return train(shape, ROW_TOKENS, 6, point["one_in"], model=_lora())
 
 
 def measure_ranks(point: Point) -> Point:
@@ -201,7 +202,7 @@ def _train_rank(line: str, ranks: int) -> Point:
     torch.set_num_threads(1)
     strategy: Any = FSDPStrategy() if line == "FSDP" else "ddp" if ranks > 1 else "auto"
     trainer = {"strategy": strategy, "devices": ranks, "use_distributed_sampler": False}
-    return train(MODELS["15 M"], RANK_TOKENS, 8, model={"dtype": "float32"}, trainer=trainer)
+    return train(MODELS["15 M"], ROW_TOKENS, 8, model={"dtype": "float32"}, trainer=trainer)
 
 
 def measure_rows(point: Point) -> Point:
