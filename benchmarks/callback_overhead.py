@@ -8,8 +8,9 @@ take turns: one waits while the other takes the same step. In each ten steps one
 the other has not, then the other way round. So what slows the machine down for a while slows both, and what makes one
 process faster than the other, by some percent for as long as it lives, is in both sides of the comparison.
 
-The mean holds whatever is done in some of the steps only: logging, writing. What is done once a run (before the first
-step, in steps 1 and 2, whose tensors are followed, around validations and at the end) is left out.
+The mean holds whatever is done in some of the steps only: logging, writing. What is done once a run is left out, and in
+the last column of --by-callback: before the first step, in steps 1 and 2, whose tensors are followed, around validations
+and at the end.
 """
 
 import argparse
@@ -133,13 +134,15 @@ class HookClock(Profiler):
             self.steps.append(Counter())
 
     def table(self) -> str:
-        """Milliseconds a step, by callback."""
+        """Milliseconds a step, by callback, and seconds in what hooks do in no such step."""
         steps = self.steps[FIRST:-1]
-        lines = ["| callback | median, ms a step | mean |", "|---|---|---|"]
-        means = {name: statistics.mean(step[name] for step in steps) for step in steps for name in step}
-        for name in sorted(means, key=lambda name: -means[name]):
+        lines = ["| callback | median, ms a step | mean | once a run, s |", "|---|---|---|---|"]
+        total = sum(self.steps, Counter[str]())
+        in_steps = {name: sum(step[name] for step in steps) for name in total}
+        for name in sorted(total, key=lambda name: -in_steps[name]):
             median = statistics.median(step[name] for step in steps)
-            lines.append(f"| {name} | {median * 1e3:.3f} | {means[name] * 1e3:.3f} |")
+            times = f"{median * 1e3:.3f} | {in_steps[name] / len(steps) * 1e3:.3f} | {total[name] - in_steps[name]:.2f}"
+            lines.append(f"| {name} | {times} |")
         return "\n".join(lines)
 
 
