@@ -9,8 +9,8 @@ the other has not, then the other way round. So what slows the machine down for 
 process faster than the other, by some percent for as long as it lives, is in both sides of the comparison.
 
 The mean holds whatever is done in some of the steps only: logging, writing. What is done once a run is left out, and in
-the last column of --by-callback: before the first step, in steps 1 and 2, whose tensors are followed, around validations
-and at the end.
+the last column of --by-callback: before the first step, in steps 1 and 2, whose tensors are followed, around
+validations and at the end.
 """
 
 import argparse
