@@ -26,8 +26,8 @@ torchtune 0.6.1, its last release, needs a torchao that still has ``torchao.dtyp
 """
 
 CUDA_REQUIREMENTS: dict[str, list[str]] = {
-    "transformers": ["liger-kernel==0.8.5", "bitsandbytes==0.50.2", "kernels"],
-    "trl": ["liger-kernel==0.8.5", "kernels"],
+    "transformers": ["liger-kernel==0.8.5", "bitsandbytes==0.50.2", "kernels==0.17.2"],
+    "trl": ["liger-kernel==0.8.5", "kernels==0.17.2"],
     "llamafactory": ["liger-kernel==0.8.5"],
 }
 """What the best settings need on top where there is a GPU."""
@@ -46,9 +46,9 @@ def reason_of(root: Path, name: str) -> str | None:
     failed = root / f"{name}.failed"
     if failed.is_file():
         return failed.read_text(encoding="utf-8").strip()
-    return (
-        None if python_of(root, name).is_file() else f"no environment; python -m benchmarks.peers.environments {name}"
-    )
+    if python_of(root, name).is_file():
+        return None
+    return f"python -m benchmarks.peers.environments --root {root} {name} was not run"
 
 
 def install(root: Path, name: str, torch: str, is_cuda: bool = False) -> str | None:
