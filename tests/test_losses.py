@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from lit_ft import losses
 from lit_ft.losses import loss_weight, token_cross_entropy, tokens_per_chunk
 
 
@@ -28,6 +29,23 @@ def test_gradients_equal_plain_cross_entropy(chunk_tokens: int) -> None:
     got = torch.autograd.grad(result.loss_sum * 0.3, [hidden, *head.parameters()])
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)  # the loss itself is taken in fp32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_cache", [1, 26, 30, 10_000])
+def test_rows_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, in_cache: int) -> None:
+    monkeypatch.setattr(losses, "_LOGITS_IN_CACHE", in_cache)
+    torch.manual_seed(0)
+    logits = torch.randn(11, 13).to(dtype).requires_grad_()
+    targets = torch.randint(0, 13, (11,))
+    with torch.no_grad():
+        logits[3] = 1.0  # all the same: the first counts as the model's choice
+    result = token_cross_entropy(logits, nn.Identity(), targets, 5)
+    plain = cross_entropy(logits.float(), targets, reduction="none")
+    torch.testing.assert_close(result.per_token, plain.detach())
+    assert int(result.correct) == int((logits.argmax(-1) == targets).sum())
+    (got,) = torch.autograd.grad(result.loss_sum, logits)
+    torch.testing.assert_close(got, torch.autograd.grad(plain.sum(), logits)[0])
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
