@@ -17,7 +17,7 @@ def log_figures(trainer: Trainer, figures: Mapping[str, float], step: int) -> No
         figures: by their names.
         step: optimiser steps done before the one that the figures are of, as Lightning numbers what modules log.
     """
-    device = trainer.strategy.root_device
-    trainer.callback_metrics.update({name: torch.tensor(value, device=device) for name, value in figures.items()})
+    # On the CPU: nothing is sent to the device, and those who compare them do so with themselves.
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
     for logger in trainer.loggers:
         logger.log_metrics(dict(figures), step=step)

@@ -15,6 +15,7 @@ from lit_callbacks.storage_ledger import Breakdown
 from plain_modules import VOCABULARY, Digits, TinyLM, digits, make_trainer, texts
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -52,11 +53,25 @@ class ByProfiler(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
             self.profiler.__exit__(None, None, None)
-            events = [e for e in self.profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-            held = self.before
-            for event in sorted(events, key=lambda event: event.start_ns()):
-                held += event.nbytes()
-                self.peak = max(self.peak, held)
+            blocks: dict[int, int] = {}
+            for event in sorted(allocations(self.profiler), key=lambda event: event.start_time_ns):
+                block = event.extra_fields
+                if block.alloc_size > 0:
+                    blocks[block.ptr] = block.alloc_size
+                # An earlier profiler of this process may have left sizes of blocks that lay here before: those are not.
+                else:
+                    blocks.pop(block.ptr, None)
+                self.peak = max(self.peak, self.before + sum(blocks.values()))
+
+
+def allocations(profiler: Any) -> list[Any]:
+    """What the allocator reported, in torch's tree of events."""
+    found, left = [], list(profiler.profiler.kineto_results.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left += event.children
+        found += [event] if event.tag == _EventType.Allocation else []
+    return found
 
 
 @pytest.mark.parametrize("batch_size", [4, 512])
