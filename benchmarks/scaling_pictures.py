@@ -27,7 +27,7 @@ PANELS = {
     "size": ("parameters", (RATE, MEMORY)),
     "vocabulary": ("tokens in the vocabulary", (RATE, MEMORY)),
     "ranks": ("ranks", (RATE, MEMORY)),
-    "rows": ("rows of the data set", (Axis("seconds", "seconds to the first step"), MEMORY)),
+    "rows": ("rows of the data set", (Axis("processor_seconds", "processor seconds to the first step"), MEMORY)),
 }
 """Of each curve: its x, and what is drawn over it."""
 TICKS = {
