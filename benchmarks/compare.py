@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -42,6 +43,9 @@ SETTINGS = {"1x2": (1, 2), "16x1": (16, 1)}
 
 PEAK = "matrix_peak"
 """What is measured beside the contestants, in the same rounds."""
+
+QUIET = 0.05
+"""Share of the machine that other processes may take during a run; if they take more, it is done again next time."""
 
 Run = dict[str, Any]
 """``contestant``, ``setting``, ``round``, and what was measured, or ``error``."""
@@ -83,6 +87,7 @@ def _run_module(python: str, module: str, asked: Path, log: Path, limit_seconds:
     answer = asked.with_suffix(".result")
     command = [python, "-m", f"benchmarks.peers.{module}", str(asked), str(answer)]
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    before = _busy_seconds()
     with log.open("w", encoding="utf-8") as output:
         try:
             subprocess.run(
@@ -92,10 +97,24 @@ def _run_module(python: str, module: str, asked: Path, log: Path, limit_seconds:
             return {"error": f"took more than {limit_seconds:.0f} s"}
     if answer.is_file():
         result: Run = json.loads(answer.read_text(encoding="utf-8"))
-        return result
+        (busy, own, clock), (busy_before, own_before, clock_before) = _busy_seconds(), before
+        # Both cores taken for one second by others in ten: 0.1.
+        others = (busy - busy_before - (own - own_before)) / (clock - clock_before) / (os.cpu_count() or 1)
+        return {**result, "others_share": others}
     said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
     raised = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
     return {"error": (raised or said or ["ended without a word"])[-1].strip()[:300]}
+
+
+def _busy_seconds() -> tuple[float, float, float]:
+    """Seconds that all processors were busy, that ended children of this process took, and of the clock."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = children.ru_utime + children.ru_stime
+    stat = Path("/proc/stat")
+    if not stat.is_file():
+        return own, own, time.monotonic()
+    user, nice, system = (int(ticks) for ticks in stat.read_text(encoding="utf-8").split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK"), own, time.monotonic()
 
 
 class Comparison:
@@ -135,8 +154,12 @@ class Comparison:
         ]
 
     def of(self, key: str, setting: str) -> list[Run]:
-        """What is known of a contestant."""
-        return [run for run in self.runs if run["contestant"] == key and run["setting"] == setting]
+        """What is known of a contestant, but for runs that other processes of the machine disturbed."""
+        return [
+            run
+            for run in self.runs
+            if run["contestant"] == key and run["setting"] == setting and run.get("others_share", 0) <= QUIET
+        ]
 
     def run(self, setting: str) -> None:
         """Run what is missing, in opposite order every other round."""
@@ -160,6 +183,7 @@ class Comparison:
             if run["contestant"] == PEAK
             else f"{self.rates(run)[0]:.1f} tokens/s"
         )
+        said += f", others took {run['others_share']:.0%} of the machine" * (run.get("others_share", 0) > QUIET)
         print(f"{run['setting']}, round {run['round']}: {run['contestant']}: {said}", file=sys.stderr, flush=True)
 
     def _run_once(self, contestant: Contestant | None, setting: str) -> Run:

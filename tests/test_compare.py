@@ -84,6 +84,12 @@ def test_table_has_ratios_and_reasons(comparison: Comparison) -> None:
     ]
 
 
+def test_a_disturbed_run_does_not_count(comparison: Comparison) -> None:
+    quiet, disturbed = run("lit_ft", [5.0, 7.0], [2.0]), run("lit_ft", [5.0, 9.0], [2.0])
+    comparison.runs = [{**quiet, "others_share": 0.01}, {**disturbed, "others_share": 0.5}]
+    assert comparison.of("lit_ft", "1x2") == [{**quiet, "others_share": 0.01}]
+
+
 def test_losses_of_other_steps_are_compared_by_their_mean() -> None:
     packed = run("trl_packed", [5.0, 6.0, 7.0], [4.0, 2.0, 1.5], [1, 2, 3])
     assert loss_difference([packed], [2.0, 2.0]) == "0.5000 (of the run's mean: steps hold other samples)"
@@ -114,6 +120,7 @@ def test_peak_is_of_matrix_products() -> None:
     assert 1e8 < measured["flops_per_second"] < 1e15
 
 
+@pytest.mark.slow
 def test_lit_ft_bare_loop_and_a_peer_do_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The peer's environment is this one, where transformers.Trainer is there, too.
     python = python_of(tmp_path, "transformers")
