@@ -309,7 +309,7 @@ def main() -> None:
         size, accumulate = SETTINGS[setting]
         tokens = sum(tokens for tokens, _ in comparison.step_tokens(setting)[1:])
         peak, streamed = (
-            max(run[name] for run in comparison.of(PEAK, setting)) / 1e9
+            max((run[name] for run in comparison.of(PEAK, setting)), default=float("nan")) / 1e9
             for name in ("flops_per_second", "streamed_flops_per_second")
         )
         print(f"Micro-batch {size}, accumulate {accumulate}: {tokens:,} tokens timed, {options.rounds} rounds")
