@@ -183,7 +183,8 @@ class Comparison:
             if run["contestant"] == PEAK
             else f"{self.rates(run)[0]:.1f} tokens/s"
         )
-        said += f", others took {run['others_share']:.0%} of the machine" * (run.get("others_share", 0) > QUIET)
+        if (others := run.get("others_share", 0)) > QUIET:
+            said += f", others took {others:.0%} of the machine"
         print(f"{run['setting']}, round {run['round']}: {run['contestant']}: {said}", file=sys.stderr, flush=True)
 
     def _run_once(self, contestant: Contestant | None, setting: str) -> Run:
