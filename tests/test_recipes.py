@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from ranks import on_ranks
 
 from lit_ft.cli import main
@@ -93,6 +94,14 @@ def test_fragments_run_on_top_of_the_quickstart(
         assert "done: 2 optimiser steps" in caplog.text
     written = ("adapter/adapter_config.json", "merged/config.json")  # what trains all weights has no adapter
     assert any((tmp_path / "run" / name).is_file() for name in written)
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "recipes" / "strategies").glob("*.yaml")), ids=lambda p: p.stem)
+def test_strategies_place_and_change_nothing_else(path: Path) -> None:
+    """Samples of a step, precision and the like stay the recipe's, so that losses do."""
+    fragment = yaml.safe_load(path.read_text())
+    assert fragment.keys() == {"trainer"}
+    assert fragment["trainer"].keys() <= {"strategy", "devices"}
 
 
 def test_generated_data_is_what_is_bundled(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import (
     DataCollatorWithFlattening,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -53,9 +54,9 @@ def arguments(job: Job) -> dict[str, Any]:
     }
 
 
-def losses_of(trainer: Trainer) -> list[float]:
+def losses_of(state: TrainerState) -> list[float]:
     """The logged loss of each optimiser step."""
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["loss"] for entry in state.log_history if "loss" in entry]
 
 
 def base_model(job: Job, options: dict[str, Any]) -> Any:
@@ -85,7 +86,7 @@ def run(job: Job) -> Measured:
         callbacks=[Clock(measured)],
     )
     trainer.train()
-    measured.losses = losses_of(trainer)
+    measured.losses = losses_of(trainer.state)
     return measured
 
 

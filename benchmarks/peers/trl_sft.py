@@ -24,7 +24,7 @@ def run(job: Job) -> Measured:
         callbacks=[Clock(measured)],
     )
     trainer.train()
-    measured.losses = losses_of(trainer)
+    measured.losses = losses_of(trainer.state)
     if options.get("packing"):
         lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
         rows = trainer.args.per_device_train_batch_size * job.accumulate
