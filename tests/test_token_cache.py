@@ -144,12 +144,17 @@ from lit_ft.data.encoding import Tokenization
 encode = Tokenization.encode
 def slowly(self, rows):
     print("TOKENIZES", flush=True)
-    time.sleep(8)  # longer than the process group waits
+    time.sleep(12)  # longer than the process group waits
     return encode(self, rows)
 Tokenization.encode = slowly
 
 seed_everything(1)
-strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=4))
+class Impatient(DDPStrategy):
+    def setup_distributed(self):
+        super().setup_distributed()  # processes may take longer than that to find each other
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=6))
+
+strategy = Impatient(process_group_backend="gloo")
 trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, logger=False,
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(CausalLM(sys.argv[1]), TextDataModule(sys.argv[2], max_length=128))
@@ -165,6 +170,6 @@ def test_slow_tokenisation_outlasts_the_process_groups_timeout(
     script.write_text(SLOW)
     environment = {**os.environ, "LIT_FT_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
     command = [sys.executable, str(script), model_folder, write_rows()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.stdout.count("TRAINED") == 2, done.stderr[-2000:]
     assert done.stdout.count("TOKENIZES") == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import seed_everything
 from peft import LoraConfig
 
 from benchmarks.peers.job import LEARNING_RATE, WEIGHT_DECAY, Job, Measured, serve
@@ -35,7 +36,7 @@ def windows(job: Job) -> Iterator[list[Row]]:
 def run(job: Job) -> Measured:
     """Train."""
     measured, losses = Measured(), []
-    torch.manual_seed(0)
+    seed_everything(0)  # new adapters are drawn by it
     module = CausalLM(job.model, dtype="bfloat16", peft=LoraConfig(**job.lora), **job.options)
     module.configure_model()
     module.to(job.device)
