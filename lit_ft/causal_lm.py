@@ -39,9 +39,10 @@ from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, w
 from lit_ft.checkpoints_io import Shapes, WeightCount, check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
+from lit_ft.gradients import GradientNorm, clip, gradient_norm
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
 from lit_ft.metrics import SourceMeans, TokenMean
-from lit_ft.optimizers import clip_gradients_by_norm, configure_optimizers
+from lit_ft.optimizers import configure_optimizers
 from lit_ft.rows import Row, as_row, lay_end_to_end, sample_means
 from lit_ft.schedule_free import ScheduleFreeModule
 
@@ -148,6 +149,7 @@ class CausalLM(ScheduleFreeModule):
         self._optimizer_names: list[list[str]] = []
         self._fp32_buffers: dict[str, Tensor] = {}
         self._window_tokens = 1
+        self._gradient_norm = GradientNorm()
         self.record_losses: Callable[..., None] | None = None
         """Takes ids, mean losses, tokens and sources of a training row's samples; ``lit_callbacks.LossLedger``'s."""
         self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
@@ -396,8 +398,9 @@ class CausalLM(ScheduleFreeModule):
             result = self(row)
             self._update("fit", result, row)
             if self.record_losses is not None and "sample_ids" in row:
-                means = sample_means(row, result.per_token)
-                self.record_losses(row["sample_ids"], *means, row["sample_sources"])
+                counts = torch.tensor(row["sample_targets"], device=self.device)
+                means = sample_means(result.per_token, counts)
+                self.record_losses(row["sample_ids"], means, counts, row["sample_sources"])
             replicas, _ = process.replica(self.trainer)
             weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=replicas)
             loss = result.loss_sum * weight
@@ -516,15 +519,24 @@ class CausalLM(ScheduleFreeModule):
                 "trainer.precision=16-mixed leaves gradients scaled until a fused optimizer's step, so they cannot be "
                 "measured or clipped; set fused of the optimizer to false, or trainer.precision to bf16-mixed"
             )
-        parameters = [p for p in self.trainable_parameters().values() if p.grad is not None]
+        norm = self.measured_gradient_norm(optimizer)
+        self._gradient_norm.forget()
         is_by_norm = (gradient_clip_algorithm or "norm") == "norm"
-        max_norm = float(gradient_clip_val) if gradient_clip_val and is_by_norm else None
-        # A strategy that splits gradients over ranks knows how to measure them; None: it does all that by itself.
-        clip = getattr(self.trainer.strategy, "clip_gradients_by_norm", clip_gradients_by_norm)
-        if (norm := clip(parameters, max_norm)) is not None:
+        if norm is not None:
             self.log("train/grad_norm", norm)
+            if gradient_clip_val and is_by_norm:
+                every = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                clip(every, norm, float(gradient_clip_val))
         if not is_by_norm:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def measured_gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """Norm of all gradients over all ranks, a scalar, before clipping; measured once a step, whoever asks for it.
+
+        A collective. None where the strategy measures and clips by itself.
+        """
+        measure = getattr(self.trainer.strategy, "gradient_norm", gradient_norm)  # it may split gradients over ranks
+        return self._gradient_norm.of(optimizer, measure)
 
     # --- checkpoints -----------------------------------------------------------------------------
 

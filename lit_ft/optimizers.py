@@ -1,7 +1,7 @@
 """From a recipe's optimizer and schedule to what Lightning steps; one optimizer made of two."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,8 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -143,11 +142,3 @@ class SplitOptimizer(Optimizer):
 def _describe(optimizer: Optimizer) -> str:
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     return f"{type(optimizer).__name__} trains {sum(p.numel() for p in tensors):,} weights in {len(tensors)} tensors"
-
-
-def clip_gradients_by_norm(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Norm of all gradients, a scalar; they are scaled down to ``max_norm`` where that is given."""
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if max_norm is not None:
-        clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm

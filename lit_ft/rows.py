@@ -39,6 +39,8 @@ class Row(TypedDict, total=False):
     """S ids, the same whenever a sample comes; absent where samples have no lasting place, as in a stream."""
     sample_sources: Sequence[str]
     """S names of sources, empty where there is one source; goes with ``sample_ids``."""
+    sample_targets: Sequence[int]
+    """S numbers of supervised tokens; goes with ``sample_ids``."""
     is_own: Tensor
     """``(n of the whole row,)``, bool: which targets are here, where a row's tokens are dealt out to ranks."""
     window_tokens: int
@@ -71,22 +73,24 @@ def lay_end_to_end(
     )
 
 
-def sample_means(row: Row, per_token: Tensor) -> tuple[Tensor, Tensor]:
+def sample_targets(row: Row) -> list[int]:
+    """S numbers of supervised tokens; of a row that is on the host yet."""
+    ends = np.cumsum(row["segment_lengths"])
+    counts: list[int] = np.diff(np.searchsorted(row["predict_at"].numpy(), ends), prepend=0).tolist()
+    return counts
+
+
+def sample_means(per_token: Tensor, counts: Tensor) -> Tensor:
     """Mean of a quantity over each sample's supervised tokens.
 
     Args:
-        row: of S samples.
         per_token: the quantity, ``(n,)``.
+        counts: ``(S,)``, int64, how many tokens of each sample are supervised; on the quantity's device.
 
     Returns:
-        Means, ``(S,)``, fp32 (0 where nothing is supervised), and numbers of tokens, ``(S,)``, fp32.
+        ``(S,)``, 0 where nothing is supervised.
     """
-    ends = torch.tensor(row["segment_lengths"], device=per_token.device).cumsum(0)
-    of_token = torch.bucketize(row["predict_at"], ends, right=True)
-    sums, tokens = torch.zeros((2, len(ends)), device=per_token.device)
-    sums.index_add_(0, of_token, per_token)
-    tokens.index_add_(0, of_token, torch.ones_like(per_token))
-    return sums / tokens.clamp(min=1), tokens
+    return torch.segment_reduce(per_token, "mean", lengths=counts, initial=0)
 
 
 def empty_row() -> Row:

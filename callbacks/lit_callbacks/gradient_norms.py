@@ -52,7 +52,7 @@ def norms_by_name(trainer: Trainer, module: LightningModule, optimizer: Optimize
     named = {name: p for name, p in module.named_parameters() if id(p) in mine}
     if not named:
         return {}
-    if hasattr(trainer.strategy, "clip_gradients_by_norm"):  # its ranks may hold different parameters
+    if hasattr(trainer.strategy, "gradient_norm"):  # its ranks may hold different parameters
         return {name: float(whole_tensor(p.grad).norm()) if p.grad is not None else 0.0 for name, p in named.items()}
     device = trainer.strategy.root_device
     squares = [squared_norm([p] if p.grad is not None else [], trainer).to(device) for p in named.values()]

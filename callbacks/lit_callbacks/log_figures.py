@@ -18,6 +18,6 @@ def log_figures(trainer: Trainer, figures: Mapping[str, float], step: int) -> No
         step: optimiser steps done before the one that the figures are of, as Lightning numbers what modules log.
     """
     # On the CPU: nothing is sent to the device, and those who compare them do so with themselves.
-    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
+    trainer.callback_metrics.update(zip(figures, torch.tensor(list(figures.values())), strict=True))
     for logger in trainer.loggers:
         logger.log_metrics(dict(figures), step=step)

@@ -81,7 +81,11 @@ class _Action:
 
 
 class PhaseProfiler(Profiler):
-    """Tells listeners when another phase begins. An action within an action is its own: nothing is counted twice."""
+    """Tells listeners when another phase begins. An action within an action is its own: nothing is counted twice.
+
+    Callbacks' hooks follow one another, and after the last of them Lightning names an action at once. So the phase
+    ``callbacks`` ends with that, and not after each hook.
+    """
 
     def __init__(self, inner: Profiler, empty: frozenset[str] = frozenset()) -> None:
         """Stand before a profiler.
@@ -101,28 +105,41 @@ class PhaseProfiler(Profiler):
         """The id of that error."""
         self._is_heard = not isinstance(inner, PassThroughProfiler)
         self._open: list[tuple[str, Phase]] = []
+        self._next: Phase | None = None
+        """The phase that goes on after the callbacks, unless another of them follows."""
+        self._contexts: dict[str, Any] = {}
         self._validating = False
 
     def profile(self, action_name: str) -> Any:
         """A context in which the action goes on."""
-        if action_name in self._empty or _told(action_name) == _UNTOLD:
-            return self.inner.profile(action_name) if self._is_heard else _NOTHING
-        return _Action(self, action_name)
+        known = self._contexts.get(action_name)
+        if known is None:
+            known = _Action(self, action_name)
+            if action_name in self._empty or _told(action_name) == _UNTOLD:
+                known = _NOTHING
+            self._contexts[action_name] = known
+        if self._next is not None and known is _NOTHING and action_name not in self._empty:
+            self._leave_callbacks()
+        return self.inner.profile(action_name) if known is _NOTHING and self._is_heard else known
 
     def start(self, action_name: str) -> None:
         """An action begins, within those that are open."""
         if self._is_heard:
             self.inner.start(action_name)
-        before = self.phase
-        self._open.append((action_name, before))
         phase, begins, _ = _told(action_name)
+        before = self.phase if self._next is None else self._next
+        if phase == "callbacks":
+            self._next = None
+        elif self._next is not None:
+            self._leave_callbacks()
+        self._open.append((action_name, before))
         if begins:
             self._validating = True
         if before == "checkpoint":
             return
         if self._validating and phase != "checkpoint":
             phase = "validation"
-        if phase is not None and phase != before:
+        if phase is not None and phase != self.phase:
             self._switch(phase)
 
     def stop(self, action_name: str) -> None:
@@ -134,10 +151,17 @@ class PhaseProfiler(Profiler):
                     self._validating, phase = False, "other"
                 elif phase != "checkpoint":
                     phase = "validation"
-            if phase != self.phase:
+            if phase != self.phase and self.phase == "callbacks":
+                self._next = phase
+            elif phase != self.phase:
                 self._switch(phase)
         if self._is_heard:
             self.inner.stop(action_name)
+
+    def _leave_callbacks(self) -> None:
+        assert self._next is not None
+        phase, self._next = self._next, None
+        self._switch(phase)
 
     def _switch(self, phase: Phase) -> None:
         self.phase = phase

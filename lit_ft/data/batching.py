@@ -20,7 +20,7 @@ from lit_ft.data.mixing import Mixing
 from lit_ft.data.packing import best_fit
 from lit_ft.data.samples import Samples
 from lit_ft.errors import RecipeError
-from lit_ft.rows import Row, empty_row, lay_end_to_end
+from lit_ft.rows import Row, empty_row, lay_end_to_end, sample_targets
 
 MicroBatch = list[int]
 """Indices of the samples laid end to end; empty when there is nothing to compute."""
@@ -173,6 +173,7 @@ class _Rows(Dataset[Row]):
         if members:
             row["sample_ids"] = self.samples.ids(members)
             row["sample_sources"] = self.samples.sources_of(members)
+            row["sample_targets"] = sample_targets(row)
         return row
 
 

@@ -260,7 +260,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             return closure_loss
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    def clip_gradients_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float | None) -> None:
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> None:
         """DeepSpeed measures and clips by itself."""
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from lit_ft.gradients import local
 from lit_ft.loading import decoder_layers
 from lit_ft.strategies import layout, pipeline, timetable
-from lit_ft.strategies.sharded import local
 from lit_ft.strategies.traffic import Step, Traffic
 
 MIB = 2**20

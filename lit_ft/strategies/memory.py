@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_ft.gradients import local
 from lit_ft.strategies import timetable
-from lit_ft.strategies.sharded import local
 from lit_ft.strategies.traffic import Step, bytes_of, sharded
 
 

@@ -24,9 +24,9 @@ from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from transformers.modeling_outputs import CausalLMOutput
 
 from lit_ft import losses, rows
+from lit_ft.gradients import local
 from lit_ft.losses import TokenLoss
 from lit_ft.rows import Row
-from lit_ft.strategies.sharded import local
 
 SCHEDULES = (
     "GPipe",

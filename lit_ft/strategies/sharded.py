@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from lit_ft import late_casting, split_checkpoints
 from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.errors import RecipeError
+from lit_ft.gradients import local, norms
 from lit_ft.strategies import model_folder
 
 
@@ -114,25 +115,18 @@ class ShardedStrategy(LightningModelParallelStrategy):
         for module in self._fsdp_modules():
             module.set_requires_gradient_sync(wanted, recurse=False)
 
-    def clip_gradients_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Norm of all gradients over all ranks, a scalar; they are scaled down to ``max_norm`` where that is given.
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Norm of the parameters' gradients over all ranks, a scalar; a collective.
 
         torch's own cannot mix meshes. Each rank adds up its squares, a part that several have as much less; one
         scalar is exchanged.
         """
         gradients = [p.grad for p in parameters if p.grad is not None and self._counts(p)]
-        pieces = [local(gradient) for gradient in gradients]
-        total = torch.zeros((), device=self.root_device)
-        for norm, gradient in zip(torch._foreach_norm(pieces) if pieces else [], gradients, strict=True):
-            total += norm.float().to(total.device) ** 2 / self._copies_of(gradient)
+        copies = torch.tensor([float(self._copies_of(gradient)) for gradient in gradients])
+        own = norms([local(gradient) for gradient in gradients])
+        total = (own.square() / copies.to(own.device)).sum().to(self.root_device)
         torch.distributed.all_reduce(total)
-        norm = total.sqrt()
-        if max_norm is not None:
-            every = [local(p.grad) for p in parameters if p.grad is not None]
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
-            for gradient in every:
-                gradient.mul_(factor.to(gradient.device))
-        return norm
+        return total.sqrt()
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is counted here: a tied weight that two stages hold is counted on one."""
@@ -323,11 +317,6 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def _join_stages(self, own: Any) -> list[Any]:
         """An object from a rank of each stage, in order, at least on rank 0."""
         return [own]
-
-
-def local(tensor: Any) -> Tensor:
-    """What this rank has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from lit_ft.strategies.sharded import local
+from lit_ft.gradients import local
 
 
 class TiedEdges:

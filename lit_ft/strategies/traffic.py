@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lit_ft.gradients import local
 from lit_ft.loading import decoder_layers
 from lit_ft.strategies import layout
-from lit_ft.strategies.sharded import local
 from lit_ft.strategies.tensor_plan import is_block
 
 ASSUMED_TOKENS = 1024
