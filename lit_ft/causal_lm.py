@@ -39,7 +39,7 @@ from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, w
 from lit_ft.checkpoints_io import Shapes, WeightCount, check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
-from lit_ft.gradients import GradientNorm, clip, gradient_norm
+from lit_ft.gradients import GradientNorm, clip, gradient_norm, with_gradients
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
 from lit_ft.metrics import SourceMeans, TokenMean
 from lit_ft.optimizers import configure_optimizers
@@ -525,8 +525,7 @@ class CausalLM(ScheduleFreeModule):
         if norm is not None:
             self.log("train/grad_norm", norm)
             if gradient_clip_val and is_by_norm:
-                every = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-                clip(every, norm, float(gradient_clip_val))
+                clip(with_gradients(optimizer), norm, float(gradient_clip_val))
         if not is_by_norm:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

@@ -23,14 +23,19 @@ def norms(gradients: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)) if gradients else torch.zeros(0)
 
 
+def with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
+    """An optimizer's parameters that have a gradient now."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Norm of the gradients of all parameters, on a rank that holds all of them whole."""
     return norms([p.grad for p in parameters if p.grad is not None]).norm()
 
 
-def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+def clip(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale gradients down, as ``torch.nn.utils.clip_grad_norm_`` does, if ``norm`` is over ``max_norm``."""
-    if pieces := [local(gradient) for gradient in gradients]:
+    if pieces := [local(p.grad) for p in parameters if p.grad is not None]:
         torch._foreach_mul_(pieces, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(pieces[0].device))
 
 
@@ -44,15 +49,16 @@ class GradientNorm:
     def forget(self) -> None:
         """The step is over; its gradients are let go."""
         self._gradients: list[Tensor] = []
-        self._state: list[tuple[int, int, int]] | None = None
+        self._state: list[int] | None = None
         self._norm: Tensor | None = None
 
     def of(self, optimizer: Optimizer, measure: Measure) -> Tensor | None:
         """The norm; a collective where ``measure`` is one, and then on every rank or on none."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = with_gradients(optimizer)
         gradients: list[Any] = [p.grad for p in parameters]
         # Held while their ids count; a DTensor and its part on this rank can each be changed past the other.
-        state = [(id(g), g._version, local(g)._version) for g in gradients]
+        parts = [g.to_local() for g in gradients if isinstance(g, DTensor)]
+        state = [*map(id, gradients), *[g._version for g in gradients], *[part._version for part in parts]]
         if state != self._state:
             self._gradients, self._state, self._norm = gradients, state, measure(parameters)
         return self._norm

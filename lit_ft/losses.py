@@ -62,7 +62,7 @@ def token_cross_entropy(
 
     Args:
         hidden: final hidden states of the predicting positions, ``(n, H)``.
-        head: the model's own head, ``(m, H) -> (m, V)``, soft-capping and scaling included. The gradient takes the place of
+        head: the model's own head, ``(m, H) -> (m, V)``, soft-capping and scaling included; gradients are written over
             what it returns.
         targets: token ids, ``(n,)``, int64.
         chunk_tokens: supervised tokens whose logits exist at a time.

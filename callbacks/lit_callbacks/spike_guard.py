@@ -152,27 +152,22 @@ class SpikeGuard(Callback):
         self, trainer: Trainer, module: LightningModule, optimizer: Optimizer
     ) -> tuple[float | None, float | None]:
         """Mean loss of the ranks and the norm of all gradients; None for what there is not."""
-        reachable = [p for p in parameters_of(optimizer) if p.grad is not None]
-        norm = _norm_of_others(trainer, module, optimizer, reachable)
+        has_norm, squares = _squares(trainer, module, optimizer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         if trainer.world_size == 1:
-            if norm is None and reachable:
-                norm = squared_norm(reachable, trainer).sqrt()
-            found = None if self._loss is None else float(self._loss) / scale
-            return found, None if norm is None or not reachable else float(norm)
+            loss = None if self._loss is None else float(self._loss) / scale
+            return loss, math.sqrt(squares) if has_norm else None
         device = trainer.strategy.root_device
-        zero = torch.zeros((), device=device)
-        loss = zero if self._loss is None else self._loss.float().to(device)
-        if norm is not None:
-            squares = norm.to(device).square() / trainer.world_size
-        else:
-            squares = squared_norm(reachable, trainer).to(device) if reachable else zero
-        has = torch.tensor([self._loss is not None, bool(reachable)], dtype=torch.float32, device=device)
+        has = torch.tensor([self._loss is not None, has_norm], dtype=torch.float32, device=device)
+        own = torch.zeros(2, device=device)
+        if self._loss is not None:
+            own[0] = self._loss
+        own[1] = squares
         # In one collective, so that all ranks see the same numbers and decide the same.
-        sums: Any = trainer.strategy.reduce(torch.cat([has, loss[None], squares[None]]), reduce_op="sum")
-        has_loss, has_norm, total, summed = sums.tolist()
-        return total / has_loss / scale if has_loss else None, math.sqrt(summed) if has_norm else None
+        sums: Any = trainer.strategy.reduce(torch.cat([has, own]), reduce_op="sum")
+        has_loss, norms, total, summed = sums.tolist()
+        return total / has_loss / scale if has_loss else None, math.sqrt(summed) if norms else None
 
     def _wrong(self, trainer: Trainer, name: str, value: float | None) -> str | None:
         if value is None:
@@ -249,18 +244,17 @@ class SpikeGuard(Callback):
         self._history = {name: deque(v, maxlen=self.window) for name, v in state_dict["history"].items()}
 
 
-def _norm_of_others(
-    trainer: Trainer, module: LightningModule, optimizer: Optimizer, parameters: Sequence[Tensor]
-) -> Tensor | None:
-    """The norm over all ranks, where the module measures it anyway, or a strategy whose ranks hold different layers."""
+def _squares(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> tuple[bool, Tensor | float]:
+    """Whether there are gradients here, and this rank's share of their squared norm: the shares add up to it."""
     of_module: Any = getattr(module, "measured_gradient_norm", None)
-    of_strategy: Any = getattr(trainer.strategy, "gradient_norm", None)
-    norm: Tensor | None = None
-    if of_module is not None:
-        norm = of_module(optimizer)
-    elif of_strategy is not None:
-        norm = of_strategy(parameters)
-    return norm
+    of_strategy: Any = getattr(trainer.strategy, "gradient_norm", None)  # its ranks may hold different layers
+    norm = of_module(optimizer) if of_module is not None else None
+    if norm is not None:
+        return True, norm.square() / trainer.world_size
+    parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+    if of_module is None and of_strategy is not None and (norm := of_strategy(parameters)) is not None:
+        return bool(parameters), norm.square() / trainer.world_size
+    return bool(parameters), squared_norm(parameters, trainer) if parameters else 0.0
 
 
 def _why_unskippable(trainer: Trainer, optimizer: Optimizer) -> str | None:
