@@ -138,7 +138,7 @@ def diverge(make_trainer: Any, model_folder: str, data: str, folder: str) -> tup
 def test_under_deepspeed_the_guard_can_stop_but_not_skip_and_says_so(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
 ) -> None:
-    ranks = on_ranks(2, diverge, make_trainer, model_folder, write_rows(), str(tmp_path), timeout=60)
+    ranks = on_ranks(2, diverge, make_trainer, model_folder, write_rows(), str(tmp_path), timeout=120)
     assert [found for found, _ in ranks] == [2, 2]
     said = [line for line in ranks[0][1] if "loss is nan" in line]
     assert "The step is taken all the same: DeepSpeed keeps gradients to itself" in said[0]

@@ -372,7 +372,7 @@ def test_architectures(
     folder, data, layout = save_model(architecture, tmp_path / "model"), write_rows(count=21), COLUMNS[column]
     if (reason := REFUSED.get((architecture, column))) is not None:
         with pytest.raises(AssertionError, match=f"RecipeError: .*{reason}"):
-            on_ranks(layout.world, fit_architecture, make_trainer, folder, data, Run(), layout, timeout=60)
+            on_ranks(layout.world, fit_architecture, make_trainer, folder, data, Run(), layout, timeout=120)
         record_cell(architecture, column, "refused")
         return
     targets = ATTENTION if architecture in EXPERTS else "all-linear"

@@ -219,7 +219,7 @@ def on_rank(folder: str) -> tuple[float, list[Any]]:
 @pytest.mark.processes
 def test_texts_are_dealt_out_over_ranks_and_rank_0_writes(tmp_path: Path) -> None:
     """Three texts of 4, 7 and 1 letters on two ranks: the fourth turn counts nothing."""
-    ranks = on_ranks(2, on_rank, str(tmp_path), timeout=60)
+    ranks = on_ranks(2, on_rank, str(tmp_path), timeout=120)
     seen = [{"step": step, "loss": 1.0 + step, "tokens": 12} for step in (0, 2)]
     assert ranks == [(-2.0, seen), (-2.0, seen)]
     assert lines(tmp_path / "forgetting.jsonl") == seen
@@ -241,5 +241,5 @@ def one_fails(folder: str) -> float:
 
 @pytest.mark.processes
 def test_ranks_stop_asking_together(tmp_path: Path) -> None:
-    assert on_ranks(2, one_fails, str(tmp_path), timeout=60) == [-2.0, -2.0]
+    assert on_ranks(2, one_fails, str(tmp_path), timeout=120) == [-2.0, -2.0]
     assert not (tmp_path / "samples.jsonl").exists()

@@ -275,6 +275,6 @@ def two_ranks(folder: str) -> None:
 
 @pytest.mark.processes
 def test_the_ranks_ledgers_are_summed_up_together(tmp_path: Path) -> None:
-    on_ranks(2, two_ranks, str(tmp_path), timeout=60)
+    on_ranks(2, two_ranks, str(tmp_path), timeout=120)
     summary = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())
     assert [(sample["id"], sample["last"]) for sample in summary["worst"]] == [("row 1", 6.0), ("row 0", 5.0)]

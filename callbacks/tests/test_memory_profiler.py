@@ -257,6 +257,6 @@ def shards(folder: Path, strategy: str) -> Any:
 def test_a_rank_counts_its_share(tmp_path: Path) -> None:
     weights = 3 * (64 * 256 + 256 + 256 * 64 + 64) * 4
     for strategy, ranks in (("ddp", 1), ("fsdp2", 2)):
-        for found in on_ranks(2, shards, tmp_path, strategy, timeout=60):
+        for found in on_ranks(2, shards, tmp_path, strategy, timeout=120):
             assert found["parameters"] == weights / ranks
             assert found["optimizer_state"] == 2 * weights / ranks + 12 * 4

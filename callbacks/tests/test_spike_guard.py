@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lit_callbacks import SpikeGuard, SpikesPersist
-from lit_callbacks.spike_guard import excess
+from lit_callbacks.spike_guard import excess, may_exceed
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -68,6 +69,34 @@ def test_excess_by_hand() -> None:
     assert excess(2.0 * math.e, [2.0, 2.0, 2.0]) == pytest.approx(10.0)
     # Negative losses have no logarithms.
     assert excess(9.0, [-1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(6 / 1.4826)
+
+
+def test_what_cannot_exceed_does_not() -> None:
+    """The short way says no only where the long one does, wherever the history lies; and mostly it says no."""
+    draw = random.Random(0)
+    no, all_of_them = 0, 0
+    for shift in (0.0, -0.5, -3.0):
+        for _ in range(500):
+            history = [draw.lognormvariate(0, 0.3) + shift for _ in range(draw.randint(2, 30))]
+            value, threshold = draw.lognormvariate(0.3, 1) + shift, draw.uniform(0.5, 8)
+            all_of_them += shift == 0
+            if not may_exceed(value, history, threshold):
+                assert excess(value, history) <= threshold
+                no += 1
+    assert no > all_of_them / 2
+
+
+def test_a_norm_that_the_module_has_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Measuring(Scaled):
+        def measured_gradient_norm(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+            return torch.tensor(1000.0 if self.trainer.global_step == 25 else 1.0)
+
+    monkeypatch.setattr("lit_callbacks.spike_guard.squared_norm", None)
+    guard = SpikeGuard(folder=tmp_path)
+    Trainer(**QUIET, callbacks=[guard]).fit(module := Measuring(), rows([1.0] * 30))
+    assert [step for step, has_moved in enumerate(moved(module), 1) if not has_moved] == [25]
+    assert guard.skipped_steps == 1
+    assert json.loads((tmp_path / "step00000025.rank0.json").read_text())["gradient_norm"] == pytest.approx(1000)
 
 
 @pytest.mark.parametrize("bad", [1000.0, math.nan, math.inf])
@@ -218,7 +247,7 @@ def on_two_ranks(folder: str, strategy: str) -> tuple[list[bool], int, dict[str,
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_ranks_skip_together(tmp_path: Path, strategy: str) -> None:
-    ranks = on_ranks(2, on_two_ranks, str(tmp_path), strategy, timeout=60)
+    ranks = on_ranks(2, on_two_ranks, str(tmp_path), strategy, timeout=120)
     for has_moved, skipped, evidence in ranks:
         assert has_moved == [True, True, True, False, True, True]
         assert skipped == 1

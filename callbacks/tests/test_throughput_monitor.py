@@ -295,7 +295,7 @@ def two_ranks(folder: Path, strategy: str) -> Any:
 @pytest.mark.processes
 def test_ranks_are_added_up(tmp_path: Path) -> None:
     """Rank 0 takes 1 s a step and rank 1 takes 2: 2 samples a step and rank."""
-    first, second = on_ranks(2, two_ranks, tmp_path, "ddp", timeout=60)
+    first, second = on_ranks(2, two_ranks, tmp_path, "ddp", timeout=120)
     assert first == second
     assert first["samples_per_second"] == 2 / 1 + 2 / 2
     assert first["device/samples_per_second"] == 1.5
