@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
@@ -132,8 +133,10 @@ def _chunk_loss(
         logits = head(hidden)
     if isinstance(logits, DTensor):
         return _split_loss(logits, targets, inputs)
+    # Where the logits come from, before they are overwritten: as a view made by a custom function they may not be.
+    made_by = get_gradient_edge(logits) if inputs else None
     losses, right, of_logits = _from_logits(logits.detach(), targets, bool(inputs))
-    return losses, right, torch.autograd.grad(logits, inputs, of_logits) if inputs else ()
+    return losses, right, () if made_by is None else torch.autograd.grad(made_by, inputs, of_logits)
 
 
 def _from_logits(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
