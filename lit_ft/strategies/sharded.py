@@ -1,5 +1,6 @@
 """What strategies that give each rank a share of the weights have in common: set-up, gradient norm, checkpoints."""
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -48,9 +49,9 @@ class ShardedStrategy(LightningModelParallelStrategy):
         self._within_window = False
         self._joined_names: dict[int, list[str]] = {}
 
+    @abstractmethod
     def shard(self, module: nn.Module) -> None:
         """Give each rank its share of the weights."""
-        raise NotImplementedError
 
     # --- set-up ----------------------------------------------------------------------------------
 
