@@ -36,7 +36,8 @@ from benchmarks.compare import environment
 FIRST = 10
 """Steps before those that count: of allocation, and those that MemoryProfiler samples."""
 BLOCK = 10
-"""Steps with or without callbacks: as many as from one that is logged to the next."""
+"""Steps with or without callbacks: as many as from one that is logged to the next. A block begins with the logged step:
+who comes back after it would see that one has passed, and log."""
 Seconds = tuple[float, float]
 """By the clock, and of the process's processor time: that of all its threads, which are two here and wait actively."""
 
@@ -84,7 +85,7 @@ class StepClock(Callback):
                     os.write(self._turns[1], b".")
                 self._has_turn = os.read(self._turns[0], 1) != b""
         if step >= FIRST and self._without is not None:
-            self._put(trainer, pl_module, back=step // BLOCK % 2 != self._without)
+            self._put(trainer, pl_module, back=(step + 1) // BLOCK % 2 != self._without)
         self._begun = now()
 
     def _put(self, trainer: Any, module: Any, back: bool) -> None:
@@ -104,7 +105,7 @@ def all_callbacks(folder: Path) -> list[Callback]:
         ours.ThroughputMonitor(peak=1e11),
         ours.MemoryProfiler(folder / "memory", picture=False),
         ours.SpikeGuard(),
-        ours.LossLedger(),
+        ours.LossLedger(write_every_n_steps=2 * 100),  # counted in steps of the run, half of which it sees
         ours.ForgettingProbe(),
         ours.SampleGenerations(["What is the capital of France?"]),
         ours.RunReport(),
@@ -192,7 +193,7 @@ def take_round(number: int, epochs: int) -> list[float]:
     """Run a pair, print a row, and return the shares in it."""
     pair = run_pair(epochs)
     # By step, the process in which callbacks are put away.
-    bare = {step: (step - 1) // BLOCK % 2 for step in sorted(pair[0].keys() & pair[1].keys())}
+    bare = {step: step // BLOCK % 2 for step in sorted(pair[0].keys() & pair[1].keys())}
     shares = []
     for kind in (1, 0):
         less = {n: pair[which][n][kind] for n, which in bare.items()}

@@ -43,7 +43,7 @@ from lit_ft.gradients import GradientNorm, clip, gradient_norm, with_gradients
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
 from lit_ft.metrics import SourceMeans, TokenMean
 from lit_ft.optimizers import configure_optimizers
-from lit_ft.rows import Row, as_row, lay_end_to_end, sample_means
+from lit_ft.rows import Row, as_row, lay_end_to_end
 from lit_ft.schedule_free import ScheduleFreeModule
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -151,7 +151,7 @@ class CausalLM(ScheduleFreeModule):
         self._window_tokens = 1
         self._gradient_norm = GradientNorm()
         self.record_losses: Callable[..., None] | None = None
-        """Takes ids, mean losses, tokens and sources of a training row's samples; ``lit_callbacks.LossLedger``'s."""
+        """Takes ids, tokens' losses, tokens and sources of a row's samples; ``lit_callbacks.LossLedger``'s."""
         self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
 
     # --- what is trained -------------------------------------------------------------------------
@@ -398,9 +398,8 @@ class CausalLM(ScheduleFreeModule):
             result = self(row)
             self._update("fit", result, row)
             if self.record_losses is not None and "sample_ids" in row:
-                counts = torch.tensor(row["sample_targets"], device=self.device)
-                means = sample_means(result.per_token, counts)
-                self.record_losses(row["sample_ids"], means, counts, row["sample_sources"])
+                of_samples = row["sample_targets"], row["sample_sources"]
+                self.record_losses(row["sample_ids"], result.per_token, *of_samples, per_token=True)
             replicas, _ = process.replica(self.trainer)
             weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=replicas)
             loss = result.loss_sum * weight

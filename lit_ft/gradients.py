@@ -54,11 +54,11 @@ class GradientNorm:
 
     def of(self, optimizer: Optimizer, measure: Measure) -> Tensor | None:
         """The norm; a collective where ``measure`` is one, and then on every rank or on none."""
-        parameters = with_gradients(optimizer)
-        gradients: list[Any] = [p.grad for p in parameters]
+        every: Any = (p.grad for group in optimizer.param_groups for p in group["params"])
+        gradients = [grad for grad in every if grad is not None]
         # Held while their ids count; a DTensor and its part on this rank can each be changed past the other.
         parts = [g.to_local() for g in gradients if isinstance(g, DTensor)]
         state = [*map(id, gradients), *[g._version for g in gradients], *[part._version for part in parts]]
         if state != self._state:
-            self._gradients, self._state, self._norm = gradients, state, measure(parameters)
+            self._gradients, self._state, self._norm = gradients, state, measure(with_gradients(optimizer))
         return self._norm

@@ -80,19 +80,6 @@ def sample_targets(row: Row) -> list[int]:
     return counts
 
 
-def sample_means(per_token: Tensor, counts: Tensor) -> Tensor:
-    """Mean of a quantity over each sample's supervised tokens.
-
-    Args:
-        per_token: the quantity, ``(n,)``.
-        counts: ``(S,)``, int64, how many tokens of each sample are supervised; on the quantity's device.
-
-    Returns:
-        ``(S,)``, 0 where nothing is supervised.
-    """
-    return torch.segment_reduce(per_token, "mean", lengths=counts, initial=0)
-
-
 def empty_row() -> Row:
     """A micro-batch without work: its samples fitted into another row of the same optimiser step."""
     nothing = torch.zeros(0, dtype=torch.int64)

@@ -2,7 +2,6 @@
 
 import csv
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,17 @@ class Visit(NamedTuple):
     """Supervised tokens."""
 
 
+class Visits(NamedTuple):
+    """Some of them, by columns."""
+
+    step: list[int]
+    epoch: list[int]
+    id: list[str]
+    source: list[str]
+    loss: list[float]
+    tokens: list[int]
+
+
 def get_ready() -> None:
     """Import pyarrow and what it wants for its first table, pandas where there is one: no step waits for it then."""
     with suppress(ModuleNotFoundError):
@@ -34,7 +44,7 @@ def get_ready() -> None:
         parquet.write_table(pyarrow.table({"": [""]}), pyarrow.BufferOutputStream())
 
 
-def write_part(folder: Path, started: int, rank: int, visits: Sequence[Visit]) -> Path:
+def write_part(folder: Path, started: int, rank: int, visits: Visits) -> Path:
     """Write some visits of one rank.
 
     Args:
@@ -47,18 +57,17 @@ def write_part(folder: Path, started: int, rank: int, visits: Sequence[Visit]) -
         The file: Parquet where pyarrow is installed, CSV elsewhere.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"from{started:08d}-to{visits[-1].step + 1:08d}.rank{rank}"
-    columns = dict(zip(Visit._fields, zip(*visits, strict=True), strict=True))
+    name = f"from{started:08d}-to{visits.step[-1] + 1:08d}.rank{rank}"
     try:
         import pyarrow
         from pyarrow import parquet
     except ModuleNotFoundError:
         path = folder / f"{name}.csv"
         with path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([Visit._fields, *visits])
+            csv.writer(file).writerows([visits._fields, *zip(*visits, strict=True)])
         return path
     path = folder / f"{name}.parquet"
-    parquet.write_table(pyarrow.table({key: list(values) for key, values in columns.items()}), path)
+    parquet.write_table(pyarrow.table(visits._asdict()), path)
     return path
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
+from itertools import compress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_callbacks.batch_ids import batch_ids, batch_sources
-from lit_callbacks.ledger_files import Visit, forget, get_ready, read_visits, write_part
+from lit_callbacks.ledger_files import Visits, forget, get_ready, read_visits, write_part
 from lit_callbacks.ledger_summary import summarise
 from lit_callbacks.tables import show_table
 
@@ -64,7 +65,7 @@ class LossLedger(Callback):
         self.folder = None if folder is None else Path(folder)
         self.write_every_n_steps, self.top = write_every_n_steps, top
         self.ids, self.sources, self.texts = ids, sources, texts
-        self._pending: list[tuple[int, int, list[str], list[str], Tensor, Tensor]] = []
+        self._pending: list[tuple[int, int, list[str], list[str], Tensor, Any, bool]] = []
         self._place = (0, 0)
         self._started = self._written_at = 0
         self._is_off = False
@@ -73,7 +74,12 @@ class LossLedger(Callback):
     # --- what comes in -------------------------------------------------------------------------------
 
     def record(
-        self, ids: Any, losses: Tensor, tokens: Tensor | Sequence[int] | None = None, sources: Any = None
+        self,
+        ids: Any,
+        losses: Tensor,
+        tokens: Tensor | Sequence[int] | None = None,
+        sources: Any = None,
+        per_token: bool = False,
     ) -> None:
         """Note the losses of some samples; of the current optimiser step.
 
@@ -82,19 +88,23 @@ class LossLedger(Callback):
             losses: ``(samples,)``, mean over each sample's supervised tokens, in nats.
             tokens: ``(samples,)``, how many these are; None is 1 each.
             sources: one a sample; None where there are none.
+            per_token: ``losses`` are those of all supervised tokens, sample by sample, and ``tokens`` is a list; the
+                means are taken when the ledger is written.
         """
         names = [str(one) for one in _listed(ids)]
         self._has_recorded = True
         of = [""] * len(names) if sources is None else [str(one) for one in _listed(sources)]
-        losses = losses.detach().float().flatten()
-        counts = torch.ones(len(names)) if tokens is None else torch.as_tensor(tokens).detach().flatten()
-        if not len(names) == len(losses) == len(counts) == len(of):
+        losses = losses.detach().flatten()
+        counts = [1] * len(names) if tokens is None else tokens.flatten() if isinstance(tokens, Tensor) else tokens
+        wanted = sum(_listed(counts)) if per_token else len(names)
+        if len(losses) != wanted or not len(names) == len(counts) == len(of):
             rank_zero_warn(
                 f"LossLedger.record got {len(names)} ids, {len(losses)} losses, {len(counts)} token counts and "
                 f"{len(of)} sources, and leaves them out; give one of each for each sample"
+                + (f", and with per_token=True {wanted} losses: the sum of the token counts" if per_token else "")
             )
         elif names and not self._is_off:
-            self._pending.append((*self._place, names, of, losses, counts))
+            self._pending.append((*self._place, names, of, losses, counts, per_token))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lend ``record`` to the module, and forget what the run is about to do again."""
@@ -185,17 +195,18 @@ class LossLedger(Callback):
         if not pending or self._is_off:
             return
         # The only place that waits for the device.
-        losses = torch.cat([one[4] for one in pending]).tolist()
-        tokens = torch.cat([one[5].to(pending[0][5].device) for one in pending]).tolist()
-        places = [
-            (step, epoch, name, source)
-            for step, epoch, names, sources, *_ in pending
-            for name, source in zip(names, sources, strict=True)
-        ]
-        visits = [
-            Visit(*place, loss, int(count)) for place, loss, count in zip(places, losses, tokens, strict=True) if count
-        ]
-        if visits:
+        losses = torch.cat([_sample_means(*one[4:]) for one in pending]).tolist()
+        tokens = [int(count) for one in pending for count in _listed(one[5])]
+        columns: tuple[list[Any], ...] = (
+            [step for step, _, ids, *_ in pending for _ in ids],
+            [epoch for _, epoch, ids, *_ in pending for _ in ids],
+            [name for _, _, ids, *_ in pending for name in ids],
+            [source for _, _, _, sources, *_ in pending for source in sources],
+            losses,
+            tokens,
+        )
+        visits = Visits(*(list(compress(column, tokens)) for column in columns))
+        if visits.id:
             self._safely(lambda: write_part(self._root(trainer), self._started, trainer.global_rank, visits))
 
     def _safely(self, write: Callable[[], Any]) -> None:
@@ -227,6 +238,14 @@ def _shown(cell: Any) -> Any:
 
 def _listed(values: Any) -> list[Any]:
     return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+def _sample_means(losses: Tensor, counts: Any, per_token: bool) -> Tensor:
+    """Mean loss of each sample, ``(samples,)``, 0 where nothing is supervised."""
+    if not per_token:
+        return losses.float()
+    lengths = torch.tensor(counts, device=losses.device)
+    return torch.segment_reduce(losses.float(), "mean", lengths=lengths, initial=0)
 
 
 def _returned(outputs: Any) -> tuple[Tensor, Tensor | None] | None:

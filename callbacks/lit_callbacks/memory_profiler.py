@@ -20,6 +20,8 @@ from lit_callbacks.phases import Phase, failed_in, unwatch, watch
 from lit_callbacks.storage_ledger import Breakdown, StorageLedger, local_bytes, tensors_in, vocabulary_of
 
 _RARE: tuple[Phase, ...] = ("validation", "checkpoint")
+_BETWEEN: tuple[Phase, ...] = ("other", "data", "callbacks")
+"""Phases without figures of their own."""
 _LEAK_READINGS = 12
 
 
@@ -107,10 +109,11 @@ class MemoryProfiler(Callback):
 
     def _take(self, phase: str) -> None:
         """What the phase that ends has used."""
-        figures: dict[str, int | None] = {"host_rss": memory_readings.host_memory()}
         if (peaks := memory_readings.take_peaks(self._device)) is not None:
             self._overall = max(self._overall[0], peaks[0]), max(self._overall[1], peaks[1])
-            figures["peak_allocated"] = peaks[0]
+        if phase in _BETWEEN:
+            return
+        figures = {"host_rss": memory_readings.host_memory(), "peak_allocated": peaks and peaks[0]}
         known = self.peaks.setdefault(phase, {})
         for name, value in in_mib(figures).items():
             known[name] = max(known.get(name, 0.0), value)
@@ -187,12 +190,7 @@ class MemoryProfiler(Callback):
         if device.type == "cuda":
             figures |= {"peak_allocated": self._overall[0], "peak_reserved": self._overall[1]}
             self._overall = (0, 0)
-        by_phase = {
-            f"{phase}/{name}": value
-            for phase, known in self.peaks.items()
-            if phase not in ("other", "data", "callbacks")
-            for name, value in known.items()
-        }
+        by_phase = {f"{phase}/{name}": value for phase, known in self.peaks.items() for name, value in known.items()}
         row = in_mib(figures) | by_phase
         log_figures(trainer, {f"memory/{name}": value for name, value in row.items()}, trainer.global_step - 1)
         self.timeline.append({"step": trainer.global_step, **row})

@@ -2,18 +2,18 @@
 
 import resource
 import sys
-from pathlib import Path
 
 import torch
 
 MIB = 2**20
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/self/statm"
 
 
 def host_memory() -> int | None:
     """Bytes of the process's own resident memory, pages of mapped files left out; None where ``/proc`` is missing."""
     try:
-        _, resident, shared = _STATM.read_bytes().split(maxsplit=3)[:3]
+        with open(_STATM, "rb", buffering=0) as file:
+            _, resident, shared = file.read().split(maxsplit=3)[:3]
     except OSError:
         return None
     return (int(resident) - int(shared)) * resource.getpagesize()

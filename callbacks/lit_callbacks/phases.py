@@ -4,8 +4,8 @@ Callback hooks do not enclose the waiting for data, the other callbacks or the w
 actions do. A profiler of the user's own goes on working: every action is passed on to it.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, Literal
 
@@ -47,7 +47,6 @@ _STEP_HOOKS = (
     "on_train_batch_end",
 )
 _UNTOLD = (None, False, False)
-_NOTHING = nullcontext("")
 
 
 def _empty_actions(callbacks: Iterable[Callback]) -> frozenset[str]:
@@ -65,19 +64,35 @@ def _empty_actions(callbacks: Iterable[Callback]) -> frozenset[str]:
 class _Action:
     """What ``with`` enters: some hundreds a step, so no generator."""
 
-    __slots__ = ("name", "profiler")
+    __slots__ = ("begins", "ends", "name", "phase", "profiler")
 
     def __init__(self, profiler: "PhaseProfiler", name: str) -> None:
         self.profiler, self.name = profiler, name
+        self.phase, self.begins, self.ends = _told(name)
 
     def __enter__(self) -> str:
-        self.profiler.start(self.name)
+        self.profiler.enter(self)
         return self.name
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if error is not None and id(error) != self.profiler.error:
-            self.profiler.error, self.profiler.failed_in = id(error), self.profiler.phase
-        self.profiler.stop(self.name)
+        if error is not None:
+            self.profiler.note(error)
+        self.profiler.leave(self)
+
+
+class _Untold:
+    """An action of no phase; the callbacks before it are over."""
+
+    __slots__ = ("profiler",)
+
+    def __init__(self, profiler: "PhaseProfiler") -> None:
+        self.profiler = profiler
+
+    def __enter__(self) -> None:
+        self.profiler.end_callbacks()
+
+    def __exit__(self, *_: Any) -> None:
+        pass
 
 
 class PhaseProfiler(Profiler):
@@ -101,39 +116,47 @@ class PhaseProfiler(Profiler):
         self.phase: Phase = "other"
         self.failed_in: Phase | None = None
         """The phase in which the last error was raised; it has gone through those around it since."""
-        self.error: int | None = None
+        self._error: int | None = None
         """The id of that error."""
-        self._is_heard = not isinstance(inner, PassThroughProfiler)
-        self._open: list[tuple[str, Phase]] = []
+        self._open: list[tuple[_Action, Phase]] = []
+        """Actions, and the phases that go on after them."""
         self._next: Phase | None = None
         """The phase that goes on after the callbacks, unless another of them follows."""
-        self._contexts: dict[str, Any] = {}
         self._validating = False
+        self._context = cache(self._new_context)
+        if isinstance(inner, PassThroughProfiler):
+            self.profile = self._context  # type: ignore[method-assign]
 
-    def profile(self, action_name: str) -> Any:
-        """A context in which the action goes on."""
-        known = self._contexts.get(action_name)
-        if known is None:
-            known = _Action(self, action_name)
-            if action_name in self._empty or _told(action_name) == _UNTOLD:
-                known = _NOTHING
-            self._contexts[action_name] = known
-        if self._next is not None and known is _NOTHING and action_name not in self._empty:
-            self._leave_callbacks()
-        return self.inner.profile(action_name) if known is _NOTHING and self._is_heard else known
+    def _new_context(self, action_name: str) -> Any:
+        if action_name in self._empty:
+            return nullcontext(action_name)
+        return _Untold(self) if _told(action_name) == _UNTOLD else _Action(self, action_name)
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[str]:
+        """A context in which the action goes on, here and for the inner profiler."""
+        with self._context(action_name), self.inner.profile(action_name):
+            yield action_name
 
     def start(self, action_name: str) -> None:
         """An action begins, within those that are open."""
-        if self._is_heard:
-            self.inner.start(action_name)
-        phase, begins, _ = _told(action_name)
-        before = self.phase if self._next is None else self._next
+        self._context(action_name).__enter__()
+        self.inner.start(action_name)
+
+    def stop(self, action_name: str) -> None:
+        """An action ends."""
+        self.inner.stop(action_name)
+        self._context(action_name).__exit__(None, None, None)
+
+    def enter(self, action: _Action) -> None:
+        """An action of a phase begins."""
+        phase, before = action.phase, self.phase if self._next is None else self._next
         if phase == "callbacks":
             self._next = None
-        elif self._next is not None:
-            self._leave_callbacks()
-        self._open.append((action_name, before))
-        if begins:
+        else:
+            self.end_callbacks()
+        self._open.append((action, before))
+        if action.begins:
             self._validating = True
         if before == "checkpoint":
             return
@@ -142,26 +165,31 @@ class PhaseProfiler(Profiler):
         if phase is not None and phase != self.phase:
             self._switch(phase)
 
-    def stop(self, action_name: str) -> None:
-        """An action ends; those that began before the profiler stood here are not ours."""
-        if self._open and self._open[-1][0] == action_name:
-            phase = self._open.pop()[1]
-            if self._validating:
-                if _told(action_name)[2]:
-                    self._validating, phase = False, "other"
-                elif phase != "checkpoint":
-                    phase = "validation"
-            if phase != self.phase and self.phase == "callbacks":
-                self._next = phase
-            elif phase != self.phase:
-                self._switch(phase)
-        if self._is_heard:
-            self.inner.stop(action_name)
+    def leave(self, action: _Action) -> None:
+        """It ends; those that began before the profiler stood here are not ours."""
+        if not self._open or self._open[-1][0] is not action:
+            return
+        phase = self._open.pop()[1]
+        if self._validating:
+            if action.ends:
+                self._validating, phase = False, "other"
+            elif phase != "checkpoint":
+                phase = "validation"
+        if phase != self.phase and self.phase == "callbacks":
+            self._next = phase
+        elif phase != self.phase:
+            self._switch(phase)
 
-    def _leave_callbacks(self) -> None:
-        assert self._next is not None
-        phase, self._next = self._next, None
-        self._switch(phase)
+    def end_callbacks(self) -> None:
+        """Something else follows them."""
+        if self._next is not None:
+            phase, self._next = self._next, None
+            self._switch(phase)
+
+    def note(self, error: BaseException) -> None:
+        """An error goes through an action: it was raised in the innermost."""
+        if id(error) != self._error:
+            self._error, self.failed_in = id(error), self.phase
 
     def _switch(self, phase: Phase) -> None:
         self.phase = phase

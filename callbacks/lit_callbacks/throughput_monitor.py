@@ -35,6 +35,9 @@ _RATES = {
     "supervised_tokens": "supervised_tokens_per_second",
     "flops": "model_flops_per_second",
 }
+_COUNTS = [name for name in _RATES if name != "flops"]
+_Counted = tuple[BatchCounts, float | None]
+"""A batch, and its FLOPs where there is a function for them."""
 
 
 @dataclass
@@ -115,8 +118,8 @@ class ThroughputMonitor(Callback):
         self.summary = {}
         self._steps: deque[Measured] = deque(maxlen=self.window)
         self._run: Measured = Measured()
-        self._counts: dict[str, Number] = dict.fromkeys(_RATES, 0)
-        self._pending: deque[tuple[dict[str, Number], Any]] = deque()
+        self._batches: list[_Counted] = []
+        self._pending: deque[tuple[list[_Counted], Any]] = deque()
         self._skipped, self._global_step = 0, trainer.global_step
         # A strategy that leaves some layers to other ranks has taken the formula before.
         whole = getattr(pl_module, "flops_of_whole", None)
@@ -151,14 +154,14 @@ class ThroughputMonitor(Callback):
         if step == self._global_step:
             return
         every, before, self._global_step = trainer.log_every_n_steps, self._global_step, step  # type: ignore[attr-defined]
-        stretches, counts, self._counts = self._timer.cut(), self._counts, dict.fromkeys(_RATES, 0)
+        stretches, batches, self._batches = self._timer.cut(), self._batches, []
         if self._skipped < self.skip_steps:
             self._skipped += 1
             return
-        self._pending.append((counts, stretches))
+        self._pending.append((batches, stretches))
         if every and step // every != before // every:
             self._collect()
-            self._log(trainer, pl_module)
+            self._log(trainer)
 
     def _add(self, batch: Any) -> None:
         counts = self._attempt("cannot count a batch", partial(self.count, batch))
@@ -169,30 +172,29 @@ class ThroughputMonitor(Callback):
                 f"cannot count the tokens of a {type(batch).__name__} without 'input_ids', so no tokens per second "
                 "are logged; pass count=<function from batch to int>"
             )
+        flops = None if self.flops is None else self._attempt("cannot count FLOPs", partial(self.flops, batch))
+        self._batches.append((counts, flops))
+
+    def _sums(self, batches: list["_Counted"]) -> dict[str, Number]:
+        """Of what batches hold, by the names of ``_RATES``; without those that are unknown of one of them."""
         formula = self._flops_of_model
-        flops = formula(counts) if formula is not None else None
-        if self.flops is not None:
-            flops = self._attempt("cannot count FLOPs", partial(self.flops, batch))
-        for name in list(self._counts):
-            number = flops if name == "flops" else getattr(counts, name)
-            if number is None:
-                del self._counts[name]
-            else:
-                self._counts[name] = self._counts[name] + number
+        of_all: dict[str, list[Any]] = {name: [getattr(counts, name) for counts, _ in batches] for name in _COUNTS}
+        of_all["flops"] = [flops if formula is None else formula(counts) for counts, flops in batches]
+        return {name: sum(numbers) for name, numbers in of_all.items() if all(n is not None for n in numbers)}
 
     def _collect(self) -> None:
         """Take up the steps that the device has finished."""
         while self._timer is not None and self._pending:
-            counts, stretches = self._pending[0]
+            batches, stretches = self._pending[0]
             if (seconds := self._timer.seconds(stretches)) is None:
                 return
             self._pending.popleft()
             parts = {name: sum(seconds.get(phase, 0.0) for phase in phases) for name, phases in PARTS.items()}
-            step = Measured(1, counts, parts)
+            step = Measured(1, self._sums(batches), parts)
             self._steps.append(step)
             self._run = step if not self._run.steps else Measured.of((self._run, step))
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _log(self, trainer: Trainer) -> None:
         if "measured" not in self._said:
             self._said.add("measured")
             rank_zero_info(
@@ -202,7 +204,7 @@ class ThroughputMonitor(Callback):
         figures = self._figures(trainer, Measured.of(self._steps))
         log_figures(trainer, {f"throughput/{name}": value for name, value in figures.items()}, self._global_step - 1)
         if (tokens := figures.get("tokens_per_second")) is not None:
-            pl_module.log("throughput/tokens_per_second", tokens, prog_bar=True, logger=False)
+            trainer.progress_bar_metrics["throughput/tokens_per_second"] = tokens
 
     def _figures(self, trainer: Trainer, measured: Measured) -> dict[str, float]:
         """Rates over all ranks, and times of the average rank; a collective, the same on every rank."""

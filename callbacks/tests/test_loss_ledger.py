@@ -55,9 +55,9 @@ class TokenSteps(Steps):
 class HookSteps(Steps):
     """Hands its losses over itself, in manual optimisation."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_token: bool = False) -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization, self.per_token = False, per_token
         self.record_losses: Any = None
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -66,7 +66,10 @@ class HookSteps(Steps):
         optimizer.zero_grad()
         self.manual_backward(loss.mean())
         optimizer.step()
-        self.record_losses(batch["id"], loss, tokens=[7] * len(loss))
+        if self.per_token:  # three tokens of the first sample, none of the second
+            self.record_losses(batch["id"], loss[0] + torch.tensor([-1.0, 0.0, 4.0]), tokens=[3, 0], per_token=True)
+        else:
+            self.record_losses(batch["id"], loss, tokens=[7] * len(loss))
 
 
 def rows(values: list[float], **more: list[Any]) -> DataLoader:
@@ -103,6 +106,11 @@ def test_a_module_that_calls_record_itself(tmp_path: Path) -> None:
     fit(tmp_path, module, rows([5.0, 6.0]), LossLedger(), max_epochs=1)
     assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 5.0, 7), Visit(0, 0, "1", "", 6.0, 7)]
     assert module.record_losses is None
+
+
+def test_a_module_that_records_what_its_tokens_cost(tmp_path: Path) -> None:
+    fit(tmp_path, HookSteps(per_token=True), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 6.0, 3)]
 
 
 def test_csv_where_there_is_no_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +214,8 @@ def test_samples_without_ids_are_a_warning(tmp_path: Path) -> None:
 def test_lengths_that_differ_are_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="got 1 ids, 2 losses, 1 token counts and 1 sources, and leaves them out"):
         LossLedger().record(["a"], torch.ones(2))
+    with pytest.warns(UserWarning, match=r"2 losses, 1 token counts .* with per_token=True 3 losses: the sum"):
+        LossLedger().record(["a"], torch.ones(2), [3], per_token=True)
 
 
 def test_shapes_and_functions_that_are_wrong_are_warnings(tmp_path: Path) -> None:

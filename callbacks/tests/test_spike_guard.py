@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lit_callbacks import SpikeGuard, SpikesPersist
-from lit_callbacks.spike_guard import excess, may_exceed
+from lit_callbacks.spike_guard import History, excess, may_exceed
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -80,10 +80,20 @@ def test_what_cannot_exceed_does_not() -> None:
             history = [draw.lognormvariate(0, 0.3) + shift for _ in range(draw.randint(2, 30))]
             value, threshold = draw.lognormvariate(0.3, 1) + shift, draw.uniform(0.5, 8)
             all_of_them += shift == 0
-            if not may_exceed(value, history, threshold):
+            if not may_exceed(value, sorted(history), threshold):
                 assert excess(value, history) <= threshold
                 no += 1
     assert no > all_of_them / 2
+
+
+def test_the_history_is_kept_by_time_and_by_size() -> None:
+    draw = random.Random(0)
+    history, all_values = History(7, [2.0, 1.0]), [2.0, 1.0]
+    for _ in range(200):
+        all_values.append(float(draw.randint(0, 9)))
+        history.append(all_values[-1])
+        assert list(history.values) == all_values[-7:]
+        assert history.ordered == sorted(all_values[-7:])
 
 
 def test_a_norm_that_the_module_has_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
