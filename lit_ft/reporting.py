@@ -160,8 +160,9 @@ class MetricsCSV(CSVLogger):
         Args:
             run: its folder.
         """
-        # Every row is written at once: nothing is lost when the process is killed.
-        super().__init__(run.root, name="", version="", flush_logs_every_n_steps=1)
+        # Lightning saves after whatever it logs itself, which is the last of a step: all its rows are written then, at
+        # once, and nothing is lost when the process is killed.
+        super().__init__(run.root, name="", version="", flush_logs_every_n_steps=sys.maxsize)
 
     @property
     def experiment(self) -> Any:

@@ -65,7 +65,7 @@ class LossLedger(Callback):
         self.folder = None if folder is None else Path(folder)
         self.write_every_n_steps, self.top = write_every_n_steps, top
         self.ids, self.sources, self.texts = ids, sources, texts
-        self._pending: list[tuple[int, int, list[str], list[str], Tensor, Any, bool]] = []
+        self._pending: list[tuple[int, int, list[Any], list[Any], Tensor, Any, bool]] = []
         self._place = (0, 0)
         self._started = self._written_at = 0
         self._is_off = False
@@ -91,9 +91,9 @@ class LossLedger(Callback):
             per_token: ``losses`` are those of all supervised tokens, sample by sample, and ``tokens`` is a list; the
                 means are taken when the ledger is written.
         """
-        names = [str(one) for one in _listed(ids)]
+        names = _listed(ids)
         self._has_recorded = True
-        of = [""] * len(names) if sources is None else [str(one) for one in _listed(sources)]
+        of = [""] * len(names) if sources is None else _listed(sources)
         losses = losses.detach().flatten()
         counts = [1] * len(names) if tokens is None else tokens.flatten() if isinstance(tokens, Tensor) else tokens
         wanted = sum(_listed(counts)) if per_token else len(names)
@@ -200,8 +200,8 @@ class LossLedger(Callback):
         columns: tuple[list[Any], ...] = (
             [step for step, _, ids, *_ in pending for _ in ids],
             [epoch for _, epoch, ids, *_ in pending for _ in ids],
-            [name for _, _, ids, *_ in pending for name in ids],
-            [source for _, _, _, sources, *_ in pending for source in sources],
+            [str(name) for _, _, ids, *_ in pending for name in ids],
+            [str(source) for _, _, _, sources, *_ in pending for source in sources],
             losses,
             tokens,
         )

@@ -211,12 +211,12 @@ class ThroughputMonitor(Callback):
         device, ranks = trainer.strategy.root_device, trainer.world_size
         # Ranks with parts of a model see the same data: a replica's work counts once.
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        local = [measured.done.get(name, float("nan")) for name in _RATES]
-        local += [measured.seconds[name] / max(measured.steps, 1) for name in PARTS]
-        vector = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in local])
-        vector[: len(_RATES)] /= measured.total_seconds or float("nan")
-        means = torch.as_tensor(trainer.strategy.reduce(vector, reduce_op="mean")).tolist()
+        unknown = float("nan")
+        means = [float(measured.done.get(name, unknown)) / (measured.total_seconds or unknown) for name in _RATES]
+        means += [measured.seconds[name] / max(measured.steps, 1) for name in PARTS]
+        if ranks > 1:
+            vector = torch.tensor(means, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+            means = torch.as_tensor(trainer.strategy.reduce(vector, reduce_op="mean")).tolist()
         if not measured.steps:
             return {}
         figures: dict[str, float] = {}
