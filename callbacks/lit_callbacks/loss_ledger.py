@@ -115,14 +115,14 @@ class LossLedger(Callback):
         self._lend(pl_module, self.record)
         get_ready()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note which step it is."""
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note which epoch it is."""
         self._place = (trainer.global_step, trainer.current_epoch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take what the step returned; write now and then."""
+        """Take what the step returned, and write now and then; another step may come next."""
         try:
             self._take(outputs, batch)
         except Exception as error:  # of shapes that are others, or of somebody else's function: the run is worth more
@@ -136,7 +136,8 @@ class LossLedger(Callback):
                 f"LossLedger sees no losses of samples: {type(pl_module).__name__}.training_step returns neither "
                 "'sample_losses' nor 'token_losses', and nothing has called record; nothing is kept until it does"
             )
-        if trainer.global_step - self._written_at >= self.write_every_n_steps:
+        self._place = (trainer.global_step, self._place[1])
+        if self._place[0] - self._written_at >= self.write_every_n_steps:
             self._write(trainer)
 
     def _take(self, outputs: Any, batch: Any) -> None:
