@@ -1,12 +1,15 @@
 """Gradients as a whole: their norm, measured once a step, and clipping by it."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+_VERSION = attrgetter("_version")
 
 Measure = Callable[[Sequence[nn.Parameter]], Tensor | None]
 """From parameters that have gradients to the norm of these, a scalar."""
@@ -54,11 +57,11 @@ class GradientNorm:
 
     def of(self, optimizer: Optimizer, measure: Measure) -> Tensor | None:
         """The norm; a collective where ``measure`` is one, and then on every rank or on none."""
-        every: Any = (p.grad for group in optimizer.param_groups for p in group["params"])
+        every: list[Any] = [p.grad for group in optimizer.param_groups for p in group["params"]]
         gradients = [grad for grad in every if grad is not None]
         # Held while their ids count; a DTensor and its part on this rank can each be changed past the other.
         parts = [g.to_local() for g in gradients if isinstance(g, DTensor)]
-        state = [*map(id, gradients), *[g._version for g in gradients], *[part._version for part in parts]]
+        state = [*map(id, gradients), *map(_VERSION, gradients), *map(_VERSION, parts)]
         if state != self._state:
             self._gradients, self._state, self._norm = gradients, state, measure(with_gradients(optimizer))
         return self._norm

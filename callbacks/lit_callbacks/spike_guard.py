@@ -4,8 +4,9 @@ import json
 import math
 import statistics
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ class SpikeGuard(Callback):
         self.skipped_steps = 0
         """How many steps were found wrong, in this run and the runs that it resumes."""
         self._recent: deque[bool] = deque(maxlen=window)
-        self._history: dict[str, History] = {}
+        self._history: defaultdict[str, History] = defaultdict(partial(History, window))
         self._loss: Tensor | None = None
         self._batches: list[tuple[int, Any]] = []
         self._has_stepped = False
@@ -172,7 +173,7 @@ class SpikeGuard(Callback):
         else:
             for name, value in found.items():
                 if value is not None and math.isfinite(value):
-                    self._history.setdefault(name, History(self.window)).append(value)
+                    self._history[name].append(value)
         if self.skipped_steps != self._logged:
             log_figures(trainer, {"spike_guard/skipped_steps": float(self.skipped_steps)}, trainer.global_step)
             self._logged = self.skipped_steps
@@ -204,7 +205,7 @@ class SpikeGuard(Callback):
         if not math.isfinite(value):
             has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
             return None if has_scaler and name.endswith("norm") else f"{name} is {value}"
-        ordered = self._history[name].ordered if name in self._history else []
+        ordered = self._history[name].ordered
         if len(ordered) < self.warmup_steps or not may_exceed(value, ordered, self.threshold):
             return None
         if (above := excess(value, ordered)) > self.threshold:
@@ -270,7 +271,7 @@ class SpikeGuard(Callback):
         """Go on with what was normal."""
         self.skipped_steps = state_dict["skipped_steps"]
         self._recent.extend(state_dict["recent"])
-        self._history = {name: History(self.window, values) for name, values in state_dict["history"].items()}
+        self._history.update({name: History(self.window, values) for name, values in state_dict["history"].items()})
 
 
 def _norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> tuple[bool, Tensor | float]:
