@@ -415,7 +415,7 @@ def measure(make_trainer: Any, folder: str, data: str, layout: Layout | None = N
     return {
         "norms": [norm for _, norm in record.steps],
         "guarded": guard.state_dict()["history"]["gradient norm"],
-        "losses": list(guard._history["loss"]),
+        "losses": guard.state_dict()["history"]["loss"],
         "flops of a token": summary["model_flops_per_second"] / summary["tokens_per_second"],
         "tokens of a step": summary["tokens_per_second"] * summary["step_seconds"],
         "weights": module.weight_count,
