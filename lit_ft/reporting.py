@@ -160,8 +160,8 @@ class MetricsCSV(CSVLogger):
         Args:
             run: its folder.
         """
-        # Lightning saves after whatever it logs itself, which is the last of a step: all its rows are written then, at
-        # once, and nothing is lost when the process is killed.
+        # Lightning saves after whatever it logs itself, which is the last of a logged step: nothing of it is lost when
+        # the process is killed. What a callback logs between such steps is written with the next.
         super().__init__(run.root, name="", version="", flush_logs_every_n_steps=sys.maxsize)
 
     @property

@@ -20,6 +20,8 @@ from lit_callbacks.tables import show_table
 
 TEXT_KEPT, TEXT_SHOWN = 500, 60
 """Characters of a sample's text in the summary, and in the table on the terminal."""
+TOKENS_KEPT = 1024
+"""Losses of so many tokens of a batch wait on the device until the ledger is written: of more, their means do."""
 LEAST_LIKENESS = 0.8
 """Of two texts (``difflib``'s ratio), 0 to 1, from which samples whose losses go together are named as duplicates."""
 SUMMARY = "summary.json"
@@ -88,8 +90,7 @@ class LossLedger(Callback):
             losses: ``(samples,)``, mean over each sample's supervised tokens, in nats.
             tokens: ``(samples,)``, how many these are; None is 1 each.
             sources: one a sample; None where there are none.
-            per_token: ``losses`` are those of all supervised tokens, sample by sample, and ``tokens`` is a list; the
-                means are taken when the ledger is written.
+            per_token: ``losses`` are those of all supervised tokens, sample by sample, and ``tokens`` is a list.
         """
         names = _listed(ids)
         self._has_recorded = True
@@ -104,6 +105,8 @@ class LossLedger(Callback):
                 + (f", and with per_token=True {wanted} losses: the sum of the token counts" if per_token else "")
             )
         elif names and not self._is_off:
+            if per_token and wanted > TOKENS_KEPT:
+                losses, per_token = _sample_means(losses, counts, per_token), False
             self._pending.append((*self._place, names, of, losses, counts, per_token))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

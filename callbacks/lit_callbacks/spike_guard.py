@@ -49,7 +49,7 @@ def excess(value: float, history: Sequence[float]) -> float:
 def may_exceed(value: float, ordered: Sequence[float], threshold: float) -> bool:
     """Whether ``excess`` can be over ``threshold``: a deviation is ``LEAST_DEVIATION`` of the median at least.
 
-    Nearly always it cannot, and this takes a hundredth of the time.
+    Nearly always it cannot, and this takes next to none of the time.
 
     Args:
         value: as for ``excess``.

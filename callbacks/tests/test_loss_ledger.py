@@ -113,6 +113,15 @@ def test_a_module_that_records_what_its_tokens_cost(tmp_path: Path) -> None:
     assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 6.0, 3)]
 
 
+def test_losses_of_many_tokens_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_callbacks.loss_ledger.TOKENS_KEPT", 2)
+    ledger = LossLedger()
+    ledger.record(["a", "b"], torch.tensor([1.0, 2.0, 6.0]), [3, 0], per_token=True)
+    assert ledger._pending[0][4].tolist() == [3.0, 0.0]
+    fit(tmp_path, HookSteps(per_token=True), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 6.0, 3)]
+
+
 def test_csv_where_there_is_no_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
