@@ -4,13 +4,16 @@ import csv
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from lit_ft import prompt_learning
@@ -180,3 +183,25 @@ class MetricsCSV(CSVLogger):
             writer.metrics = rows
             writer.save()
         return writer
+
+
+class StepEvents(TensorBoardLogger):
+    """TensorBoard's logger with one event for all figures of a call.
+
+    The writer takes ten events and lets the training thread wait for its own, which computes checksums in Python.
+    """
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write figures of a step; what is no number goes Lightning's way, one by one.
+
+        Args:
+            metrics: numbers or scalars by their names.
+            step: that they are of.
+        """
+        file = self.experiment.file_writer
+        if file is None or self._prefix or not all(isinstance(v, int | float | Tensor) for v in metrics.values()):
+            super().log_metrics(metrics, step)
+            return
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        file.add_summary(Summary(value=values), step)

@@ -62,7 +62,9 @@ def _empty_actions(callbacks: Iterable[Callback]) -> frozenset[str]:
 
 
 class _Action:
-    """What ``with`` enters: some hundreds a step, so no generator."""
+    """What ``with`` enters: some hundreds a step, in code that the step has driven out of the caches. So no generator,
+    and no call that can be spared.
+    """
 
     __slots__ = ("begins", "ends", "name", "phase", "profiler")
 
@@ -71,13 +73,41 @@ class _Action:
         self.phase, self.begins, self.ends = _told(name)
 
     def __enter__(self) -> str:
-        self.profiler.enter(self)
+        profiler, phase = self.profiler, self.phase
+        before = profiler.after_callbacks
+        if before is None:
+            before = profiler.phase
+        elif phase == "callbacks":
+            profiler.after_callbacks = None
+        else:
+            profiler.end_callbacks()
+        profiler.open.append((self, before))
+        if self.begins:
+            profiler.validates = True
+        if before != "checkpoint":
+            if profiler.validates and phase != "checkpoint":
+                phase = "validation"
+            if phase is not None and phase != profiler.phase:
+                profiler.switch(phase)
         return self.name
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        profiler = self.profiler
         if error is not None:
-            self.profiler.note(error)
-        self.profiler.leave(self)
+            profiler.note(error)
+        if not profiler.open or profiler.open[-1][0] is not self:
+            return  # it began before the profiler stood here
+        phase = profiler.open.pop()[1]
+        if profiler.validates:
+            if self.ends:
+                profiler.validates, phase = False, "other"
+            elif phase != "checkpoint":
+                phase = "validation"
+        if phase != profiler.phase:
+            if profiler.phase == "callbacks":
+                profiler.after_callbacks = phase
+            else:
+                profiler.switch(phase)
 
 
 class _Untold:
@@ -89,7 +119,8 @@ class _Untold:
         self.profiler = profiler
 
     def __enter__(self) -> None:
-        self.profiler.end_callbacks()
+        if self.profiler.after_callbacks is not None:
+            self.profiler.end_callbacks()
 
     def __exit__(self, *_: Any) -> None:
         pass
@@ -118,11 +149,11 @@ class PhaseProfiler(Profiler):
         """The phase in which the last error was raised; it has gone through those around it since."""
         self._error: int | None = None
         """The id of that error."""
-        self._open: list[tuple[_Action, Phase]] = []
+        self.open: list[tuple[_Action, Phase]] = []
         """Actions, and the phases that go on after them."""
-        self._next: Phase | None = None
+        self.after_callbacks: Phase | None = None
         """The phase that goes on after the callbacks, unless another of them follows."""
-        self._validating = False
+        self.validates = False
         self._context = cache(self._new_context)
         if isinstance(inner, PassThroughProfiler):
             self.profile = self._context  # type: ignore[method-assign]
@@ -148,50 +179,19 @@ class PhaseProfiler(Profiler):
         self.inner.stop(action_name)
         self._context(action_name).__exit__(None, None, None)
 
-    def enter(self, action: _Action) -> None:
-        """An action of a phase begins."""
-        phase, before = action.phase, self.phase if self._next is None else self._next
-        if phase == "callbacks":
-            self._next = None
-        else:
-            self.end_callbacks()
-        self._open.append((action, before))
-        if action.begins:
-            self._validating = True
-        if before == "checkpoint":
-            return
-        if self._validating and phase != "checkpoint":
-            phase = "validation"
-        if phase is not None and phase != self.phase:
-            self._switch(phase)
-
-    def leave(self, action: _Action) -> None:
-        """It ends; those that began before the profiler stood here are not ours."""
-        if not self._open or self._open[-1][0] is not action:
-            return
-        phase = self._open.pop()[1]
-        if self._validating:
-            if action.ends:
-                self._validating, phase = False, "other"
-            elif phase != "checkpoint":
-                phase = "validation"
-        if phase != self.phase and self.phase == "callbacks":
-            self._next = phase
-        elif phase != self.phase:
-            self._switch(phase)
-
     def end_callbacks(self) -> None:
         """Something else follows them."""
-        if self._next is not None:
-            phase, self._next = self._next, None
-            self._switch(phase)
+        if self.after_callbacks is not None:
+            phase, self.after_callbacks = self.after_callbacks, None
+            self.switch(phase)
 
     def note(self, error: BaseException) -> None:
         """An error goes through an action: it was raised in the innermost."""
         if id(error) != self._error:
             self._error, self.failed_in = id(error), self.phase
 
-    def _switch(self, phase: Phase) -> None:
+    def switch(self, phase: Phase) -> None:
+        """Another phase begins."""
         self.phase = phase
         for listener in self.listeners:
             listener(phase)

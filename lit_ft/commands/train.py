@@ -19,7 +19,6 @@ from lightning.pytorch.cli import (
     OptimizerCallable,
     SaveConfigCallback,
 )
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, FailTogether, GracefulStop, RunReport, ThroughputMonitor
@@ -35,7 +34,7 @@ from lit_ft.exporting import texts_of
 from lit_ft.launching import check_world_size
 from lit_ft.optimizers import configure_optimizers
 from lit_ft.peft_methods import check_mergeable
-from lit_ft.reporting import ConsoleSummary, MetricsCSV, show_progress_on_terminals_only
+from lit_ft.reporting import ConsoleSummary, MetricsCSV, StepEvents, show_progress_on_terminals_only
 from lit_ft.run_folder import RunFolder, new_run, newest_run
 
 RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
@@ -181,7 +180,7 @@ class TrainingCLI(LightningCLI):
             plugins = [*plugins, AnyCheckpointIO()]
         kwargs["plugins"] = plugins
         if given.logger is None or given.logger is True:
-            loggers = [MetricsCSV(folder), TensorBoardLogger(folder.root, name="tensorboard", version="")]
+            loggers = [MetricsCSV(folder), StepEvents(folder.root, name="tensorboard", version="")]
             kwargs["logger"] = loggers if self.subcommand == "fit" else False
         if given.enable_progress_bar is None and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             # In a file or a pipe a bar is noise; ConsoleSummary writes a line now and then instead.
