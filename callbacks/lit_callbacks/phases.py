@@ -62,9 +62,7 @@ def _empty_actions(callbacks: Iterable[Callback]) -> frozenset[str]:
 
 
 class _Action:
-    """What ``with`` enters: some hundreds a step, in code that the step has driven out of the caches. So no generator,
-    and no call that can be spared.
-    """
+    """What ``with`` enters, some hundred times a step: no generator, and no call that can be spared."""
 
     __slots__ = ("begins", "ends", "name", "phase", "profiler")
 
