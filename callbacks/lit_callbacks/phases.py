@@ -117,8 +117,7 @@ class _Untold:
         self.profiler = profiler
 
     def __enter__(self) -> None:
-        if self.profiler.after_callbacks is not None:
-            self.profiler.end_callbacks()
+        self.profiler.end_callbacks()
 
     def __exit__(self, *_: Any) -> None:
         pass
@@ -152,6 +151,7 @@ class PhaseProfiler(Profiler):
         self.after_callbacks: Phase | None = None
         """The phase that goes on after the callbacks, unless another of them follows."""
         self.validates = False
+        """Validation goes on, which has no action of its own."""
         self._context = cache(self._new_context)
         if isinstance(inner, PassThroughProfiler):
             self.profile = self._context  # type: ignore[method-assign]
