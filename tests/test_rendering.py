@@ -137,6 +137,74 @@ R1 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|Assistant|><think>\\n' }}{%- endif %}"""
 
+COHERE2 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}
+        {%- if message.tool_calls %}
+            {{- '<|START_ACTION|>[' }}
+            {%- for call in message.tool_calls %}
+                {{- '{"tool_name": "' + call.function.name + '", "parameters": ' }}
+                {{- call.function.arguments | tojson + '}' }}
+            {%- endfor %}
+            {{- ']<|END_ACTION|><|END_OF_TURN_TOKEN|>' }}
+        {%- else %}{{- '<|START_RESPONSE|>' + message.content + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}
+        {%- endif %}
+    {%- else %}
+        {{- '<|START_OF_TURN_TOKEN|><|' + ('USER' if message.role == 'user' else 'SYSTEM') + '_TOKEN|>' }}
+        {{- message.content + '<|END_OF_TURN_TOKEN|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif %}"""
+
+GEMMA4 = """\
+{{- bos_token }}
+{%- if tools %}{{- '<|turn>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- '<turn|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last='') %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- ('' if ns.last == 'call' else '<|tool_response>') + message.content + '<tool_response|>' }}
+        {%- set ns.last = 'result' %}
+    {%- else %}
+        {%- if not (message.role == 'assistant' and ns.last == 'result') %}
+            {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- for call in message.tool_calls %}
+                {{- '<|tool_call>call:' + call.function.name + call.function.arguments | tojson + '<tool_call|>' }}
+            {%- endfor %}
+            {{- '<|tool_response>' }}
+            {%- set ns.last = 'call' %}
+        {%- else %}
+            {{- message.content + '<turn|>\\n' }}
+            {%- set ns.last = '' %}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and ns.last != 'result' %}{{- '<|turn>model\\n' }}{%- endif %}"""
+
+QWEN3_THINKING = """\
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- set thinking = message.reasoning_content or '' %}
+    {%- if '</think>' in content %}
+        {%- set thinking = content.split('</think>')[0].split('<think>')[-1] %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and loop.last %}
+        {{- '<think>\\n' + thinking.strip('\\n') + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
+
+ENDS_THE_TEXT = """\
+{%- for message in messages %}{{- '<|' + message.role + '|>' + message.content + '<|end|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- else %}{{- eos_token }}{%- endif %}"""
+
 VICUNA = """\
 {%- for message in messages %}
     {%- if message.role == 'system' %}{{- message.content + '\\n\\n' }}
@@ -190,6 +258,23 @@ CASES = {
     "mistral": Case(MISTRAL, "<s> </s> [INST] [/INST]", "</s>", answers("</s>", " ", split=True), {"split": 1}),
     "phi3": Case(PHI3, "<|system|> <|user|> <|assistant|> <|end|>", "<|endoftext|>", answers("<|end|>")),
     "llama3.1": Case(LLAMA31, LLAMA_SPECIAL, "<|eot_id|>", answers("<|eot_id|>"), bos="<|begin_of_text|>"),
+    "cohere2": Case(
+        COHERE2,
+        "<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|SYSTEM_TOKEN|> <|CHATBOT_TOKEN|> <|START_RESPONSE|> <|END_RESPONSE|> "
+        "<|START_ACTION|> <|END_ACTION|>",
+        "<|END_OF_TURN_TOKEN|>",
+        answers("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "<|START_RESPONSE|>"),
+    ),
+    "gemma4": Case(
+        GEMMA4,
+        "<bos> <|turn> <turn|> <|tool_call> <tool_call|> <|tool_response> <tool_response|>",
+        "<eos>",
+        answers("<turn|>"),
+        bos="<bos>",
+    ),
+    "ends the text": Case(
+        ENDS_THE_TEXT, "<|system|> <|user|> <|assistant|> <|end|>", "<|endoftext|>", answers("<|end|>")
+    ),
     "vicuna": Case(VICUNA, "<s> </s>", "</s>", answers("</s>", " ", split=True), {"split": 1, "end of turn added": 2}),
     "strips": Case(STRIPS, "", "<|im_end|>", answers("<|im_end|>")),
 }
@@ -296,7 +381,7 @@ def test_text_is_as_the_template_writes_it(name: str) -> None:
         assert tokenizer.decode(ids) == whole.removesuffix("\n") + "</s>"
     else:
         assert whole.startswith(tokenizer.decode(ids))
-        assert whole[len(tokenizer.decode(ids)) :] in ("", "\n", "\n<|endoftext|>")
+        assert whole[len(tokenizer.decode(ids)) :] in ("", "\n", "\n<|endoftext|>", "<|endoftext|>")
 
 
 def test_golden_ids_of_chatml() -> None:
@@ -372,6 +457,64 @@ def test_options_of_a_template() -> None:
         encode(tokenizer, {"messages": CHAT}, template_options={"thinking_budget": 3})
 
 
+CALL = [
+    {"role": "user", "content": "red book"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "find", "arguments": {"what": "cup"}}}]},
+    {"role": "tool", "name": "find", "content": "a blue one"},
+    {"role": "assistant", "content": "a lamp"},
+]
+
+
+def test_a_turn_is_supervised_through_the_token_that_generation_stops_at() -> None:
+    """Behind a call, Gemma 4 has to open the tool's response, and Cohere 2 to end its turn."""
+    assert spelled(of_case("gemma4"), encode(of_case("gemma4"), {"messages": CALL})) == [
+        ['<|tool_call>call:find{"what": "cup"}<tool_call|><|tool_response>', "a lamp<turn|>"]
+    ]
+    assert spelled(of_case("cohere2"), encode(of_case("cohere2"), {"messages": CALL})) == [
+        [
+            '<|START_ACTION|>[{"tool_name": "find", "parameters": {"what": "cup"}}]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
+            "<|START_RESPONSE|>a lamp<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        ]
+    ]
+    for name, end in {"cohere2": "<|END_OF_TURN_TOKEN|>", "gemma4": "<turn|>", "ends the text": "<|end|>"}.items():
+        assert ChatTemplate(of_case(name)).end_of_turn == end
+
+
+def test_thinking_that_the_generation_prompt_opens_is_no_loss() -> None:
+    tokenizer, chat = make(QWEN3_THINKING), copy.deepcopy(CHAT)
+    chat[2]["content"] = "<think>\nred\n</think>\n\na lamp"
+    chat[4] |= {"content": "the cup", "reasoning_content": "blue"}
+    encoded = encode(tokenizer, {"messages": chat})
+    assert spelled(tokenizer, encoded) == [
+        ["red\n</think>\n\na lamp<|im_end|>"],
+        ["blue\n</think>\n\nthe cup<|im_end|>"],
+    ]
+    assert [ids[: runs(labels)[0][0]] for ids, labels in samples(encoded)] == prompts(tokenizer, chat)
+    assert noted(encoded) == {"split": 1}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("form", ["messages", "sharegpt"])
+def test_thinking_under_a_key_that_a_template_does_not_show_is_counted(key: str, form: str) -> None:
+    answer = {"role": "assistant", "content": "a lamp", key: "red"}
+    rows = [{"messages": [CHAT[1], answer]}, {"messages": CHAT[1:3]}]
+    if form == "sharegpt":
+        of = {"role": "from", "content": "value"}
+        rows = [
+            {"conversations": [{of.get(k, k): v for k, v in message.items()} for message in row["messages"]]}
+            for row in rows
+        ]
+    if key == "reasoning_content":
+        assert noted(encode(make(QWEN3_THINKING), *rows, form=form)) == {}
+    tokenizer = of_case("chatml")
+    encoded = encode(tokenizer, *rows, form=form)
+    assert noted(encoded) == {"thinking left out": 1}
+    assert Tokenization(tokenizer, form).describe(encoded.notes, 2) == [
+        "1 of 2 answers have thinking (reasoning_content, reasoning, thinking) that the chat template of '' does not "
+        "show, so it is not trained; write it into the content, or take it out"
+    ]
+
+
 @pytest.mark.parametrize("answer", ["a lamp", "<table> red", "<think red"])
 def test_a_generation_prompt_that_opens_thinking(answer: str) -> None:
     """The answer is whole, also where it begins as the generation prompt goes on."""
@@ -383,12 +526,31 @@ def test_a_generation_prompt_that_opens_thinking(answer: str) -> None:
     assert noted(encoded) == {"other opening": 1}
 
 
-def test_thinking_that_a_template_leaves_out_is_counted() -> None:
+def test_thinking_that_a_template_writes_in_no_turn_is_trained_as_it_follows_the_prompt() -> None:
+    """DeepSeek-R1's template drops the thinking of all answers, and its generation prompt opens it."""
     tokenizer = make(R1, R1_SPECIAL, "</s>")
+    thought = [CHAT[1], {"role": "assistant", "content": "<think>\nred\n</think>a lamp"}]
+    chat = [*thought, {"role": "user", "content": "under"}, {"role": "assistant", "content": "<think>blue</think>cup"}]
+    encoded = encode(tokenizer, {"messages": chat})
+    assert spelled(tokenizer, encoded) == [["red\n</think>a lamp</s>"], ["blue</think>cup</s>"]]
+    assert [ids[: runs(labels)[0][0]] for ids, labels in samples(encoded)] == prompts(tokenizer, chat)
+    assert noted(encoded) == {"thinking put back": 2, "split": 1}
+
+
+def test_answers_without_the_thinking_that_the_generation_prompt_opens_are_said_precisely() -> None:
+    tokenizer = make(R1, R1_SPECIAL, "</s>")
+    encoded = encode(tokenizer, {"messages": CHAT[1:3]})
+    assert Tokenization(tokenizer, "messages").describe(encoded.notes, 1) == [
+        "1 of 1 answers begin in another way than the chat template of '' opens the assistant's turn at inference "
+        "('<|Assistant|><think>\\n', written is '<|Assistant|>'); they are trained as the template writes them"
+    ]
+
+
+def test_thinking_that_a_template_leaves_out_is_counted() -> None:
+    template = STRIPS.replace("message.content", "message.content.split('</think>')[-1]")
     chat = [CHAT[1], {"role": "assistant", "content": "<think>\nred\n</think>a lamp"}]
-    encoded = encode(tokenizer, {"messages": chat}, {"messages": CHAT[1:3]})
-    assert spelled(tokenizer, encoded) == [["a lamp</s>"]] * 2
-    assert noted(encoded) == {"other opening": 2, "answer left out in part": 1}
+    encoded = encode(make(template), {"messages": chat}, {"messages": CHAT[1:3]})
+    assert noted(encoded) == {"answer left out in part": 1}
 
 
 def test_contents_that_a_template_strips() -> None:

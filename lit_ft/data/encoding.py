@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lit_ft.data.formats import FORMATS, Chat, Example, Text, renamed
+from lit_ft.data.formats import FORMATS, THINKING_KEYS, Chat, Example, Text, renamed
 from lit_ft.data.lengths import Encoded, Overlong, fit_to_length
 from lit_ft.data.rendering import Piece, Supervise, chat_samples, text_pieces
 from lit_ft.data.sources import RawRow
@@ -36,9 +36,13 @@ NOTES = {
     "nothing supervised": "rows had no supervised token left and were dropped",
     "split": "answers became samples of their own, because {template} writes earlier turns otherwise than the last",
     "end of turn added": "answers were closed with {closing!r}, because {template} closes them with no special token",
-    "other opening": "answers begin in another way than {template} opens the assistant's turn at inference; they are "
-    "trained as the template writes them",
+    "other opening": "answers begin in another way than {template} opens the assistant's turn at inference{openings}; "
+    "they are trained as the template writes them",
+    "thinking put back": "answers begin with thinking that {template} leaves out of finished turns; they are trained "
+    "with it, as they follow the prompt of inference, which opens it",
     "answer left out in part": "answers lost part of what they say, because {template} leaves it out",
+    "thinking left out": f"answers have thinking ({', '.join(THINKING_KEYS)}) that {{template}} does not show, so it "
+    "is not trained; write it into the content, or take it out",
     "ends without answer": "conversations end with a turn that is not the assistant's; it was left out",
     "tools spelled out": "conversations have functions, calls or results, which {template} does not show; they were "
     "spelled out as text",
@@ -87,6 +91,7 @@ class Tokenization:
         closing = self.tokenizer.eos_token
         words = {"max_length": self.max_length, "overlong": self.overlong, "closing": closing}
         words["template"] = f"the chat template of {self.tokenizer.name_or_path!r}"
+        words["openings"] = _openings(self.template) if notes["other opening"] else ""
         return [f"{notes[name]:,} of {rows:,} {NOTES[name].format(**words)}" for name in NOTES if notes[name]]
 
     def example(self, row: RawRow | BadRow) -> Example:
@@ -170,6 +175,12 @@ class Tokenization:
             samples += own
             owners += [i] * len(own)
         return samples, owners
+
+
+def _openings(template: ChatTemplate) -> str:
+    """How a template opens the assistant's turn at inference, and in a conversation, where the two differ."""
+    wanted, written = template.generation_prompt, template.opening
+    return f" ({wanted!r}, written is {written!r})" if wanted != written else ""
 
 
 def _open(

@@ -17,6 +17,10 @@ Message = dict[str, Any]
 """One turn as Hugging Face chat templates take it: ``role``, ``content``, ``tool_calls``, ..."""
 
 
+THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message under which data sets and templates keep what an assistant thinks before it answers."""
+
+
 @dataclass
 class Chat:
     """A conversation."""
@@ -86,7 +90,7 @@ def sharegpt(row: RawRow) -> Chat:
         if role is None:
             raise BadRow(f"{where}: 'from' is {_shown(turn['from'])}; known are {', '.join(_SHAREGPT_ROLES)}")
         text = _string(turn.get("value"), f"{where}: 'value'")
-        mark = {key: turn[key] for key in _MARKS if turn.get(key) is not None}
+        mark = {key: turn[key] for key in (*_MARKS, *THINKING_KEYS) if turn.get(key) is not None}
         if role == "call":
             calls = _json(text, f"{where}: 'value' of a function_call")
             if not isinstance(calls, dict | list) or not calls:

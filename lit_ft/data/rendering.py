@@ -9,7 +9,7 @@ tokens are given and the answer's are produced.
 import os
 from typing import Literal
 
-from lit_ft.data.formats import Chat, Message, Text
+from lit_ft.data.formats import THINKING_KEYS, Chat, Message, Text
 from lit_ft.data.templates import ChatTemplate, spell_out_tools
 from lit_ft.errors import BadRow
 
@@ -67,10 +67,10 @@ def chat_samples(
     for i, before, through in zip(turns, befores, throughs, strict=True):
         before, turn = _cut(chat, i, before, through, template, notes)
         turn, has_end = template.cut_after_end_of_turn(turn)
-        if not turn.removesuffix(template.end_of_turn).strip():
+        if not turn.removesuffix(template.ending).strip():
             raise BadRow(f"{template.name} shows nothing of turn {i + 1} ({chat.messages[i]['role']})")
-        if _is_answer(chat, i) and _leaves_out(chat.messages[i], turn):
-            notes.append("answer left out in part")
+        if _is_answer(chat, i):
+            notes += _left_out(chat, i, before, turn, template)
         if not has_end and _is_answer(chat, i):
             notes.append("end of turn added")
             turn += closing
@@ -102,13 +102,52 @@ def _before(chat: Chat, i: int, template: ChatTemplate) -> str:
     return _begin(chat, i, template)
 
 
+def _thinking_put_back(message: Message, opener: str, turn: str) -> str:
+    """An answer as it follows a generation prompt that opens its thinking, where the template writes it without.
+
+    Templates drop the thinking of finished turns, the last one included, though the model has to produce it.
+
+    Args:
+        message: the answer.
+        opener: what the generation prompt has more than the turn, e.g. ``<think>\\n``.
+        turn: the answer as the template writes it.
+
+    Returns:
+        What the answer says after ``opener``; empty if it does not begin with it, or if nothing is left out.
+    """
+    begin, content = opener.strip(), message["content"].lstrip()
+    if not begin or not content.startswith(begin) or "tool_calls" in message or not _leaves_out(message, turn):
+        return ""
+    rest: str = content[len(begin) :]
+    return rest.lstrip() if opener[-1:].isspace() else rest
+
+
+def _left_out(chat: Chat, i: int, before: str, turn: str, template: ChatTemplate) -> list[str]:
+    """Names of the notes about what a template does not write of an answer."""
+    message, notes = chat.messages[i], []
+    if _leaves_out(message, turn):
+        # A generation prompt may have the answer's first words, those that open its thinking.
+        earlier = _render(chat, i, template)
+        opened = before[len(earlier) :] if before.startswith(earlier) else ""
+        if _leaves_out(message, opened + turn):
+            notes.append("answer left out in part")
+    thinking = [message[key] for key in THINKING_KEYS if message.get(key) not in (None, True, False)]
+    if any(_squeezed(str(text)) not in _squeezed(turn) for text in thinking):
+        notes.append("thinking left out")
+    return notes
+
+
 def _leaves_out(message: Message, turn: str) -> bool:
     """Whether some of an answer is not in its turn; white space may differ, as templates that move thinking do."""
     names = [call["function"]["name"] for call in message.get("tool_calls", [])]
     if any(turn.count(name) < names.count(name) for name in names):
         return True
     content = message["content"].strip()
-    return content not in turn and "".join(content.split()) not in "".join(turn.split())
+    return content not in turn and _squeezed(content) not in _squeezed(turn)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def _is_answer(chat: Chat, i: int) -> bool:
@@ -146,10 +185,13 @@ def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, 
         return before, through[len(before) :]
     earlier = _render(chat, i, template)
     if through.startswith(earlier):
-        notes.append("other opening")
         # No further than the template's opening: an answer may begin as what the generation prompt has there.
-        before = _common([before, through, earlier + template.opening])
-        return before, through[len(before) :]
+        opened = _common([before, through, earlier + template.opening])
+        if goes_on := _thinking_put_back(chat.messages[i], before[len(opened) :], through[len(opened) :]):
+            notes.append("thinking put back")
+            return before, goes_on + template.closing
+        notes.append("other opening")
+        return opened, through[len(opened) :]
     # As Mistral's, which writes a system prompt into the last turn while that is the user's.
     opened, generation = _begin(chat, i, template), before.removeprefix(earlier)
     if before.startswith(earlier) and opened.endswith(template.opening) and template.opening.startswith(generation):

@@ -1,6 +1,7 @@
 """Chat templates: the tokenizer's own, one from the recipe, or one of four built in."""
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -111,6 +112,7 @@ class ChatTemplate:
         tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
         self._special = re.compile(special)
+        self._adjacent_specials = re.compile(rf"(?:{special})+")
         self._tail = re.compile(rf"(?:{special}|\s)*\Z")
 
     def _check_options(self, options: dict[str, Any]) -> None:
@@ -134,16 +136,40 @@ class ChatTemplate:
         return "".join(self._compiled.root_render_func(context))
 
     @cached_property
+    def ending(self) -> str:
+        """What closes the assistant's turn, through the last of its special tokens; empty where there is none.
+
+        The token that generation stops at may stand behind another one (``<|END_RESPONSE|><|END_OF_TURN_TOKEN|>``).
+        Tokens that vanish once another turn follows close the whole text, not the turn.
+        """
+        run = self._adjacent_specials.search(self.closing)
+        if run is None:
+            return ""
+        stays = len(os.path.commonprefix([self.closing, self._closing_before_a_question()]))  # noqa: RUF071
+        ends = [run.start() + token.end() for token in self._special.finditer(run.group())]
+        return self.closing[: max([end for end in ends if end <= stays], default=ends[0])]
+
+    def _closing_before_a_question(self) -> str:
+        try:
+            return self.render([_QUESTION, _ANSWER, _QUESTION]).partition(_ANSWER["content"])[2]
+        except Exception:  # whatever a foreign template raises: it takes one question and one answer
+            return ""
+
+    @cached_property
     def end_of_turn(self) -> str:
-        """The special token that closes the assistant's turn; empty where there is none."""
-        found = self._special.search(self.closing)
-        return found.group() if found else ""
+        """The special token that the assistant's turn ends with; empty where there is none."""
+        return self._special.findall(self.ending)[-1] if self.ending else ""
 
     @cached_property
     def opening(self) -> str:
         """What stands between a question and its answer; a generation prompt may be another."""
         through, before = self.render([_QUESTION, _ANSWER]), self.render([_QUESTION])
         return through.removeprefix(before).partition(_ANSWER["content"])[0]
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What follows a question at inference."""
+        return self.render([_QUESTION], generation=True).removeprefix(self.render([_QUESTION]))
 
     @cached_property
     def renders_tools(self) -> bool:
@@ -169,18 +195,21 @@ class ChatTemplate:
         return all(part in text for part in ("probe_argument", value, result))
 
     def cut_after_end_of_turn(self, text: str) -> tuple[str, bool]:
-        """An assistant turn's text through its end-of-turn token, and whether it has one.
+        """An assistant turn's text through its last end-of-turn token, and whether it has one.
 
         What a template writes after that token belongs to nobody's turn, nor does white space where there is none.
+        A turn with calls may end in its own way: with Gemma 4's ``<tool_call|><|tool_response>``, for one, at the last
+        of which generation stops.
         """
-        if self.end_of_turn and text.endswith(self.closing):
-            return text[
-                : len(text) - len(self.closing) + self.closing.index(self.end_of_turn) + len(self.end_of_turn)
-            ], True
+        if self.ending and text.endswith(self.closing):
+            return text[: len(text) - len(self.closing) + len(self.ending)], True
         tail = self._tail.search(text)
-        first = self._special.search(text, tail.start()) if tail else None
-        space = self.closing[len(self.closing.rstrip()) :]
-        return (text[: first.end()], True) if first else (text.removesuffix(space), False)
+        run = self._adjacent_specials.search(text, tail.start()) if tail else None
+        if run is None:
+            return text.removesuffix(self.closing[len(self.closing.rstrip()) :]), False
+        ends = [run.start() + token.end() for token in self._special.finditer(run.group())]
+        at_end_of_turn = [end for end in ends if self.end_of_turn and text[:end].endswith(self.end_of_turn)]
+        return text[: (at_end_of_turn or ends[-1:])[0]], True
 
     def check_seen(self, messages: Sequence[Message], text: str) -> None:
         """Refuse a rendering that leaves out what a user or a system prompt says.
