@@ -68,7 +68,7 @@ class ContextParallel:
             row: what ``own`` gave.
         """
         is_own = row["is_own"]
-        found = torch.zeros(1 + len(is_own), device=result.per_token.device)
+        found = result.per_token.new_zeros(1 + len(is_own))  # fp32, whatever precision makes the default
         found[0] = result.correct
         found[1:][is_own] = result.per_token
         dist.all_reduce(found, group=self.mesh.get_group())

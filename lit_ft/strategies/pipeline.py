@@ -373,7 +373,7 @@ class Pipeline:
         step(*first, target=target, return_outputs=False, place=places)
 
     def _share_result(self, tokens: int) -> TokenLoss:
-        found = torch.zeros(2 + tokens, device=self.device)
+        found = torch.zeros(2 + tokens, dtype=torch.float32, device=self.device)  # precision may make bf16 the default
         for stage in self.stages:
             if stage.is_last:
                 results = [stage.results[place] for place in range(self.micro_batches)]
