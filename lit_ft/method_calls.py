@@ -8,6 +8,8 @@ from peft import PeftModel
 from peft.tuners.adalora import AdaLoraModel
 from torch import Tensor
 
+from lit_ft.gradients import norms
+
 _IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 """What AdaLoRA's rank allocator remembers of each weight."""
 
@@ -46,12 +48,30 @@ def check_schedule(model: Any, steps: float) -> None:
 def after_optimizer_step(model: Any, steps: int) -> None:
     """Let AdaLoRA weigh its ranks by the gradients of the step just taken, which must still be there.
 
+    A step that was skipped, by ``SpikeGuard`` (no gradients) or by a gradient scaler (infinite ones), says nothing of
+    importance; the schedule of ranks goes on.
+
     Args:
         model: any model.
         steps: optimiser steps taken, this one included.
     """
-    if isinstance(getattr(model, "base_model", None), AdaLoraModel):
+    if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
+        return
+    allocator = model.base_model.rankallocator
+    if _has_finite_gradients(model):
         model.base_model.update_and_allocate(steps)
+    elif allocator.exp_avg_ipt:
+        allocator.update_ipt = lambda _: None
+        try:
+            model.base_model.update_and_allocate(steps)
+        finally:
+            del allocator.update_ipt
+
+
+def _has_finite_gradients(model: PeftModel) -> bool:
+    gradients = [p.grad for name, p in model.named_parameters() if "lora_" in name and p.requires_grad]
+    found = [gradient for gradient in gradients if gradient is not None]
+    return len(found) == len(gradients) and bool(norms(found).isfinite().all())
 
 
 def state_of(model: Any) -> dict[str, Any]:

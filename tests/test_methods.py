@@ -9,6 +9,8 @@ import peft
 import pytest
 import torch
 from conftest import make_tokenizer, methods
+from lightning.pytorch import Callback
+from lit_callbacks import SpikeGuard
 from lit_callbacks.adapter_merger import save_merged
 from lit_callbacks.gather import whole_weights
 from peft.tuners.lora.config import BdLoraConfig, CordaConfig, VeloraConfig
@@ -19,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft import CausalLM, RecipeError, TextDataModule, method_calls
 from lit_ft.bottleneck import BottleneckConfig
 from lit_ft.checkpoints_io import saved_start
 from lit_ft.cli import main
@@ -471,6 +473,43 @@ def test_adalora_lowers_ranks_and_adds_its_term_once_a_step(
     assert terms[0] > 0
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-5, rtol=1e-4, msg=name)
+
+
+class PoisonGradients(Callback):
+    """Makes the gradients of one optimizer step infinite, as fp16 does."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 2:
+            for parameter in pl_module.trainable_parameters().values():
+                parameter.grad.fill_(float("inf"))
+
+
+def adalora(model_folder: str) -> CausalLM:
+    config = peft.AdaLoraConfig(init_r=6, target_r=3, tinit=1, tfinal=2, total_step=6, **LAYERS, **CAUSAL)
+    return CausalLM(model_folder, peft=config, optimizer=sgd)
+
+
+def test_adalora_goes_on_after_a_step_that_spike_guard_skipped(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    module, guard = adalora(model_folder), SpikeGuard(folder=tmp_path)
+    trainer = make_trainer(max_steps=6, callbacks=[PoisonGradients(), guard])
+    trainer.fit(module, TextDataModule(write_rows(count=48)))
+    assert guard.skipped_steps == 1
+    assert all(p.isfinite().all() for p in module.trainable_parameters().values())
+    assert sum(map(sum, module.model.active_peft_config.rank_pattern.values())) == 3 * 4
+
+
+def test_adalora_takes_no_importance_from_infinite_gradients(model_folder: str) -> None:
+    module = adalora(model_folder)
+    module.configure_model()
+    for parameter in module.trainable_parameters().values():
+        parameter.grad = torch.ones_like(parameter)
+    method_calls.after_optimizer_step(module.model, 1)
+    next(iter(module.trainable_parameters().values())).grad.fill_(float("inf"))  # a scaler skips such a step
+    method_calls.after_optimizer_step(module.model, 2)
+    importance = module.model.base_model.rankallocator.exp_avg_ipt.values()
+    assert all(of_weight.isfinite().all() for of_weight in importance)
 
 
 def test_adalora_says_that_its_schedule_is_not_the_runs(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
