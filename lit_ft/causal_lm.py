@@ -436,8 +436,9 @@ class CausalLM(ScheduleFreeModule):
         self._update("test", self(row), row)
 
     def answer(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-        """Greedy answers to rendered prompts.
+        """Greedy answers to rendered prompts, whatever the base's generation_config says of sampling and penalties.
 
+        An answer ends at the base's end tokens, the tokenizer's, and those that close a turn in its chat template.
         Where weights are split over ranks, every rank must call it equally often, some with no prompts if need be.
         """
         return generate_answers(self.model, self.base_model, self.tokenizer, prompts, max_new_tokens)

@@ -133,7 +133,9 @@ class ForgettingProbe(Callback):
     def _share(self, trainer: Trainer, module: Any, measure: Loss) -> torch.Tensor:
         """Summed loss and tokens of this replica's texts."""
         replicas, rank = self._place(trainer)
-        sums = torch.zeros(2, device=trainer.strategy.root_device)
+        sums = torch.zeros(
+            2, dtype=torch.float32, device=trainer.strategy.root_device
+        )  # bf16-true makes bf16 the default
         for start in range(0, len(self.batches), replicas):
             mine = start + rank < len(self.batches)
             # All ranks run the model equally often: under sharding the others need this one's share of the weights.

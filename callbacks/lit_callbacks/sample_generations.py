@@ -36,7 +36,8 @@ class SampleGenerations(Callback):
         """Say what is asked, and when.
 
         Args:
-            prompts: texts that the model goes on with.
+            prompts: texts that the model goes on with; those for the module's own ``answer`` begin with the token that
+                the module's ``tokenizer`` puts before raw text (BOS), if it does.
             every_n_steps: optimiser steps between answers.
             max_new_tokens: longest answer, for the module's own ``answer``.
             chat: each prompt is a user's turn, put into the chat template of the module's ``tokenizer``.
@@ -103,7 +104,8 @@ class SampleGenerations(Callback):
 
     def _rendered(self, module: Any) -> list[str]:
         if not self.chat:
-            return self.prompts
+            opening = _opening(getattr(module, "tokenizer", None)) if self.generate is None else ""
+            return [prompt if prompt.startswith(opening) else opening + prompt for prompt in self.prompts]
         turns = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
         return [module.tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
 
@@ -114,6 +116,13 @@ class SampleGenerations(Callback):
 
     def _file(self, trainer: Trainer) -> Path:
         return self.path or Path(trainer.default_root_dir) / "samples.jsonl"
+
+
+def _opening(tokenizer: Any) -> str:
+    """The token that a tokenizer puts before raw text; ``answer`` takes prompts with special tokens written out."""
+    if tokenizer is None or tokenizer.bos_token is None:
+        return ""
+    return str(tokenizer.bos_token) if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
 
 
 def _answer(max_new_tokens: int, module: Any, prompts: Sequence[str]) -> Sequence[str]:
