@@ -1,6 +1,5 @@
 """What a checkpoint holds: the weights that train, and nothing that can be had elsewhere."""
 
-import shutil
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -11,27 +10,58 @@ from lit_callbacks.gather import whole_numel
 from torch import Tensor, nn
 
 from lit_ft import split_checkpoints
+from lit_ft.checkpointing import checksum, replacement
+from lit_ft.checkpointing.failures import explain_failed_save
+from lit_ft.checkpointing.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 class AnyCheckpointIO(TorchCheckpointIO):
-    """Lightning's own, which also reads the folders that sharding strategies write, under any other strategy."""
+    """Reads and writes checkpoint files with a SHA-256 sum; reads the folders of sharding strategies as well.
+
+    A file is written beside its place and takes it in one step, so that a kill at any moment leaves the earlier
+    checkpoint or the new one. Addresses such as ``s3://`` go Lightning's way, without a sum.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write one file; a folder of that name, of an earlier part of the run, goes once it is written."""
-        folder, aside = Path(path), Path(path).with_name(f".{Path(path).name}.old")
-        if folder.is_dir():
-            folder.rename(aside)
-        super().save_checkpoint(checkpoint, path, storage_options)
-        shutil.rmtree(aside, ignore_errors=True)
+        """Write one file; an earlier checkpoint of that name, file or folder, goes once it is written.
+
+        Raises:
+            RecipeError: the disk is full or cannot be written; the earlier checkpoint is kept.
+        """
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        temporary = replacement.temporary_file(path)
+        with explain_failed_save(path, temporary):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            checksum.save(checkpoint, temporary)
+            replacement.replace(temporary, path)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """A checkpoint with whole tensors."""
+        """A checkpoint with full tensors.
+
+        Raises:
+            DamagedCheckpoint: it is not what was written.
+        """
+        if "://" in str(path):
+            return super().load_checkpoint(path, *args, **options)
+        if not Path(path).exists():
+            raise RecipeError(f"checkpoint {str(path)!r} does not exist; name a .ckpt file or folder of a run")
+        check_on_rank_zero(Path(path))
         if split_checkpoints.is_folder_of_shares(Path(path)):
             return split_checkpoints.read_whole(Path(path))
         return super().load_checkpoint(path, *args, **options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file or a folder; a kill meanwhile leaves no half of one."""
+        if "://" in str(path):
+            super().remove_checkpoint(path)
+        else:
+            replacement.remove(Path(path))
 
 
 class WeightCount(NamedTuple):

@@ -2,29 +2,31 @@
 
 A file is what every Lightning run writes, whole tensors and all. A folder is torch's distributed checkpoint, whose
 tensors have names of their own and no memory of how they were split: it is read under any strategy and any number
-of ranks. ``meta.pt`` in it is the rest of Lightning's checkpoint.
+of ranks. ``meta.pt`` in it is the rest of Lightning's checkpoint, ``manifest.json`` the sizes and sums of its files.
 """
 
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lit_callbacks.gather import whole_tensor
+from lit_callbacks.manifest import file_sums, write_manifest
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from lit_ft.checkpointing import replacement
+from lit_ft.checkpointing.failures import explain_failed_load, explain_failed_save
+from lit_ft.checkpointing.integrity import HAS_MANIFEST, META
 from lit_ft.errors import RecipeError
-
-META = "meta.pt"
 
 
 def is_folder_of_shares(path: Path) -> bool:
@@ -183,35 +185,53 @@ def save_shares(
     of_optimizers = zip(*(described for _, described in stages), strict=True)
     joined = [join(parts, order or parts[0][1]) for parts in of_optimizers]
     rest["optimizer_states"] = [{"state": state, "names": names} for state, names in joined]
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = replacement.temporary_folder(path)
+    with explain_failed_save(path):
+        _start_anew(temporary)
     if background is None:
-        dcp.save(tensors, checkpoint_id=temporary)  # waits for all ranks
-        _name(temporary, path, rest)
+        with explain_failed_save(path, temporary):
+            dcp.save(tensors, checkpoint_id=temporary)  # waits for all ranks
+            _finish(temporary, path, rest)
         return None
     copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tensors)
     writing: Any = dcp.async_save(copies, checkpoint_id=temporary, process_group=background)
-    named: Future[Any] = Future()
-    writing.add_done_callback(lambda written: _settle(named, written, partial(_name, temporary, path, rest)))
-    return named
+    finished: Future[Any] = Future()
+    writing.add_done_callback(lambda written: _finish_later(finished, written, temporary, path, rest, background))
+    return finished
 
 
-def _settle(named: "Future[Any]", written: "Future[Any]", name: Callable[[], None]) -> None:
+def _start_anew(temporary: Path) -> None:
+    """Remove what a killed process has left, before any rank writes."""
+    if dist.get_rank() == 0 and temporary.exists():
+        shutil.rmtree(temporary)
+    dist.barrier()
+
+
+def _finish_later(
+    finished: "Future[Any]", written: "Future[Any]", temporary: Path, path: Path, rest: dict[str, Any], group: Any
+) -> None:
     try:
-        written.result()
-        name()
-        named.set_result(None)
+        with explain_failed_save(path, temporary):
+            written.result()
+            _finish(temporary, path, rest, group)
+        finished.set_result(None)
     except Exception as error:
-        named.set_exception(error)
+        finished.set_exception(error)
 
 
-def _name(temporary: Path, path: Path, rest: dict[str, Any]) -> None:
-    """Give a folder that all ranks have written its name, on rank 0."""
-    if torch.distributed.get_rank() == 0:
-        torch.save(rest, temporary / META)
-        if path.is_dir():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
-        temporary.rename(path)
+def _finish(temporary: Path, path: Path, rest: dict[str, Any], group: Any = None) -> None:
+    """Write the manifest of a folder that all ranks have written, and give it its name; a collective.
+
+    Each rank takes the sums of the files that it wrote, which are still in its memory.
+    """
+    own = file_sums(temporary, [file.name for file in temporary.glob(f"__{dist.get_rank()}_*")])
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own, group=group)
+    if dist.get_rank() == 0:
+        torch.save({**rest, HAS_MANIFEST: True}, temporary / META)
+        sums = {name: entry for part in parts for name, entry in part.items()}
+        write_manifest(temporary, sums=sums)
+        replacement.replace(temporary, path)
 
 
 def load_shares(
@@ -243,7 +263,8 @@ def load_shares(
                     if entry.size == like.shape
                     else torch.empty(entry.size, dtype=entry.properties.dtype)
                 )
-    dcp.load(tensors, checkpoint_id=path)
+    with explain_failed_load(path):
+        dcp.load(tensors, checkpoint_id=path)
     whole = _as_lightning(rest, tensors)
     # A validation has no optimizers to give states to.
     whole["optimizer_names"] = [[name for group in of_optimizer for name in group] for of_optimizer in groups]
@@ -262,7 +283,7 @@ def read_whole(path: Path) -> dict[str, Any]:
     tensors: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in _sizes(path).items()
     }
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), explain_failed_load(path):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return _as_lightning(rest, tensors)

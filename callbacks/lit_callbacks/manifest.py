@@ -103,15 +103,23 @@ def list_files(folder: Path) -> list[str]:
     return sorted(name for name in found if name != MANIFEST)
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any] | None = None, names: Iterable[str] | None = None) -> None:
+def write_manifest(
+    folder: Path,
+    facts: Mapping[str, Any] | None = None,
+    names: Iterable[str] | None = None,
+    sums: Mapping[str, FileSum] | None = None,
+) -> None:
     """Make a folder's files durable, then write their manifest atomically.
 
     Args:
         folder: complete, and written to by nobody else.
         facts: further entries of the manifest, as JSON; ``version`` and ``files`` are its own.
         names: which files; None takes all.
+        sums: of files whose sums are known, which are not read.
     """
-    sums = file_sums(folder, names)
+    known = dict(sums or {})
+    wanted = [name for name in (list_files(folder) if names is None else names) if name not in known]
+    sums = dict(sorted((known | file_sums(folder, wanted)).items()))
     sync_folder(folder)
     files = {name: entry._asdict() for name, entry in sums.items()}
     text = json.dumps({**(facts or {}), "version": VERSION, "files": files}, indent=1)

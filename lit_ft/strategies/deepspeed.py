@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lit_ft import split_checkpoints
+from lit_ft.checkpointing.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
 from lit_ft.loading import load_config
 from lit_ft.strategies import zero_config, zero_state
@@ -309,6 +310,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of any strategy; of a file, each rank takes only its share into memory."""
         path = Path(self.broadcast(checkpoint_path))
+        check_on_rank_zero(path)
         if split_checkpoints.is_folder_of_shares(path):
             return split_checkpoints.read_whole(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

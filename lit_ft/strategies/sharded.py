@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lit_ft import late_casting, split_checkpoints
+from lit_ft.checkpointing.integrity import check_on_rank_zero
 from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.errors import RecipeError
 from lit_ft.gradients import local, norms
@@ -257,6 +259,17 @@ class ShardedStrategy(LightningModelParallelStrategy):
             writing.result()
             self.barrier()
 
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, not before the one that takes its place is written."""
+        if self._writing is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._writing.add_done_callback(partial(self._remove_after, filepath))
+
+    def _remove_after(self, filepath: Any, written: Any) -> None:
+        if written.exception() is None:
+            super().remove_checkpoint(filepath)
+
     def teardown(self) -> None:
         """Wait for the last checkpoint, then leave."""
         self._finish_writing()
@@ -266,6 +279,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """Read a checkpoint of any strategy; of a file, each rank takes only its share into memory."""
         self._finish_writing()
         path = Path(self.broadcast(checkpoint_path))
+        check_on_rank_zero(path)
         if not split_checkpoints.is_folder_of_shares(path):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         assert self.model is not None

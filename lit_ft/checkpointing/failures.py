@@ -1,0 +1,63 @@
+"""Checkpoints that cannot be written or read, in one line."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.checkpoint import CheckpointException
+
+from lit_ft.errors import RecipeError
+
+
+@contextmanager
+def explain_failed_save(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Turn errors of the system, on any rank, into one line; what was written so far is removed.
+
+    Args:
+        path: of the checkpoint.
+        temporary: the file or folder that it is written to.
+
+    Raises:
+        RecipeError: it names the checkpoint that was not written.
+    """
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        if temporary is not None:
+            _remove(temporary)
+        kept = "; the earlier one of that name is kept" if path.exists() else ""
+        raise RecipeError(
+            f"checkpoint {str(path)!r} could not be written: {_reason(error)}{kept}; make room or name a --run_dir "
+            "that can be written, then resume with --ckpt_path last"
+        ) from error
+
+
+@contextmanager
+def explain_failed_load(path: Path) -> Iterator[None]:
+    """Turn errors of reading shards, on any rank, into one line.
+
+    Raises:
+        RecipeError: it names the checkpoint.
+    """
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        raise RecipeError(
+            f"checkpoint {str(path)!r} could not be read: {_reason(error)}; --ckpt_path last takes the newest good one"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    if not isinstance(error, CheckpointException):
+        return getattr(error, "strerror", None) or str(error)
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
+
+
+def _remove(temporary: Path) -> None:
+    # Best effort: the error that is reported is the one that came first.
+    if temporary.is_dir():
+        shutil.rmtree(temporary, ignore_errors=True)
+    else:
+        temporary.unlink(missing_ok=True)
