@@ -335,6 +335,20 @@ def test_dtypes_and_spellings(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == dtype
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_merge_into_a_wider_dtype_is_rounded_once(lit_ft: Any, fit: Any, tmp_path: Path, method: str) -> None:
+    """A bf16 base, merged in fp32: base plus adapter to the last bits, no sum that was rounded to bf16 before."""
+    run = fit("--model.dtype", "bfloat16", *(["--model.peft", "null"] if method == "full" else []))
+    lit_ft("export", "--run", run, "--merge", "--dtype", "float32", "--out", tmp_path / "wide")
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
+    is_rounded = all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in wide.values())
+    assert is_rounded == (method == "full")
+    lit_ft("export", "--run", run, "--merge", "--dtype", "fp16", "--out", tmp_path / "half")
+    for name, tensor in load_file(tmp_path / "half" / "model.safetensors").items():
+        assert torch.equal(tensor, wide[name].half()), name
+
+
 def test_generation_stops_at_the_end_of_a_turn(lit_ft: Any, fit: Any, base: Path, tmp_path: Path) -> None:
     path = base / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": 7, "do_sample": True, "temperature": 0.7}))

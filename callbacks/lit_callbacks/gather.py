@@ -1,13 +1,14 @@
 """Whole weights of a model that a strategy has split over ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-Wanted = Callable[[str, nn.Parameter], bool]
+Wanted = Callable[[str, Tensor], bool]
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -33,22 +34,34 @@ def whole_numel(parameter: Tensor) -> int:
 
 
 def whole_weights(module: nn.Module, wanted: Wanted = lambda *_: True, keep: bool = True) -> dict[str, Tensor]:
-    """A module's parameters by name, whole, on the CPU; one at a time, so that no rank holds more than it keeps.
+    """A module's parameters and persistent buffers by name, whole, on the CPU; one at a time, so that no rank holds
+    more than it keeps.
 
     A collective where weights are split.
 
     Args:
         module: any.
-        wanted: which parameters; the same on every rank.
+        wanted: which of them; the same on every rank. Buffers never require gradients.
         keep: whether this rank wants the result; ``{}`` elsewhere.
     """
     found: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if wanted(name, parameter):
-            whole = whole_tensor(parameter)
+    for name, weight in chain(module.named_parameters(remove_duplicate=False), persistent_buffers(module)):
+        if wanted(name, weight):
+            whole = whole_tensor(weight)
             if keep:
-                found[name] = whole.cpu().clone() if whole.data_ptr() == _address(parameter) else whole.cpu()
+                found[name] = whole.cpu().clone() if whole.data_ptr() == _address(weight) else whole.cpu()
     return found
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of the buffers that belong to a module's ``state_dict``: DeepSeek-V3's bias of its router, say.
+
+    Each rank has them whole, whatever splits its parameters.
+    """
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in part._non_persistent_buffers_set:  # torch has no public way to ask
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def reshard(module: nn.Module) -> None:
@@ -66,5 +79,5 @@ def is_split(module: nn.Module) -> bool:
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
 
 
-def _address(parameter: Any) -> int:
-    return -1 if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") else parameter.data_ptr()
+def _address(tensor: Any) -> int:
+    return -1 if isinstance(tensor, DTensor) or hasattr(tensor, "ds_id") else tensor.data_ptr()

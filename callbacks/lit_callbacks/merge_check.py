@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lit_callbacks.gather import persistent_buffers
+
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of a logit by dtype of the merged weights, as a share of the largest logit. Rounding each
 weight once to a dtype with n bits of mantissa moves it by up to 2^-n of itself: 2^-24, 2^-11, 2^-8."""
@@ -234,6 +236,26 @@ def check_same(got: Any, wanted: Any) -> None:
     held = wanted.state_dict()
     _fail_if(
         [f"{name} has other values" for name, t in got.state_dict().items() if not torch.equal(t, held[name].cpu())]
+    )
+
+
+def check_buffers(got: Any, wanted: dict[str, Tensor]) -> None:
+    """Compare persistent buffers of a model that was read back with the base's, bit by bit; no merge changes them.
+
+    Args:
+        got: the model.
+        wanted: the base's, by name.
+
+    Raises:
+        MergeFailed: some differ.
+    """
+    held = dict(persistent_buffers(got))
+    _fail_if(
+        [
+            f"the buffer {name} {'has other values' if name in held else 'is missing'}"
+            for name, buffer in wanted.items()
+            if name not in held or not torch.equal(held[name], buffer.to(held[name].dtype))
+        ]
     )
 
 

@@ -10,11 +10,13 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lit_callbacks.gather import whole_weights
+from lit_callbacks.gather import persistent_buffers, whole_weights
 from lit_callbacks.merge_check import (
     BOUNDS,
     DEQUANTISED_BOUND,
     Layout,
+    MergeFailed,
+    check_buffers,
     check_kept,
     check_same,
     compare,
@@ -32,16 +34,23 @@ def unsplit(model: Any, keep: bool, gather: Callable[..., dict[str, Tensor]] = w
     Args:
         model: a ``PeftModel`` or ``PreTrainedModel``.
         keep: whether this rank wants it; None elsewhere.
-        gather: collects its weights by name.
+        gather: collects its weights and persistent buffers by name.
+
+    Raises:
+        MergeFailed: some of them were not collected.
     """
     weights = gather(model, keep=keep)
     if not keep:
         return None
     base = model.get_base_model() if is_peft(model) else model
     with torch.device("meta"):
-        known = type(base)(copy.deepcopy(base.config)).state_dict()
+        known = set(type(base)(copy.deepcopy(base.config)).state_dict())
     own = {_name_in_base(name): weight for name, weight in weights.items() if _name_in_base(name) in known}
+    if missing := sorted(known - own.keys()):
+        raise MergeFailed(f"{', '.join(missing[:3])} of the base are on no rank; nothing was written")
     whole = type(base).from_pretrained(None, config=copy.deepcopy(base.config), state_dict=own, dtype=base.dtype)
+    # transformers writes a model under the names of the files that it was read from, which were the base's.
+    whole._weight_conversions = getattr(base, "_weight_conversions", None)
     whole.generation_config, whole.name_or_path = base.generation_config, base.name_or_path
     if not is_peft(model):
         return whole
@@ -146,7 +155,7 @@ def save_merged(
             _write_merged(model, temporary, tokenizer, dtype, quantized_base)
             return
         layout = Layout.of(model)
-        whole = model if dtype in (None, model.dtype) else copy.deepcopy(model).to(dtype)
+        whole = model if dtype in (None, model.dtype) else _cast(copy.deepcopy(model), dtype)
         whole.save_pretrained(temporary)
         check_same(read_back(temporary, layout.saved_as(whole)), whole)
 
@@ -160,7 +169,11 @@ def _write_merged(
     base = trained.get_base_model()
     if base.config._attn_implementation not in ("eager", "sdpa"):
         base.set_attn_implementation("sdpa")  # attention of a device or of a training loop, which takes other arguments
+    if dtype is not None and not getattr(base, "is_quantized", False):
+        # Merged in the wider of both dtypes and rounded once: what is compared is then that rounding alone.
+        _cast(trained, torch.promote_types(base.dtype, dtype), narrow=False)
     layout, ids = Layout.of(base), sample_ids(base, tokenizer)
+    buffers = {_name_in_base(n): b.clone() for n, b in persistent_buffers(base) if "modules_to_save" not in n}
     wanted = logits_of(trained, ids)
     trained_mib = base.get_memory_footprint() / 2**20
     with trained.disable_adapter():
@@ -172,13 +185,14 @@ def _write_merged(
         # What PEFT warns of, rounding and parted embeddings, is measured and said below.
         warnings.filterwarnings("ignore", message=".*rounding errors.*|.*no longer tied.*")
         merged = trained.merge_and_unload(safe_merge=True)
-    merged = merged.to(dtype) if dtype is not None else merged
+    merged = merged if dtype is None else _cast(merged, dtype)
     merged.save_pretrained(folder)
     layout, merged_dtype = layout.saved_as(merged), merged.dtype
     mib, in_memory = merged.get_memory_footprint() / 2**20, logits_of(merged, ids) if quantized_base == "keep" else None
     del base, trained, merged  # what is read back takes their place in memory
 
     again = read_back(folder, layout)
+    check_buffers(again, buffers)
     got = logits_of(again, ids)
     if quantized_base is None:
         rank_zero_info(f"merge verified: {compare(wanted, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]))}")
@@ -195,6 +209,25 @@ def _write_merged(
         f"{what}: against the quantised model that was trained, {report}; of what training did to the logits, "
         f"{lost:.1%} is lost; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training"
     )
+
+
+def _cast(model: Any, dtype: torch.dtype, narrow: bool = True) -> Any:
+    """Bring a model's floating-point parameters into a dtype, but for those that its class keeps in fp32.
+
+    Buffers keep theirs: a router's bias in bf16 would choose other experts.
+
+    Args:
+        model: changed in place.
+        dtype: the dtype to have.
+        narrow: whether wider parameters are rounded; adapters in fp32 on a bf16 base, say.
+    """
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or any(part in name.split(".") for part in kept):
+            continue
+        if narrow or torch.promote_types(parameter.dtype, dtype) == dtype:
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _dequantised(model: Any, dtype: torch.dtype) -> Any:

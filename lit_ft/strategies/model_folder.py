@@ -3,11 +3,13 @@
 import copy
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from lit_callbacks.gather import whole_tensor
+from lit_callbacks.gather import persistent_buffers, whole_tensor
+from lit_callbacks.merge_check import MergeFailed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -19,7 +21,9 @@ from lit_ft.errors import RecipeError
 
 
 def collect(base: nn.Module, writers: int, place: int, left_out: frozenset[str] = frozenset()) -> dict[str, Tensor]:
-    """Gather whole weights one after the other, and keep some of them; a collective of the ranks that share them.
+    """Gather whole weights and persistent buffers one after the other, and keep some of them.
+
+    A collective of the ranks that share them.
 
     Args:
         base: the model, or what of it is here.
@@ -28,7 +32,7 @@ def collect(base: nn.Module, writers: int, place: int, left_out: frozenset[str] 
         left_out: parameters that are saved elsewhere.
     """
     kept = {}
-    for name, weight in base.named_parameters():
+    for name, weight in chain(base.named_parameters(), persistent_buffers(base)):
         if name not in left_out:
             whole = whole_tensor(weight)
             if _layer_of(name) % writers == place:
@@ -54,12 +58,34 @@ def write_part(base: PreTrainedModel, weights: dict[str, Tensor], file: Path) ->
             raise RecipeError(
                 f"{name} has values that are not finite; nothing is written, resume an earlier checkpoint"
             )
-    with torch.device("meta"):
-        whole: Any = type(base)(copy.deepcopy(base.config))
+    whole = _skeleton(base)
+    whole._weight_conversions = getattr(base, "_weight_conversions", None)  # those of the files that it was read from
     as_published = revert_weight_conversion(whole, weights)
     contiguous = {name: weight.contiguous() for name, weight in as_published.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(contiguous, file, metadata={"format": "pt"})
+
+
+def check_complete(base: PreTrainedModel, names: set[str]) -> None:
+    """Refuse to call a folder whole that lacks parameters or persistent buffers.
+
+    Args:
+        base: the model, or what of it is here.
+        names: what all ranks together write.
+
+    Raises:
+        MergeFailed: something is missing.
+    """
+    whole = _skeleton(base)
+    wanted = (name for name, _ in chain(whole.named_parameters(), persistent_buffers(whole)))
+    if missing := [name for name in wanted if name not in names]:
+        raise MergeFailed(f"no rank writes {', '.join(missing[:3])} ({len(missing)} in all); nothing was written")
+
+
+def _skeleton(base: PreTrainedModel) -> Any:
+    """The whole model, without values."""
+    with torch.device("meta"):
+        return type(base)(copy.deepcopy(base.config))
 
 
 def join_parts(base: PreTrainedModel, folder: Path) -> None:

@@ -182,10 +182,14 @@ class ShardedStrategy(LightningModelParallelStrategy):
 
         Raises:
             RecipeError: a weight is not finite.
+            MergeFailed: a parameter or a buffer is on no rank.
         """
         self._reshard()
         folder, writers = Path(self.broadcast(folder)), self._ranks_per_stage()
         own = model_folder.collect(base, writers, self.global_rank % writers, self._saved_elsewhere(base))
+        names: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(names, list(own))
+        model_folder.check_complete(base, {name for part in names for name in part})
         if own:
             model_folder.write_part(base, own, folder / f"{self.global_rank:05}.safetensors")
         self.barrier()
