@@ -25,6 +25,7 @@ from lit_ft import (
     activation_offload,
     adapter_start,
     embeddings,
+    late_casting,
     liger,
     loading,
     method_calls,
@@ -252,6 +253,7 @@ class CausalLM(ScheduleFreeModule):
     def _adapted(self, base: PreTrainedModel) -> PreTrainedModel | PeftModel:
         if self.peft is None or not adapter_start.needs_start(self.peft):
             return self._with_peft(base, self.peft)
+        late_casting.cast(base)  # the init looks at whole weights, and may change them
         if self.start is not None:
             return adapter_start.restore(self._with_peft(base, adapter_start.plain(self.peft, self.start)), self.start)
         model, self.start = adapter_start.begin(

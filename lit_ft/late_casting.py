@@ -37,9 +37,9 @@ def mark(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.cast_to = dtype  # type: ignore[attr-defined]
 
 
-def marked(model: nn.Module) -> torch.dtype | None:
-    """The dtype that a model's weights are to have; None where they have it."""
-    return next((p.cast_to for p in model.parameters() if hasattr(p, "cast_to")), None)
+def is_marked(model: nn.Module) -> bool:
+    """Whether a model has weights that are to be cast."""
+    return any(hasattr(parameter, "cast_to") for parameter in model.parameters())
 
 
 def cast(module: nn.Module) -> None:
@@ -47,3 +47,15 @@ def cast(module: nn.Module) -> None:
     for parameter in module.parameters():
         if (dtype := getattr(parameter, "cast_to", None)) is not None:
             parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def cast_meanwhile(module: nn.Module) -> Iterator[None]:
+    """Within it, a module's weights have the dtype that was noted; afterwards they are those of their files again."""
+    kept = [(parameter, parameter.data) for parameter in module.parameters() if hasattr(parameter, "cast_to")]
+    cast(module)
+    try:
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -193,10 +194,13 @@ def add_peft(
     peft = copy.deepcopy(peft)
     peft.task_type = "CAUSAL_LM"
     quantisation.name_all_linear(model, peft)
-    wrapped = get_peft_model(model, peft, autocast_adapter_dtype=adapter_dtype == "float32")
+    in_float32 = adapter_dtype == "float32"
+    wrap = partial(get_peft_model, model, peft, autocast_adapter_dtype=in_float32)
+    if late_casting.is_marked(model):
+        wrapped = peft_methods.wrap_in_final_dtype(model, peft, wrap, in_float32)
+    else:
+        wrapped = wrap()
     peft_methods.check_ranks(wrapped)
-    if adapter_dtype == "auto" and (dtype := late_casting.marked(wrapped)) is not None:
-        late_casting.mark(wrapped, dtype)  # the adapter was made in the dtype of the base's file
     return wrapped.train()
 
 

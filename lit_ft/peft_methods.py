@@ -1,12 +1,18 @@
 """PEFT's methods: which are refused and why, and what some of them must be told of the model."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from peft import LoraConfig, PeftConfig, PeftModel
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from lit_ft import late_casting
 from lit_ft.errors import RecipeError
 
 _NEEDS_CALLS = "needs calls of its own while training, which are not made here"
@@ -73,6 +79,55 @@ def check_mergeable(peft: PeftConfig) -> None:
             f"merge=true, but {peft.peft_type.value} adds no weights that could be merged into the base; leave merge "
             "out and use the adapter as it is, or take another method, e.g. peft.LoraConfig"
         )
+
+
+def wrap_in_final_dtype(
+    base: nn.Module, peft: PeftConfig, wrap: Callable[[], PeftModel], in_float32: bool
+) -> PeftModel:
+    """Wrap a base whose weights are cast later, so that its adapter is that of a base which is cast already.
+
+    PEFT draws new weights in the dtype of the layer that they are added to, or computes them from its weights: one
+    layer at a time has its final dtype meanwhile.
+
+    Args:
+        base: with noted dtypes (``late_casting.mark``).
+        peft: the method.
+        wrap: makes the ``PeftModel``.
+        in_float32: whether ``wrap`` casts the adapter's weights to float32.
+    """
+    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(peft.peft_type)
+    if peft.is_prompt_learning:
+        wrapped = wrap()
+    elif isinstance(tuner, type) and issubclass(tuner, BaseTuner):
+        wrapped = _layer_by_layer(tuner, wrap)
+    else:  # LLaMA-Adapter puts its prompts in without BaseTuner's steps
+        late_casting.cast(base)
+        wrapped = wrap()
+    _cast_copies(wrapped, next(p.cast_to for p in base.parameters() if hasattr(p, "cast_to")), in_float32)
+    return wrapped
+
+
+def _layer_by_layer(tuner: Any, wrap: Callable[[], PeftModel]) -> PeftModel:
+    create = tuner._create_and_replace
+
+    def with_final_dtype(self: Any, config: PeftConfig, adapter: str, target: nn.Module, *args: Any, **kw: Any) -> Any:
+        with late_casting.cast_meanwhile(target):
+            return create(self, config, adapter, target, *args, **kw)
+
+    tuner._create_and_replace = with_final_dtype
+    try:
+        return wrap()
+    finally:
+        tuner._create_and_replace = create
+
+
+def _cast_copies(model: nn.Module, dtype: torch.dtype, in_float32: bool) -> None:
+    """Cast what ``modules_to_save`` and trainable tokens have copied from the base, in the dtype of its file."""
+    for wrapper in (module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)):
+        for tensor in [*wrapper.parameters(), *wrapper.buffers()]:
+            if tensor.is_floating_point() and not hasattr(tensor, "cast_to"):
+                tensor.data = tensor.data.to(dtype)
+        cast_adapter_dtype(wrapper, "default", in_float32)  # of tokens alone: PEFT leaves modules_to_save as they are
 
 
 def check_ranks(model: PeftModel) -> None:

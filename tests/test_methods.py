@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from lit_ft import CausalLM, RecipeError, TextDataModule, method_calls
+from lit_ft import CausalLM, RecipeError, TextDataModule, late_casting, method_calls
 from lit_ft.bottleneck import BottleneckConfig
 from lit_ft.checkpoints_io import saved_start
 from lit_ft.cli import main
@@ -473,6 +473,49 @@ def test_adalora_lowers_ranks_and_adds_its_term_once_a_step(
     assert terms[0] > 0
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-5, rtol=1e-4, msg=name)
+
+
+IN_OTHER_DTYPES = {
+    "modules to save": peft.LoraConfig(r=4, modules_to_save=["norm"], **LAYERS, **CAUSAL),
+    "embeddings": peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], **CAUSAL),
+}
+
+
+@pytest.mark.parametrize("adapter_dtype", ["float32", "auto"])
+@pytest.mark.parametrize(("of_files", "dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_base_that_is_cast_later_gets_the_adapter_of_one_that_is_cast_at_once(
+    model_folder: str, tmp_path: Path, of_files: str, dtype: Any, adapter_dtype: Any
+) -> None:
+    folder = model_in(model_folder, tmp_path, of_files)
+
+    def built(config: peft.PeftConfig, added: list[str]) -> dict[str, torch.Tensor]:
+        module = CausalLM(folder, peft=config, dtype=dtype, adapter_dtype=adapter_dtype, added_tokens=added)
+        module.configure_model()
+        late_casting.cast(module)
+        return dict(module.named_parameters())
+
+    is_usual = (of_files, adapter_dtype) == ("bfloat16", "float32")
+    wanted = METHODS if is_usual else ("LoRA", "LN tuning", "LLaMA-Adapter", "trainable tokens", "P-tuning")
+    needs_data = ("CorDA", "LoRA-GA", "EVA")
+    names = [name for name in wanted if name not in (*needs_data, *NOT_IN_SHARDS)]
+    cases = {name: (METHODS[name], []) for name in names} | {name: (c, []) for name, c in IN_OTHER_DTYPES.items()}
+    for name, (config, added) in {**cases, "added tokens": (METHODS["LoRA"], ["<a>", "<b>"])}.items():
+        at_once = built(config, added)
+        with late_casting.casting_later():
+            later = built(config, added)
+        assert later.keys() == at_once.keys()
+        for weight, tensor in at_once.items():
+            assert later[weight].dtype == tensor.dtype, (name, weight)
+            assert torch.equal(later[weight], tensor), (name, weight)
+
+
+def model_in(model_folder: str, tmp_path: Path, dtype: str) -> str:
+    """The model with its files in a dtype."""
+    folder = tmp_path / "base"
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 class PoisonGradients(Callback):

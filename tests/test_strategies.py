@@ -14,11 +14,11 @@ from lit_callbacks.gather import whole_weights
 from peft import LoraConfig
 from ranks import on_ranks
 from safetensors.torch import load_file
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.checkpoints_io import AnyCheckpointIO
-from lit_ft.strategies import FSDPStrategy
+from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.sharded import check_optimizer
 
 pytestmark = pytest.mark.processes
@@ -128,6 +128,50 @@ def test_precisions(make_trainer: Any, model_folder: str, write_rows: Any, strat
         # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split.
         for got, wanted in zip(steps, one, strict=True):
             assert got == pytest.approx(wanted, rel=2e-2)
+
+
+CASTS_LATE: dict[str, Any] = {
+    "fsdp": FSDPStrategy,
+    "tp2": lambda: ModelParallelStrategy(tensor_parallel_size=2),
+    "pp2": lambda: ModelParallelStrategy(pipeline_parallel_size=2),
+}
+
+
+class AtStart(Callback):
+    """The weights that train, before the first step, of this rank's layers."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        found = whole_weights(pl_module, lambda _, p: p.requires_grad)
+        self.weights = {name: tensor.clone() for name, tensor in found.items()}
+
+
+def adapter_at_start(
+    make_trainer: Any, folder: str, data: str, peft: LoraConfig, strategy: str | None = None
+) -> dict[str, torch.Tensor]:
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    how: Any = {} if strategy is None else {"strategy": CASTS_LATE[strategy](), "devices": 2}
+    start = AtStart()
+    trainer = make_trainer(max_steps=1, callbacks=[start], use_distributed_sampler=False, **how)
+    module = CausalLM(folder, dtype="float32", peft=peft, optimizer=sgd)
+    trainer.fit(module, TextDataModule(data, micro_batch_size=2))
+    return start.weights
+
+
+@pytest.mark.parametrize("init", [True, "pissa"])
+@pytest.mark.parametrize("strategy", CASTS_LATE)
+def test_an_adapter_starts_as_on_one_process_where_the_base_is_cast_later(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, strategy: str, init: Any
+) -> None:
+    AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "base")
+    peft = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    arguments = make_trainer, str(tmp_path / "base"), write_rows(), peft
+    one = adapter_at_start(*arguments)
+    ranks = on_ranks(2, adapter_at_start, *arguments, strategy, timeout=100)
+    assert one.keys() == {name for found in ranks for name in found}
+    for found in ranks:
+        for name, tensor in found.items():
+            assert torch.equal(tensor, one[name]), name
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
