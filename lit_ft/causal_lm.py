@@ -43,6 +43,7 @@ from lit_ft.generation import generate_answers
 from lit_ft.gradients import GradientNorm, clip, gradient_norm, with_gradients
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
 from lit_ft.metrics import SourceMeans, TokenMean
+from lit_ft.model import rotary_embedding
 from lit_ft.optimizers import configure_optimizers
 from lit_ft.rows import Row, as_row, lay_end_to_end
 from lit_ft.schedule_free import ScheduleFreeModule
@@ -238,6 +239,7 @@ class CausalLM(ScheduleFreeModule):
             activation_offload.say_what_it_does(self.trainer.strategy.root_device)
         if self.gradient_checkpointing:
             base.gradient_checkpointing_enable(activation_checkpointing.options(self.gradient_checkpointing))
+        rotary_embedding.keep_samples_apart(base)
         self.model, self._head = base, loading.head_of(base)
         self.model = self._adapted(base)
         self._fp32_buffers = {n: b.clone() for n, b in self.model.named_buffers() if b.dtype == torch.float32}
@@ -340,13 +342,15 @@ class CausalLM(ScheduleFreeModule):
         self._segment_lengths = lengths
         is_packed = base.config._attn_implementation == loading.PACKED
         options: dict[str, Any] = {}
+        lengths_in_row = prompt_learning.virtual_lengths(self.model, lengths)
         if is_packed:
-            options["segment_lengths"] = prompt_learning.virtual_lengths(self.model, lengths)
+            options["segment_lengths"] = lengths_in_row
         elif len(lengths) > 1 and (masks := block_masks(base.config, row["position_ids"], base.dtype)) is not None:
             options["attention_mask"] = masks
-        if prompt_learning.method_of(self.model) is not None:
-            return prompt_learning.hidden_states(self.model, decoder, row, **options)
-        output = decoder(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, **options)
+        with rotary_embedding.samples_of(lengths_in_row):
+            if prompt_learning.method_of(self.model) is not None:
+                return prompt_learning.hidden_states(self.model, decoder, row, **options)
+            output = decoder(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, **options)
         return output.last_hidden_state
 
     def token_loss(self, hidden: Tensor, row: Row) -> TokenLoss:

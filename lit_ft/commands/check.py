@@ -140,9 +140,10 @@ class CheckCLI(TrainingCLI):
 
 
 def leak_probe(module: CausalLM) -> float:
-    """Largest change of a sample's token losses when the sample before it in the row changes.
+    """Largest change of a sample's token losses when the sample before it in the row is another one, or a longer one.
 
-    Taken on the recipe's architecture and attention with two layers, a small vocabulary and random weights.
+    Taken on the recipe's architecture and attention with two layers, a small vocabulary and random weights. Where
+    rotary frequencies change beyond a length, it is lowered to that of the probe, and the longer sample is above it.
     """
     config = load_config(module.pretrained)
     text = config.get_text_config()
@@ -152,17 +153,35 @@ def leak_probe(module: CausalLM) -> float:
         text.layer_types = text.layer_types[: text.num_hidden_layers]
     for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, token, None)
+    _lower_length_limit(text, _PROBE_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         small = CausalLM(folder, init="random", dtype="float32", attn_implementation=module.attn_implementation)
         small.configure_model()
-    ids = np.arange(1, 25) * 7 % 64
+    small.eval()  # dropout and a router's noise are no leak
+    ids = np.arange(1, _PROBE_TOKENS + 1) * 7 % 64
     with torch.no_grad():
-        one, other = (
+        one, *others = (
             small(lay_end_to_end([(first, first), (ids, ids)])).per_token[len(first) - 1 :]
-            for first in (ids, ids[::-1])
+            for first in (ids, ids[::-1], np.tile(ids, 3))
         )
-    return float((one - other).abs().max())
+    return max(float((one - other).abs().max()) for other in others)
+
+
+_PROBE_TOKENS = 24
+
+
+def _lower_length_limit(config: Any, tokens: int) -> None:
+    """Let rotary frequencies that change beyond a length do so beyond one of so many tokens."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    for kind in kinds:
+        if "original_max_position_embeddings" in kind:
+            kind["original_max_position_embeddings"] = tokens
+    if hasattr(config, "original_max_position_embeddings"):
+        config.original_max_position_embeddings = tokens
+    if any("dynamic" in str(kind.get("rope_type")) for kind in kinds):
+        config.max_position_embeddings = tokens
 
 
 # --- showing ---------------------------------------------------------------------------------------

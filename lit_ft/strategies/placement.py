@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
 from lit_ft.loading import pick_attention
+from lit_ft.model import rotary_embedding
 from lit_ft.partition import cut_evenly
 from lit_ft.strategies import expert_parallel, pipeline, tensor_plan
 
@@ -210,6 +211,11 @@ def _check_context(size: int, module: Any, base: PreTrainedModel) -> None:
         raise RecipeError(
             f"context_parallel_size={size} needs lit_ft.CausalLM with its packed attention, but "
             f"{type(base).__name__} in {type(module).__name__} has {attention}; set it to 1"
+        )
+    if any(rotary_embedding.depends_on_length(part) for part in base.modules()):
+        raise RecipeError(
+            f"context_parallel_size={size}: the rotary frequencies of {type(base).__name__} depend on the length of a "
+            "sample (longrope, dynamic), of which a rank has a part; set it to 1"
         )
     if getattr(module, "neftune_alpha", None) is not None:
         raise RecipeError(

@@ -1,0 +1,1 @@
+"""The base model: how its parts compute on padding-free rows."""

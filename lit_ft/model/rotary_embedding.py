@@ -1,0 +1,89 @@
+"""Rotary embeddings whose frequencies depend on the length of a sequence: each sample of a row gets its own.
+
+transformers computes the frequencies of ``longrope`` (Phi-3, Phi-4) and ``dynamic`` for the largest position that it
+is given, and keeps those of ``dynamic`` for later calls. In a row of several samples one long sample would change the
+frequencies of all others, and those of the rows after it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_row_lengths: ContextVar[Sequence[int]] = ContextVar("_row_lengths", default=())
+
+
+@contextmanager
+def samples_of(lengths: Sequence[int]) -> Iterator[None]:
+    """Within it, rows consist of samples of these lengths; without it they are found in the positions."""
+    token = _row_lengths.set(lengths)
+    try:
+        yield
+    finally:
+        _row_lengths.reset(token)
+
+
+def rope_types(module: nn.Module) -> dict[str, str]:
+    """Kinds of frequencies of a rotary embedding, by the prefix of its attributes; empty for any other module."""
+    kinds: Any = getattr(module, "rope_type", None)
+    if isinstance(kinds, str):
+        return {"": kinds}
+    return {f"{layer_type}_": kind for layer_type, kind in kinds.items()} if isinstance(kinds, dict) else {}
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding looks at the longest position that it is given."""
+    kinds = set(rope_types(module).values())
+    if type(module).__name__ == "PhimoeRotaryEmbedding":  # scales by length with every kind but the default
+        return bool(kinds - {"default"})
+    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
+
+
+def keep_samples_apart(model: nn.Module) -> None:
+    """Let each sample of a row have the frequencies that it has alone, in the model's rotary embeddings.
+
+    Args:
+        model: changed in place.
+    """
+    for module in model.modules():
+        if depends_on_length(module):
+            module.forward = partial(_sample_by_sample, module, module.forward)
+
+
+def _sample_by_sample(
+    module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """``module``'s result for positions ``(..., T)``, of which each sample is computed alone."""
+    results = []
+    for positions in position_ids.split(_sample_lengths(position_ids), dim=-1):
+        _forget_length(module)
+        results.append(forward(x, positions, *args, **kwargs))
+    if len(results) == 1:
+        return results[0]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results, dim=-2)
+    return tuple(torch.cat(parts, dim=-2) for parts in zip(*results, strict=True))
+
+
+def _sample_lengths(position_ids: Tensor) -> list[int]:
+    tokens = position_ids.shape[-1]
+    if sum(lengths := _row_lengths.get()) == tokens:
+        return list(lengths)
+    if position_ids.ndim > 2 or len(position_ids) > 1:
+        return [tokens]  # a padded batch, as generation has it: transformers gives all of it the same frequencies
+    restarts = (position_ids[0].diff() != 1).nonzero()[:, 0] + 1
+    borders = [0, *restarts.tolist(), tokens]
+    return [end - start for start, end in pairwise(borders)]
+
+
+def _forget_length(module: Any) -> None:
+    """Set ``dynamic`` frequencies back to those of a model that has seen nothing yet."""
+    for prefix, kind in rope_types(module).items():
+        if "dynamic" in kind:
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+            setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
