@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -34,9 +35,11 @@ from lit_ft import (
     prompt_learning,
     quantisation,
 )
+from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.adapter_start import Start
 from lit_ft.attention import block_masks
 from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, write_fingerprint
+from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
 from lit_ft.checkpoints_io import Shapes, WeightCount, check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
@@ -150,7 +153,8 @@ class CausalLM(ScheduleFreeModule):
         """Of the whole model, once it is built."""
         self._optimizer_names: list[list[str]] = []
         self._fp32_buffers: dict[str, Tensor] = {}
-        self._window_tokens = 1
+        self._window_tokens: int | None = None
+        self._replay: Replay | None = None
         self._gradient_norm = GradientNorm()
         self.record_losses: Callable[..., None] | None = None
         """Takes ids, tokens' losses, tokens and sources of a row's samples; ``lit_callbacks.LossLedger``'s."""
@@ -392,7 +396,7 @@ class CausalLM(ScheduleFreeModule):
         """
         row = as_row(batch)
         accumulate = self.trainer.accumulate_grad_batches
-        if batch_idx % accumulate == 0 or "window_tokens" not in row:
+        if batch_idx % accumulate == 0 or self._window_tokens is None or "window_tokens" not in row:
             self._window_tokens = self._count_window(row, accumulate)
         if row["input_ids"].numel() == 0:
             loss = torch.zeros((), device=self.device, requires_grad=True)
@@ -504,8 +508,15 @@ class CausalLM(ScheduleFreeModule):
         return made
 
     def on_train_start(self) -> None:
-        """Say where a method's schedule is not that of the run."""
-        method_calls.check_schedule(self.model, self.trainer.estimated_stepping_batches)
+        """Say where a method's schedule is not that of the run; accumulate as scheduled from the first step on."""
+        method_calls.check_schedule(self.model, optimizer_steps(self.trainer))
+        self.trainer.accumulate_grad_batches = accumulation(self.trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Validate again from here on, where a resumed run has trained again what it had trained before."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._replay is not None and self._replay.ends(self.trainer, batch_idx):
+            self._replay = None
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Take the step; the tuning method may look at its gradients before they are gone."""
@@ -574,6 +585,8 @@ class CausalLM(ScheduleFreeModule):
         checkpoint["method_state"] = method_calls.state_of(self.model)
         checkpoint["adapter_start"] = self.start
         checkpoint["base"] = self.base_fingerprint
+        if self._replay is not None:
+            checkpoint["validated_until"] = self._replay.until
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model, or of a base that has changed since."""
@@ -585,5 +598,6 @@ class CausalLM(ScheduleFreeModule):
         if "base" in checkpoint:
             check_same_base(checkpoint["base"], self.base_fingerprint, "the checkpoint")
         method_calls.load_state(self.model, checkpoint.get("method_state", {}))
-        if (take_over := getattr(getattr(self._trainer, "datamodule", None), "take_over", None)) is not None:
-            take_over(checkpoint)
+        self._window_tokens = None
+        if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            self._replay = go_back_to_a_step(checkpoint, self._trainer)

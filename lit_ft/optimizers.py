@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from lit_ft.accumulation import optimizer_steps
 from lit_ft.errors import RecipeError
 from lit_ft.name_patterns import matching
 from lit_ft.schedules import WarmupSchedule
@@ -72,7 +73,7 @@ def configure_optimizers(
         trainer: Any = module.trainer
         # Asking Lightning opens the training data, before a resumed run has told a stream its place.
         has_no_length = trainer.max_epochs == -1 or getattr(trainer.datamodule, "streaming", False)
-        steps = trainer.max_steps if has_no_length else trainer.estimated_stepping_batches
+        steps = trainer.max_steps if has_no_length else optimizer_steps(trainer)
         if math.isinf(steps) or steps < 0:
             raise RecipeError(
                 f"{type(scheduler).__name__} needs the run's length; set trainer.max_steps, or max_epochs where the "

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from lit_ft import prompt_learning
+from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.causal_lm import CausalLM
 from lit_ft.checkpoints_io import WeightCount
 from lit_ft.data.batching import RowLoader
@@ -56,7 +57,7 @@ class ConsoleSummary(Callback):
         """Where there is no progress bar, write a line twenty times a run."""
         if trainer.progress_bar_callback is not None or trainer.global_step == self._said:
             return
-        every = max(1, int(min(trainer.estimated_stepping_batches, 20_000)) // 20)
+        every = max(1, int(min(optimizer_steps(trainer), 20_000)) // 20)
         if trainer.global_step % every == 0:
             self._said = trainer.global_step
             rank_zero_info(f"step {trainer.global_step:,}: {describe_metrics(trainer)}")
@@ -134,14 +135,14 @@ def describe_devices(trainer: Trainer) -> str:
 
 def describe_steps(trainer: Trainer) -> str:
     """Optimiser steps, and the rows and tokens of one."""
-    steps = trainer.estimated_stepping_batches
+    steps = optimizer_steps(trainer)
     loader: Any = trainer.train_dataloader
     if isinstance(loader, StreamLoader):
         return f"{steps} optimiser steps of a stream; {loader.buffer_rows:,} rows are shuffled at a time"
     if not isinstance(loader, RowLoader):
         return f"{steps} optimiser steps"
     draws, tokens, supervised = loader.epoch_size()
-    per_epoch = -(-len(loader) // trainer.accumulate_grad_batches)
+    per_epoch = -(-loader.batches // accumulation(trainer, 0))
     return (
         f"{steps:,} optimiser steps; an epoch is {draws:,} samples, {tokens:,} tokens ({supervised / tokens:.0%} "
         f"supervised) in {per_epoch:,} steps of about {tokens // max(per_epoch, 1):,} tokens"

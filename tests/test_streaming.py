@@ -147,7 +147,7 @@ def test_what_streaming_cannot_do(sources: list[Source], make_trainer: Any, mode
     with pytest.raises(RecipeError, match="ConstantWithWarmup needs the run's length; set trainer.max_steps"):
         make_trainer(max_epochs=1).fit(module, TextDataModule(sources[0].path, streaming=True))
     trainer = make_trainer(max_steps=4, accumulate_grad_batches=2, limit_train_batches=5)
-    with pytest.raises(RecipeError, match="ends a stream within an optimiser step of 2 micro-batches; set it to 6"):
+    with pytest.raises(RecipeError, match="ends a stream within an optimizer step of 2 micro-batches; set it to 6"):
         trainer.fit(CausalLM(model_folder), TextDataModule(sources[0].path, streaming=True))
 
 

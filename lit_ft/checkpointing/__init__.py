@@ -1,1 +1,1 @@
-"""Checkpoints that survive kills and damage: atomic replacement, checksums, and the newest good one."""
+"""Checkpoints that survive kills and damage, and runs that go on from one as if they had not stopped."""

@@ -59,19 +59,25 @@ class BatchPlan:
         return -(-units // (self.micro_batch_size * self.replicas))
 
     def windows(
-        self, units: Sequence[MicroBatch], lengths: np.ndarray, accumulate: int
+        self, units: Sequence[MicroBatch], lengths: np.ndarray, accumulate: int, whole: bool = False
     ) -> Iterator[list[list[MicroBatch]]]:
         """For each optimiser step, each replica's micro-batches.
 
         All replicas have the same number of micro-batches, and of empty ones, which come first. A replica
         that is out of units in the last window gets ``[]`` where others compute.
+
+        Args:
+            units: what is dealt out.
+            lengths: tokens of each sample.
+            accumulate: micro-batches per optimiser step.
+            whole: give the last window as many micro-batches as the others, by empty ones.
         """
         step = self.micro_batch_size * self.replicas * accumulate
         for start in range(0, len(units), step):
             window = units[start : start + step]
             pieces = [window[i : i + self.micro_batch_size] for i in range(0, len(window), self.micro_batch_size)]
             shares = [pieces[replica :: self.replicas] for replica in range(self.replicas)]
-            count = max(len(share) for share in shares)
+            count = accumulate if whole else max(len(share) for share in shares)
             joined = [self._join([[i for unit in piece for i in unit] for piece in share], lengths) for share in shares]
             needed = max(len(share) for share in joined)
             yield [[[]] * (count - len(share)) + share for share in (_spread(share, needed) for share in joined)]
@@ -107,10 +113,10 @@ Piece = tuple[MicroBatch, int, bool]
 
 
 def micro_batches(
-    units: Sequence[MicroBatch], samples: Samples, plan: BatchPlan, replica: int, accumulate: int
+    units: Sequence[MicroBatch], samples: Samples, plan: BatchPlan, replica: int, accumulate: int, whole: bool = False
 ) -> Iterator[Piece]:
-    """One replica's micro-batches of some units, window by window."""
-    for window in plan.windows(units, samples.lengths, accumulate):
+    """One replica's micro-batches of some units, window by window; ``whole`` as in ``BatchPlan.windows``."""
+    for window in plan.windows(units, samples.lengths, accumulate, whole):
         mine = window[replica]
         tokens = int(sum(samples.supervised[members].sum() for members in mine if members))
         for i, members in enumerate(mine):
@@ -207,7 +213,8 @@ class RowLoader:
             plan: how it is dealt out.
             replica: which share is this rank's.
             accumulate: micro-batches per optimiser step, asked for at the start of each epoch.
-            limit: micro-batches per epoch (int) or a share of them (float), as ``limit_train_batches``.
+            limit: ``limit_train_batches``, micro-batches per epoch (int) or a share of them (float). The trainer cuts
+                the epoch; the loader has to know where, because the last optimizer step is shorter there.
             num_workers: processes that lay rows end to end; 0 does it in this one.
             pin_memory: page-locked rows, for CUDA.
         """
@@ -218,53 +225,70 @@ class RowLoader:
         """Time that the training loop has waited for rows."""
         self._epoch = 0
         self._position = 0
-        self._resume: dict[str, int] | None = None
-        self._length = self._limited(len(plan.units(samples, 0)))
-
-    def _limited(self, units: int) -> int:
-        total = self.plan.length(units)
-        return min(total, self._limit) if isinstance(self._limit, int) else int(total * self._limit)
+        self._resume: dict[str, Any] | None = None
+        self._dealt = 0
+        self._length = plan.length(len(plan.units(samples, 0)))
+        self.batches = min(self._length, limit) if isinstance(limit, int) else int(self._length * limit)
+        """Micro-batches of an epoch within the limit."""
 
     def __len__(self) -> int:
         return self._length
 
+    def _units(self, epoch: int) -> list[MicroBatch]:
+        """An epoch's units within the limit: a window's token count must not include what is never run."""
+        return self.plan.units(self.samples, epoch)[: self.batches * self.plan.micro_batch_size * self.plan.replicas]
+
     def epoch_size(self) -> tuple[int, int, int]:
         """Samples of the first epoch, their tokens, and how many of these are supervised."""
-        order = self.plan.mixing.order(self.samples.source, self.plan.shuffle, self.plan.seed)
+        order = [i for unit in self._units(0) for i in unit]
         return len(order), int(self.samples.lengths[order].sum()), int(self.samples.supervised[order].sum())
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many of its micro-batches were handed out, and how these were dealt."""
+        """The epoch, how many of its micro-batches were handed out, and how these were dealt."""
+        if self._resume is not None:
+            return self._resume
         return {
             "epoch": self._epoch,
             "position": self._position,
-            "is_over": self._position >= len(self),
-            "deal": deal_of(self.plan, self._accumulate()),
+            "batches": self.batches,
+            "is_over": self._position >= self.batches,
+            "deal": deal_of(self.plan, self._dealt or self._accumulate()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved place at the next iteration, whatever the number of ranks was."""
-        self._resume = {"epoch": int(state["epoch"]), "position": self.position_of(state)}
+        self._resume = state
 
     def position_of(self, state: dict[str, Any]) -> int:
         """A saved position, in this loader's micro-batches."""
-        return len(self) if state.get("is_over") else position_under(state, self.plan, self._accumulate())
+        return self.batches if state.get("is_over") else position_under(state, self.plan, self._accumulate())
+
+    @staticmethod
+    def rewind(state: dict[str, Any], micro_batch: int, ready: int) -> None:
+        """Set a saved place back to an earlier micro-batch of its epoch.
+
+        Args:
+            state: of ``state_dict``, changed in place.
+            micro_batch: the one that trains next, counted by the trainer.
+            ready: micro-batches of the epoch that the trainer had begun when it was saved.
+        """
+        ahead = state["position"] - ready  # beyond 1 where the trainer has counted an epoch's rest as a new epoch
+        state["position"] = micro_batch + (0 if 0 <= ahead <= 1 else ahead)
+        state["is_over"] = False
 
     def micro_batches(self, epoch: int = 0) -> Iterator[Piece]:
         """This replica's share of an epoch."""
-        units = self.plan.units(self.samples, epoch)
-        # A cut epoch ends in a shorter window, whose token count must not include what is never run.
-        units = units[: len(self) * self.plan.micro_batch_size * self.plan.replicas]
-        return micro_batches(units, self.samples, self.plan, self.replica, self._accumulate())
+        self._dealt = self._accumulate()
+        return micro_batches(self._units(epoch), self.samples, self.plan, self.replica, self._dealt)
 
     def __iter__(self) -> Iterator[Row]:
         # A generator: Lightning asks for the iterator before it restores the place, and draws from it after.
         resume, self._resume = self._resume, None
         if resume is not None:
-            self._epoch, self._position = resume["epoch"], resume["position"]
-        elif self._position < len(self):
+            self._epoch, self._position = int(resume["epoch"]), self.position_of(resume)
+        elif self._position < self.batches:
             self._position = 0  # an epoch that was left begins again
-        if self._position >= len(self):
+        if self._position >= self.batches:
             self._epoch, self._position = self._epoch + 1, 0
         sampler: Any = islice(self.micro_batches(self._epoch), self._position, None)
         rows = iter(

@@ -6,7 +6,7 @@ resumed run goes on with the very next row, whatever the number of worker proces
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -24,6 +24,9 @@ from lit_ft.data.samples import Samples, TokenArrays, collect
 from lit_ft.data.sources import Source
 from lit_ft.errors import RecipeError
 from lit_ft.rows import Row
+
+WINDOWS_KEPT = 3
+"""Beginnings of optimizer steps that a place remembers: the one in progress, and those that were drawn ahead."""
 
 Tokens = tuple[int, np.ndarray, np.ndarray]
 """A sample: the number of its source, ids, labels."""
@@ -85,6 +88,15 @@ class _Buffer:
     """The stream's place before it, with the samples left over from the one before."""
 
 
+def start_of_pass(epoch: int) -> dict[str, Any]:
+    """The place of the first micro-batch of a pass over all rows.
+
+    ``skip`` counts units of the buffer that optimizer steps of another size have taken; ``position`` counts
+    micro-batches from there, and ``batch`` those of the trainer's epoch.
+    """
+    return {"epoch": epoch, "buffer": 0, "skip": 0, "position": 0, "batch": 0, "rows": None, "left": None}
+
+
 class StreamLoader:
     """Iterates one replica's micro-batches of a stream; has no length.
 
@@ -101,6 +113,8 @@ class StreamLoader:
         buffer_rows: int,
         replica: int = 0,
         accumulate: Callable[[], int] = lambda: 1,
+        cut: int | None = None,
+        repeats: bool = False,
         workers: int = 0,
     ) -> None:
         """Prepare the loader.
@@ -112,69 +126,125 @@ class StreamLoader:
             names: of the sources with a loss curve.
             buffer_rows: rows that are read and shuffled at a time.
             replica: which share is this rank's.
-            accumulate: micro-batches per optimiser step, asked for at each buffer.
+            accumulate: micro-batches per optimiser step, asked for at the start of each epoch.
+            cut: micro-batches after which the trainer ends an epoch; None where a pass over all rows is one.
+            repeats: begin each epoch with the first row, as ``overfit_batches`` does.
             workers: processes that tokenise ahead; 0 does it between two steps.
         """
         self.sources, self.preparation, self.plan = sources, preparation, plan
         self.names, self.buffer_rows, self.replica = names, buffer_rows, replica
-        self._accumulate, self._workers = accumulate, workers
+        self._accumulate, self._cut, self._repeats, self._workers = accumulate, cut, repeats, workers
         self.seconds_waited = 0.0
         """Time that the training loop has waited for rows."""
         self.notes: Counter[str] = Counter()
         """What was done to the rows that were read, as ``encoding.NOTES`` names it, and how many there were."""
-        self._place: dict[str, Any] = {"epoch": 0, "buffer": 0, "position": 0, "rows": None, "left": None}
+        self._place: dict[str, Any] = start_of_pass(0)
+        self._deal: dict[str, int] = {}
+        self._batch = 0
+        self._is_over = False
+        self._windows: deque[dict[str, Any]] = deque(maxlen=WINDOWS_KEPT)
+        self._resume: dict[str, Any] | None = None
         self._is_open = False
         self._tokenizations = [preparation.tokenization(source) for source in sources]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the micro-batch that trains next.
+        """The place of the micro-batch that trains next, and those where the last optimizer steps began.
 
         Lightning draws one ahead from a loader without length, to know which is the last; that one
         has not been trained on.
         """
-        return {**self._place, "deal": deal_of(self.plan, self._accumulate())}
+        if self._resume is not None:
+            return self._resume
+        deal = self._deal or deal_of(self.plan, self._accumulate())
+        windows = list(self._windows)
+        return {**self._place, "batches": self._cut, "is_over": self._is_over, "windows": windows, "deal": deal}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place.
+        """Go on from a saved place at the next iteration.
 
         Raises:
             RecipeError: rows were drawn already.
         """
-        place = {name: state[name] for name in self._place} | {"position": self.position_of(state)}
-        if self._is_open and place != self._place:
+        if self._is_open and any(state[name] != self._place[name] for name in ("epoch", "buffer", "position")):
             raise RecipeError(
                 "a schedule opened the stream before its place was restored; set trainer.max_epochs to -1"
             )
-        self._place = place
+        self._resume = state
 
-    def position_of(self, state: dict[str, Any]) -> int:
-        """A saved position within a buffer, in this loader's micro-batches."""
-        return position_under(state, self.plan, self._accumulate())
+    @staticmethod
+    def rewind(state: dict[str, Any], micro_batch: int, ready: int) -> None:
+        """Set a saved place back to the micro-batch that an optimizer step begins with.
+
+        Args:
+            state: of ``state_dict``, changed in place.
+            micro_batch: the one that trains next, counted by the trainer within the epoch.
+            ready: micro-batches of the epoch that the trainer had begun when it was saved.
+        """
+        begun = [place for place in state.get("windows", []) if place["batch"] <= micro_batch]
+        if begun:
+            state |= begun[-1]
+            state["position"] += micro_batch - state["batch"]
+        else:  # written before places of windows were kept
+            state["position"] -= ready - micro_batch
+        state |= {"batch": micro_batch, "is_over": False}
 
     def __iter__(self) -> Iterator[Row]:
-        # From where the last iteration was left: limit_train_batches cuts a stream into parts.
+        # On from where the last iteration was left: limit_train_batches cuts a stream into parts.
         self._is_open = True
-        resume = self._place
-        epoch, position = resume["epoch"], resume["position"]
-        for number, buffer in enumerate(self._buffers(resume), resume["buffer"]):
-            rows = islice(
-                micro_batches(buffer.units, buffer.samples, self.plan, self.replica, self._accumulate()), position, None
+        resume, self._resume = self._resume, None
+        now = deal_of(self.plan, self._accumulate())
+        if resume is not None:
+            place = self._dealt_anew({**start_of_pass(0), **resume}, resume.get("deal"), now)
+        else:
+            place = self._dealt_anew(self._place, self._deal, now)
+        self._batch = place["batch"] if resume is not None and place["batch"] != self._cut else 0
+        if self._repeats and self._batch == 0:
+            place = start_of_pass(0)
+        self._deal, self._is_over = now, False
+        self._windows.clear()
+        yield from self._one_pass(place)
+        if self._batch == 0:  # the part before has ended with its pass
+            yield from self._one_pass(self._place)
+        self._is_over = True
+
+    def _dealt_anew(self, place: dict[str, Any], then: dict[str, int] | None, now: dict[str, int]) -> dict[str, Any]:
+        """A place between optimizer steps, counted for steps that are dealt in another way from there on."""
+        place = {name: place[name] for name in start_of_pass(0)}
+        if not then or then == now:
+            return place
+        if place["position"] % then["accumulate"]:
+            position_under({**place, "deal": then}, self.plan, now["accumulate"])  # says why not
+        taken, trained = (place[name] * then["units"] for name in ("position", "batch"))
+        return {**place, "skip": place["skip"] + taken, "position": 0, "batch": trained // now["units"]}
+
+    def _one_pass(self, start: dict[str, Any]) -> Iterator[Row]:
+        """The rest of a pass over all rows, from a place on."""
+        position, accumulate = start["position"], self._deal["accumulate"]
+        for number, buffer in enumerate(self._buffers(start), start["buffer"]):
+            dealt = micro_batches(
+                buffer.units, buffer.samples, self.plan, self.replica, accumulate, whole=self._cut is not None
             )
-            for handed_out, piece in enumerate(rows, position):
-                self._place = {**buffer.start, "epoch": epoch, "buffer": number, "position": handed_out}
+            for at, piece in enumerate(islice(dealt, position, None), position):
+                place = {**buffer.start, "epoch": start["epoch"], "buffer": number, "position": at}
+                place["batch"] = self._batch
+                if at % accumulate == 0:
+                    self._windows.append(place)
                 started = time.perf_counter()
                 row = lay_out(piece, buffer.samples)
                 self.seconds_waited += time.perf_counter() - started
+                self._batch += 1
+                # The trainer draws one ahead unless it knows where the epoch ends.
+                self._place = place if self._cut is None else {**place, "position": at + 1, "batch": self._batch}
                 yield row
             position = 0
-        self._place = {"epoch": epoch + 1, "buffer": 0, "position": 0, "rows": None, "left": None}
+        self._place = start_of_pass(start["epoch"] + 1)
 
     # --- buffers ---------------------------------------------------------------------------------
 
     def _buffers(self, resume: dict[str, Any]) -> Iterator[_Buffer]:
         left: list[list[Tokens]] = _unpack(resume["left"])
-        window = self.plan.micro_batch_size * self.plan.replicas * self._accumulate()
-        number = resume["buffer"]
+        window = self.plan.micro_batch_size * self.plan.replicas * self._deal["accumulate"]
+        number, skip = resume["buffer"], resume["skip"]
         started = time.perf_counter()
         ending = False
         filled = self._filled(resume["rows"])
@@ -188,14 +258,14 @@ class StreamLoader:
                 later = samples.take(np.arange(old, len(samples)))
                 plan = replace(self.plan, mixing=Mixing())  # the stream is mixed already
                 units += [[old + i for i in unit] for unit in plan.units(later, resume["epoch"], number)]
-            start = {"rows": rows, "left": _pack(left)}
+            start = {"rows": rows, "left": _pack(left), "skip": skip}
             ending = ahead is None
-            full = len(units) if ending else len(units) // window * window
+            full = len(units) if ending else skip + (len(units) - skip) // window * window
             left = [[(int(samples.source[i]), *samples[i]) for i in unit] for unit in units[full:]]
             self.seconds_waited += time.perf_counter() - started
-            yield _Buffer(samples, units[:full], start)
+            yield _Buffer(samples, units[skip:full], start)
             started = time.perf_counter()
-            number += 1
+            number, skip = number + 1, 0
 
     def _filled(self, place: dict[str, list[int]] | None) -> Iterator[tuple[dict[str, list[int]], list[Tokens]]]:
         """Each buffer's samples, and the stream's place before it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -12,7 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.data.batching import BatchPlan, RowLoader, deal_of
+from lit_ft.accumulation import accumulation
+from lit_ft.checkpointing.fit_progress import FitProgress
+from lit_ft.data.batching import BatchPlan, RowLoader, deal_of, position_under
 from lit_ft.data.formats import Chat
 from lit_ft.data.lengths import Overlong
 from lit_ft.data.mixing import Strategy, check_weights
@@ -268,6 +271,8 @@ class TextDataModule(LightningDataModule):
         """Load what the stage needs, unless that was done before."""
         module = getattr(self.trainer, "lightning_module", None)
         self.load(getattr(module, "tokenizer", None), stage)
+        if stage == "fit":  # another fit begins with the first epoch, unless a checkpoint says otherwise
+            self._train_loader, self._place = None, {}
         replicas = process.replica(self.trainer)[0]
         if stage == "fit" and not self.streaming and len(self.splits["train"]) < replicas:
             raise RecipeError(
@@ -301,38 +306,39 @@ class TextDataModule(LightningDataModule):
         """Micro-batches of this rank, which know their optimiser window."""
         trainer: Any = self.trainer
         replicas, replica = process.replica(trainer)
+        # overfit_batches: the same micro-batches each epoch, in the order of the data.
+        plan = replace(self.plan(replicas), shuffle=self.shuffle and not trainer.overfit_batches)
+        place = self._place
+        if self._train_loader is not None and trainer.training:  # reload_dataloaders_every_n_epochs
+            place = self._train_loader.state_dict()
         if self.streaming:
-            self._train_loader = self._stream(replicas, replica)
+            self._train_loader = self._stream(plan, replica)
         else:
-            limit = trainer.overfit_batches or trainer.limit_train_batches
-            self._train_loader = self._loader(
-                "train", self.plan(replicas), limit, lambda: trainer.accumulate_grad_batches
-            )
-        if self._place:
-            self._train_loader.load_state_dict(self._place)
+            limit = trainer.limit_train_batches
+            self._train_loader = self._loader("train", plan, limit, lambda: accumulation(trainer))
+        if place:
+            self._train_loader.load_state_dict(place)
         return self._train_loader
 
     def first_rows(self, count: int) -> list[Row]:
         """The first ``count`` micro-batches of the training data, the same on every rank."""
-        rows = self._stream(1, 0) if self.streaming else self._loader("train", self.plan(), 1.0)
+        plan = self.plan()
+        rows = self._stream(plan, 0) if self.streaming else self._loader("train", plan, 1.0)
         return list(islice((row for row in rows if row["segment_lengths"]), count))
 
-    def _stream(self, replicas: int, replica: int) -> StreamLoader:
+    def _stream(self, plan: BatchPlan, replica: int) -> StreamLoader:
         trainer: Any = self.trainer
-        limit, accumulate = trainer.limit_train_batches, trainer.accumulate_grad_batches
-        if isinstance(limit, int) and limit % accumulate:
-            raise RecipeError(
-                f"trainer.limit_train_batches={limit} ends a stream within an optimiser step of {accumulate} "
-                f"micro-batches; set it to {-(-limit // accumulate) * accumulate}"
-            )
+        limit = trainer.limit_train_batches
         return StreamLoader(
             self.sources["train"],
             self.preparation,
-            self.plan(replicas),
+            plan,
             names=self._names("train"),
             buffer_rows=self.shuffle_buffer,
             replica=replica,
-            accumulate=lambda: trainer.accumulate_grad_batches,
+            accumulate=partial(_steps_within, limit, trainer),
+            cut=limit if isinstance(limit, int) else None,
+            repeats=bool(trainer.overfit_batches),
             workers=1 if self.preparation.workers is None else self.preparation.workers,
         )
 
@@ -350,32 +356,42 @@ class TextDataModule(LightningDataModule):
         if self._train_loader is not None and state_dict:
             self._train_loader.load_state_dict(state_dict)
 
+    def rewind(self, state: dict[str, Any], micro_batch: int, ready: int) -> None:
+        """Set a saved place back within its epoch, as the loaders' ``rewind`` does."""
+        (StreamLoader if self.streaming else RowLoader).rewind(state, micro_batch, ready)
+
     def take_over(self, checkpoint: dict[str, Any]) -> None:
         """Count an interrupted epoch's micro-batches as this run's ranks deal them.
 
         Args:
             checkpoint: Lightning's; changed in place where the stopped run had other ranks or micro-batches.
+
+        Raises:
+            RecipeError: the place is within an optimizer step of this run.
         """
         state, trainer = checkpoint.get(type(self).__qualname__), self.trainer
         if not state or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
-        now = deal_of(self.plan(process.replica(trainer)[0]), trainer.accumulate_grad_batches)
+        progress = FitProgress(checkpoint)
+        plan, accumulate = self.plan(process.replica(trainer)[0]), accumulation(trainer, progress.epoch)
+        now = deal_of(plan, accumulate)
         if (then := state.get("deal", now)) == now:
             return
-        counts = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-        done = counts["ready"] * then["units"] // now["units"]
-        if state.get("is_over") and isinstance(loader := self.train_dataloader(), RowLoader):
-            done = len(loader)
-        # Counts of the batch that was running may be one behind: Lightning knows by that where it was stopped.
-        counts |= {name: done - (counts["ready"] - count) for name, count in counts.items()}
+        if state.get("is_over") and not self.streaming and isinstance(loader := self.train_dataloader(), RowLoader):
+            done = loader.batches
+        elif progress.epoch_is_over:
+            done = progress.trained * then["units"] // now["units"]
+        else:
+            done = position_under({"position": progress.trained, "deal": then}, plan, accumulate)
+        progress.recount(done)
 
     def val_dataloader(self) -> RowLoader | tuple[()]:
         """Validation rows, each sample once, in rows of up to the token budget."""
-        return self._evaluation_loader("val", "limit_val_batches") if "val" in self.splits else ()
+        return self._evaluation_loader("val") if "val" in self.splits else ()
 
     def test_dataloader(self) -> RowLoader:
         """Test rows, each sample once."""
-        return self._evaluation_loader("test", "limit_test_batches")
+        return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> "_Batches":
         """This rank's prompts and expected answers, ``micro_batch_size`` a batch.
@@ -389,14 +405,14 @@ class TextDataModule(LightningDataModule):
         share, size = prompts[rank::replicas], self.micro_batch_size
         return _Batches([share[start : start + size] for start in range(0, -(-len(prompts) // replicas), size)])
 
-    def _evaluation_loader(self, split: str, limit: str) -> RowLoader:
+    def _evaluation_loader(self, split: str) -> RowLoader:
         samples = self.splits[split]
         # No gradients, no optimiser step: rows may hold as many samples as the memory of a training row.
         budget = self.token_budget
         units = None if budget is None else max(budget, int(samples.lengths.max()))
         size = self.micro_batch_size if units is None else 1
         plan = BatchPlan(micro_batch_size=size, packing=units, replicas=process.replica(self.trainer)[0])
-        return self._loader(split, plan, getattr(self.trainer, limit))
+        return self._loader(split, plan, 1.0)  # the trainer alone applies limit_val_batches
 
     def _loader(self, split: str, plan: BatchPlan, limit: int | float, accumulate: Any = lambda: 1) -> RowLoader:
         assert self.trainer is not None
@@ -422,6 +438,22 @@ class _Batches:
 
     def __len__(self) -> int:
         return len(self._batches)
+
+
+def _steps_within(limit: int | float, trainer: Any) -> int:
+    """Micro-batches of an optimizer step in an epoch of so many.
+
+    Raises:
+        RecipeError: the epoch ends within a step.
+    """
+    accumulate = accumulation(trainer)
+    if isinstance(limit, int) and limit % accumulate:
+        name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+        raise RecipeError(
+            f"trainer.{name}={limit} ends a stream within an optimizer step of {accumulate} micro-batches; set it to "
+            f"{-(-limit // accumulate) * accumulate}"
+        )
+    return accumulate
 
 
 _VERBS = {"train": "train", "val": "validate", "test": "test"}

@@ -1,0 +1,38 @@
+"""Micro-batches per optimizer step, with Lightning's ``GradientAccumulationScheduler`` where there is one."""
+
+import math
+from typing import Any
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+
+def accumulation(trainer: Any, epoch: int | None = None) -> int:
+    """Micro-batches of an optimizer step.
+
+    The scheduler sets the trainer's attribute when an epoch starts: after the first row of a stream was drawn, and
+    not at all in an epoch that a resumed run goes on with.
+
+    Args:
+        trainer: whose callbacks are looked at.
+        epoch: counted from 0; None is the one that runs, or else the next.
+    """
+    if (scheduler := _scheduler(trainer)) is None:
+        return int(trainer.accumulate_grad_batches)
+    running = trainer.fit_loop.epoch_progress.current.processed
+    return int(scheduler.get_accumulate_grad_batches(running if epoch is None else epoch))
+
+
+def optimizer_steps(trainer: Any) -> int | float:
+    """Optimizer steps of the run, infinity or below 0 where it has no end; opens the training data."""
+    steps = trainer.estimated_stepping_batches
+    scheduler, batches = _scheduler(trainer), trainer.num_training_batches
+    if scheduler is None or trainer.max_epochs in (None, -1) or math.isinf(batches):
+        return steps
+    epochs = range(max(trainer.max_epochs, 1))
+    steps = sum(math.ceil(batches / scheduler.get_accumulate_grad_batches(epoch)) for epoch in epochs)
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+
+def _scheduler(trainer: Any) -> GradientAccumulationScheduler | None:
+    found = (one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler))
+    return next(found, None)

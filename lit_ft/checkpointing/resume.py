@@ -1,0 +1,101 @@
+"""A fit that is resumed goes on between two optimizer steps, wherever it was saved."""
+
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_ft.accumulation import accumulation
+from lit_ft.checkpointing.fit_progress import FitProgress
+
+
+class Replay:
+    """Micro-batches that are trained on again, without the validations that came between them."""
+
+    def __init__(self, trainer: Any, until: int) -> None:
+        """Switch validation off.
+
+        Args:
+            trainer: of the resumed run.
+            until: micro-batches of the epoch after which the stopped run had validated, if it was due.
+        """
+        self.until = until
+        self._limit_val_batches = trainer.limit_val_batches
+        trainer.limit_val_batches = 0
+
+    def ends(self, trainer: Any, batch_idx: int) -> bool:
+        """Whether this micro-batch is the first that no validation had followed; switches validation on again."""
+        if batch_idx >= self.until:
+            trainer.limit_val_batches = self._limit_val_batches
+            return True
+        return False
+
+
+def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None:
+    """Set a checkpoint back to the beginning of the optimizer step that it was written in.
+
+    A data module takes part by two methods: ``rewind(state, micro_batch, ready)`` sets a saved place of a training
+    loader back within its epoch, and ``take_over(checkpoint)`` recounts where ranks or micro-batches have changed.
+
+    Args:
+        checkpoint: Lightning's, changed in place.
+        trainer: that resumes it.
+
+    Returns:
+        What ends the replay; None where nothing is trained on again.
+    """
+    data: Any = trainer.datamodule
+    progress = FitProgress(checkpoint)
+    state = checkpoint.get(type(data).__qualname__) or {}
+    reopened = not state.get("is_over") and progress.reopen_epoch()
+    replay = None
+    if not progress.epoch_is_over:
+        replay = _rewind(checkpoint, progress, trainer, state, reopened)
+    if replay is None and (progress.validation_was_interrupted or _validation_is_due(progress, trainer, state)):
+        progress.restart_validation()
+    before = progress.ready
+    if (take_over := getattr(data, "take_over", None)) is not None:
+        take_over(checkpoint)
+    if replay is not None and progress.ready != before:
+        replay.until = progress.ready  # where the stopped run validated is between other micro-batches
+    return replay
+
+
+def _rewind(
+    checkpoint: dict[str, Any], progress: FitProgress, trainer: Any, state: dict[str, Any], reopened: bool
+) -> Replay | None:
+    data: Any = trainer.datamodule
+    accumulate = state.get("deal", {}).get("accumulate") or accumulation(trainer, progress.epoch)
+    trained, ready = progress.trained, progress.ready
+    start = trained // accumulate * accumulate
+    if (rewind := getattr(data, "rewind", None)) is not None:
+        for place in (state, *progress.loader_states):
+            if place:
+                rewind(place, start, ready)
+    elif start < trained:
+        rank_zero_warn(
+            f"the checkpoint was written {trained - start} micro-batches into an optimizer step of {accumulate}, and "
+            f"their gradient is lost: {type(data).__name__} cannot go back to the step's beginning, as a data module "
+            "with a method rewind(state, micro_batch, ready) can (lit_ft.TextDataModule); resume from a checkpoint "
+            "written between two steps, e.g. at the end of an epoch"
+        )
+        return None
+    if start == ready and not reopened:
+        return None
+    to_validate = progress.validation_was_interrupted or progress.was_saved_before_validation
+    until = max(trained - 1 if to_validate else trained, start, checkpoint.get("validated_until", 0))
+    progress.rewind(start)
+    return Replay(trainer, until)
+
+
+def _validation_is_due(progress: FitProgress, trainer: Any, state: dict[str, Any]) -> bool:
+    """Whether the stopped run would have validated next; Lightning goes on without."""
+    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    if not progress.was_saved_before_validation or not trainer.enable_validation:
+        return False
+    if (every is not None and (progress.epoch + 1) % every) or not isinstance(interval, int | float):
+        return False
+    if isinstance(interval, float):
+        if interval == 1.0 or state.get("batches") is None:
+            return interval == 1.0 and progress.epoch_is_over
+        interval = max(1, int(state["batches"] * interval))
+    return (progress.trained_in_all if every is None else progress.trained) % interval == 0

@@ -1,0 +1,243 @@
+"""Fits that are stopped at any moment and resumed, and a plain training loop over the same samples."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_ft import CausalLM, TextDataModule
+from lit_ft.data.mixing import Mixing
+from lit_ft.data.sources import Source
+from lit_ft.data.streaming import MixedRows
+
+LEARNING_RATE = 0.05
+SEED = 3
+
+
+@dataclass
+class Run:
+    """What is trained on; ``sources`` are JSON-lines files with their number of rows."""
+
+    model: str
+    sources: list[tuple[str, int]]
+    val_path: str | None = None
+    ranks: int = 1
+    data: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[int, int] | None = None
+    """Of gradient accumulation, by epoch."""
+
+    def module_and_data(self) -> tuple[CausalLM, TextDataModule]:
+        module = CausalLM(self.model)
+        module.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.5)
+        sources = [Source(path, name=f"s{number}") for number, (path, _) in enumerate(self.sources)]
+        if self.data.get("mixing"):
+            sources = [replace(source, weight=float(number + 1)) for number, source in enumerate(sources)]
+        options = {"micro_batch_size": 2, "max_length": 64, "tokenize_workers": 0, **self.data}
+        return module, TextDataModule(sources=sources, val_path=self.val_path, **options)
+
+    def fit(self, folder: Path, stop: "Stop | None" = None, ckpt_path: str | None = None, **trainer: Any) -> "Outcome":
+        """Train in this process, which is one rank of ``ranks``."""
+        os.environ["PL_GLOBAL_SEED"] = str(SEED)
+        module, data = self.module_and_data()
+        watch = Watch()
+        callbacks: list[Callback] = [watch]
+        if self.schedule:
+            callbacks.append(GradientAccumulationScheduler(dict(self.schedule)))
+        options = {
+            "accelerator": "cpu",
+            "devices": self.ranks,
+            "strategy": "ddp" if self.ranks > 1 else "auto",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "default_root_dir": folder,
+            **self.trainer,
+            **trainer,
+        }
+        fit = Trainer(callbacks=[*callbacks, *([stop] if stop else [])], **options)
+        try:
+            fit.fit(module, data, ckpt_path=ckpt_path)
+        except Stopped:
+            assert stop is not None
+        weights = {name: p.detach().clone() for name, p in module.trainable_parameters().items()}
+        return Outcome(weights, watch.losses, watch.norms, watch.validations, fit.current_epoch, fit.global_step)
+
+
+@dataclass
+class Outcome:
+    weights: dict[str, Tensor]
+    losses: dict[int, float]
+    """Of each optimizer step that this process took, by its number from 1."""
+    norms: dict[int, float]
+    validations: list[tuple[int, float]]
+    """Steps taken before, and loss."""
+    epoch: int
+    step: int
+
+
+class Watch(Callback):
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.norms: dict[int, float] = {}
+        self.validations: list[tuple[int, float]] = []
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step > self._step:
+            self._step = trainer.global_step
+            metrics = trainer.callback_metrics
+            self.losses[self._step] = float(metrics["train/loss"])
+            self.norms[self._step] = float(metrics["train/grad_norm"])
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.validations.append((trainer.global_step, float(trainer.callback_metrics["val/loss"])))
+
+
+class Stopped(Exception):
+    pass
+
+
+class Stop(Callback):
+    """Saves at a moment, and ends the run there."""
+
+    def __init__(self, moment: str, number: int, path: Path) -> None:
+        """Choose the moment.
+
+        Args:
+            moment: ``batch``, ``backward``, ``validation``, ``validation_batch`` or ``should_stop``.
+            number: which one, counted from 1.
+            path: the checkpoint.
+        """
+        self.moment, self.left, self.path, self._saves_at_end = moment, number, str(path), False
+
+    def _count(self, trainer: Trainer, moment: str) -> bool:
+        if moment != self.moment:
+            return False
+        self.left -= 1
+        return self.left == 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self._count(trainer, "batch"):  # as train_time_interval and SLURM do
+            trainer.save_checkpoint(self.path)
+            raise Stopped
+        if self._count(trainer, "should_stop"):  # as early stopping and max_time do
+            trainer.should_stop = self._saves_at_end = True
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if self._saves_at_end:
+            trainer.save_checkpoint(self.path)
+            raise Stopped
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        if self._count(trainer, "backward"):
+            raise Stopped
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self._count(trainer, "validation_batch"):
+            raise Stopped
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        if self._count(trainer, "validation"):  # as ModelCheckpoint does
+            trainer.save_checkpoint(self.path)
+            raise Stopped
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self.moment in ("backward", "validation_batch") and isinstance(exception, Stopped):
+            trainer.save_checkpoint(self.path)
+
+
+# --- the plain loop --------------------------------------------------------------------------------
+
+
+def plain_losses(run: Run, epochs: int) -> tuple[dict[int, float], dict[str, Tensor]]:
+    """Loss of each optimizer step and the final weights, one sample at a time, without Lightning."""
+    model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5)
+    losses: dict[int, float] = {}
+    for step in steps_of(run, epochs):
+        samples = [(torch.tensor(ids[None]).long(), torch.tensor(labels[None]).long()) for ids, labels in step]
+        tokens = sum(int((labels[:, 1:] != -100).sum()) for _, labels in samples)
+        total = 0.0
+        for ids, labels in samples:
+            logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / tokens
+            loss.backward()
+            total += float(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[len(losses) + 1] = total
+        if len(losses) == run.trainer.get("max_steps", -1):
+            break
+    return losses, {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+
+
+def steps_of(run: Run, epochs: int) -> Iterator[list[Any]]:
+    """The samples of each optimizer step."""
+    _, data = run.module_and_data()
+    limit: Any = run.trainer.get("overfit_batches") or run.trainer.get("limit_train_batches", 1.0)
+    per_batch = data.micro_batch_size * run.ranks
+    os.environ["PL_GLOBAL_SEED"] = str(SEED)
+    passes = units_of(run, data)
+    stream: list[Any] = []
+    for epoch in range(epochs):
+        accumulate = run.trainer.get("accumulate_grad_batches", 1)
+        for first, factor in sorted((run.schedule or {}).items()):
+            accumulate = factor if epoch >= first else accumulate
+        if run.trainer.get("overfit_batches"):
+            passes, stream = units_of(run, data), []
+        if not stream:
+            stream = next(passes)
+        batches = -(-len(stream) // per_batch)
+        cut = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        units, rest = stream[: cut * per_batch], stream[cut * per_batch :]
+        stream = rest if data.streaming else []
+        for start in range(0, len(units), per_batch * accumulate):
+            yield [sample for unit in units[start : start + per_batch * accumulate] for sample in unit]
+
+
+def units_of(run: Run, data: TextDataModule) -> Iterator[list[Any]]:
+    """For each pass over the data its units, each a list of samples."""
+    data.load(AutoTokenizer.from_pretrained(run.model))
+    plan = data.plan(run.ranks)
+    if run.trainer.get("overfit_batches"):
+        plan = replace(plan, shuffle=False)
+    epoch = 0
+    while True:
+        if not data.streaming:
+            samples = data.splits["train"]
+            yield [[samples[i] for i in unit] for unit in plan.units(samples, epoch)]
+        else:
+            yield _streamed(run, data, plan, epoch)
+        epoch += 1
+
+
+def _streamed(run: Run, data: TextDataModule, plan: Any, epoch: int) -> list[Any]:
+    """A pass in buffers; what does not fill an optimizer step goes first in the next buffer, unshuffled."""
+    _, whole = replace(run, data={**run.data, "streaming": False}).module_and_data()
+    whole.load(AutoTokenizer.from_pretrained(run.model))
+    samples = whole.splits["train"]
+    place = {(int(samples.source[i]), int(samples.rows[i])): i for i in range(len(samples))}
+    read = [0] * len(data.sources["train"])
+    order = []
+    for number, *_ in MixedRows(data.sources["train"], data.mixing):
+        order.append(place[number, read[number] % run.sources[number][1]])
+        read[number] += 1
+    units = []
+    for buffer, start in enumerate(range(0, len(order), data.shuffle_buffer)):
+        fresh = samples.take(torch.tensor(order[start : start + data.shuffle_buffer]).numpy())
+        dealt = replace(plan, mixing=Mixing()).units(fresh, epoch, buffer)
+        units += [[fresh[i] for i in unit] for unit in dealt]
+    return units

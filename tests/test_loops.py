@@ -1,0 +1,133 @@
+"""What the Trainer's options train on, and that a run stopped at any moment equals one that was not stopped."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_rows
+from loops import Run, Stop, plain_losses
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, model_folder: str) -> Callable[..., Run]:
+    def make(counts: tuple[int, ...] = (21,), **options: Any) -> Run:
+        sources = []
+        for number, count in enumerate(counts):
+            path = tmp_path / f"rows{number}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in make_rows(count, seed=number)))
+            sources.append((str(path), count))
+        val_path = tmp_path / "val.json"
+        val_path.write_text(json.dumps(make_rows(9, seed=9)))
+        return Run(model_folder, sources, str(val_path), **options)
+
+    return make
+
+
+def assert_equals_the_plain_loop(run: Run, folder: Path, epochs: int) -> None:
+    got = run.fit(folder)
+    losses, weights = plain_losses(run, epochs)
+    assert got.losses == pytest.approx(losses, rel=1e-5)
+    for name, tensor in got.weights.items():
+        torch.testing.assert_close(tensor, weights[name], atol=2e-6, rtol=1e-4, msg=name)
+
+
+def assert_resumed_equals(run: Run, folder: Path, moment: str, number: int, **trainer: Any) -> None:
+    whole = run.fit(folder / "whole")
+    path = folder / f"{moment}{number}.ckpt"
+    before = run.fit(folder / "stopped", Stop(moment, number, path), **trainer)
+    after = run.fit(folder / "resumed", ckpt_path=str(path))
+    assert (after.epoch, after.step) == (whole.epoch, whole.step)
+    for name, tensor in whole.weights.items():
+        assert torch.equal(after.weights[name], tensor), name
+    assert before.losses | after.losses == whole.losses
+    assert before.norms | after.norms == whole.norms
+    if len(before.validations) + len(after.validations) > len(whole.validations):
+        assert moment == "should_stop"  # where training ends, Lightning validates once more
+        before.validations.pop()
+    assert before.validations + after.validations == whole.validations
+
+
+# 21 rows in micro-batches of 2: 11 of them, in windows of 4, 4 and 3; validation after 3, 6 and 9, all of them but one
+# within a window.
+WINDOWS = {"max_epochs": 2, "accumulate_grad_batches": 4, "val_check_interval": 3}
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        *(("validation", number) for number in (1, 2, 5)),
+        *(("batch", number) for number in (1, 3, 7, 11)),
+        *(("backward", number) for number in (1, 6, 8, 14)),
+        ("validation_batch", 1),
+        *(("should_stop", number) for number in (6, 8, 13)),
+    ],
+)
+def test_a_run_saved_within_an_optimizer_step_goes_on_as_if_it_had_not_stopped(
+    make_run: Any, tmp_path: Path, moment: str, number: int
+) -> None:
+    assert_resumed_equals(make_run(trainer=WINDOWS), tmp_path, moment, number)
+
+
+@pytest.mark.parametrize(("interval", "number"), [(4, 4), (4, 12), (0.37, 8), (1.0, 11)])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_validation_that_was_due_where_a_run_was_saved_is_made_up_for(
+    make_run: Any, tmp_path: Path, interval: float, number: int, streaming: bool
+) -> None:
+    options = {"max_epochs": 2, "accumulate_grad_batches": 4, "val_check_interval": interval}
+    if streaming and interval == 0.37:
+        options["limit_train_batches"] = 8
+    run = make_run(trainer=options, data={"streaming": streaming})
+    assert_resumed_equals(run, tmp_path, "batch", number)
+    if number in (4, 12):
+        assert_resumed_equals(run, tmp_path, "validation_batch", 2)
+
+
+# --- what Lightning's options train on -------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"accumulate_grad_batches": 2},
+    "limit of micro-batches": {"limit_train_batches": 6, "accumulate_grad_batches": 2},
+    "limit within a step": {"limit_train_batches": 7, "accumulate_grad_batches": 4},
+    "share": {"limit_train_batches": 0.5, "accumulate_grad_batches": 2},
+    "share within a step": {"limit_train_batches": 0.5, "accumulate_grad_batches": 4},
+    "reloaded": {"reload_dataloaders_every_n_epochs": 1, "accumulate_grad_batches": 2},
+    "reloaded every second": {"reload_dataloaders_every_n_epochs": 2, "limit_train_batches": 6},
+    "overfit": {"overfit_batches": 2, "accumulate_grad_batches": 2},
+    "overfit one": {"overfit_batches": 1},
+    "overfit share": {"overfit_batches": 0.4, "accumulate_grad_batches": 2},
+    "steps": {"max_steps": 5, "accumulate_grad_batches": 4},
+    "validation by steps": {"val_check_interval": 5, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2},
+    "validation every second epoch": {"check_val_every_n_epoch": 2, "accumulate_grad_batches": 2},
+    "validation by share": {"val_check_interval": 0.3, "limit_val_batches": 1, "accumulate_grad_batches": 2},
+}
+SCHEDULES: dict[str, dict[int, int]] = {"from the start": {0: 4}, "later": {1: 2, 2: 4}}
+UNSIZED = {"share", "share within a step", "overfit share", "validation by share", "limit within a step"}
+"""Refused for streams: by Lightning, or because an optimizer step would be cut."""
+
+
+def cases() -> list[Any]:
+    made = []
+    for streaming in (False, True):
+        where = "streamed" if streaming else "sized"
+        for name, options in OPTIONS.items():
+            if not streaming or name not in UNSIZED:
+                made.append(pytest.param(streaming, options, None, id=f"{where}-{name}"))
+        for name, schedule in SCHEDULES.items():
+            made.append(pytest.param(streaming, {}, schedule, id=f"{where}-accumulation {name}"))
+        made.append(pytest.param(streaming, {"limit_train_batches": 8}, {1: 2, 2: 4}, id=f"{where}-cut and scheduled"))
+    return made
+
+
+@pytest.mark.parametrize(("streaming", "options", "schedule"), cases())
+def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_that_did_not_stop(
+    make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
+) -> None:
+    data = {"streaming": streaming, "shuffle_buffer": 9}
+    run = make_run((13, 8), data=data, trainer={"max_epochs": 3, **options}, schedule=schedule)
+    assert_equals_the_plain_loop(run, tmp_path, 3)
+    in_all = 2 if "overfit_batches" in options else 12
+    for number in (1, in_all) if in_all == 2 else (in_all - 5, in_all):
+        assert_resumed_equals(run, tmp_path, "batch", number)
