@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_ft.checkpointing import replacement
+from lit_ft.checkpointing.run_state import finished_step
+from lit_ft.checkpointing.selection import newest_good
 from lit_ft.errors import RecipeError
 
 RUNS = Path("checkpoints/runs")
@@ -36,16 +41,28 @@ class RunFolder:
         """For ``transformers.AutoModelForCausalLM.from_pretrained``."""
         return self.root / "merged"
 
+    @property
+    def finished(self) -> Path:
+        """Says that the run came to its end, and at which step."""
+        return self.root / "finished.json"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is anything that a run could resume from; nothing is read."""
+        return any(self.checkpoints.glob("*.ckpt")) or bool(replacement.interrupted(self.checkpoints))
+
     def last_checkpoint(self) -> Path:
-        """The newest ``last*.ckpt``, which ``--ckpt_path last`` names.
+        """The newest good checkpoint, which ``--ckpt_path last`` names.
 
         Raises:
             RecipeError: there is none.
         """
-        found = sorted(self.checkpoints.glob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise RecipeError(f"there is no last.ckpt in {self.checkpoints}; start without --ckpt_path, or name a file")
-        return found[-1]
+        if not self.has_checkpoint:
+            raise RecipeError(
+                f"there is no checkpoint in {self.checkpoints}: the run ended before its first one; start it again "
+                "with the same command without --ckpt_path, or with --resume auto in its place, which does either"
+            )
+        return newest_good(self.checkpoints)
 
     def make(self, resuming: bool) -> None:
         """Create the folder.
@@ -54,10 +71,12 @@ class RunFolder:
             RecipeError: it cannot be written, or holds another run that would be overwritten.
         """
         if not resuming and self.config.exists():
-            raise RecipeError(
-                f"run_dir={str(self.root)!r} holds a run already; resume it with --ckpt_path last, "
-                "or give another --run_dir"
-            )
+            if self.has_checkpoint or self.adapter.exists() or self.merged.exists():
+                raise RecipeError(
+                    f"run_dir={str(self.root)!r} holds a run already; resume it with --ckpt_path last, "
+                    "or give another --run_dir"
+                )
+            rank_zero_info(f"the earlier run in {self.root} ended before its first checkpoint: started again")
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             probe = self.root / f".write-{os.getpid()}"
@@ -80,9 +99,21 @@ def newest_run(recipe: str) -> RunFolder:
     Raises:
         RecipeError: there is none.
     """
-    runs = sorted((RUNS / recipe).glob("*/checkpoints/last*.ckpt"), key=lambda path: path.stat().st_mtime)
-    if not runs:
+    if not (runs := _runs_with_checkpoints(recipe)):
         raise RecipeError(
-            f"no run of {recipe!r} under {RUNS / recipe} has a last.ckpt; give its folder with --run_dir DIR"
+            f"no run of {recipe!r} under {RUNS / recipe} has a checkpoint; give its folder with --run_dir DIR"
         )
-    return RunFolder(runs[-1].parents[1])
+    return runs[-1]
+
+
+def unfinished_run(recipe: str) -> RunFolder | None:
+    """The recipe's newest run that has a checkpoint to resume from and did not come to its end; None without one."""
+    runs = [run for run in _runs_with_checkpoints(recipe) if finished_step(run.finished) is None]
+    return runs[-1] if runs else None
+
+
+def _runs_with_checkpoints(recipe: str) -> list[RunFolder]:
+    """A recipe's runs, by when their checkpoints were written."""
+    runs = [RunFolder(path.parent) for path in (RUNS / recipe).glob("*/checkpoints")]
+    written = {run: max((path.stat().st_mtime for path in run.checkpoints.glob("*.ckpt")), default=0.0) for run in runs}
+    return sorted((run for run in runs if run.has_checkpoint), key=lambda run: written[run])

@@ -193,7 +193,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["--merge", "true", "--model.peft", "peft.PromptTuningConfig", "--model.peft.num_virtual_tokens", "4"],
         "merge=true, but PROMPT_TUNING adds no weights that could be merged into the base; leave merge out",
     ),
-    "no checkpoint": (["--ckpt_path", "last"], "there is no last.ckpt in"),
+    "no checkpoint": (["--ckpt_path", "last"], "there is no checkpoint in"),
     "missing checkpoint": (["--ckpt_path", "x.ckpt"], "ckpt_path='x.ckpt' does not exist"),
     "unwritable": (["--run_dir", "/proc/lit_ft"], "cannot be written"),
     "no such recipe": (["--config", "nope.yaml"], "nope.yaml"),

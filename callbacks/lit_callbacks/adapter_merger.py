@@ -96,6 +96,22 @@ class AdapterMerger(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the folders, on rank 0; the other ranks send their shares of split weights."""
         self._write_best(trainer, pl_module)
+        self.write_final(trainer, pl_module)
+
+    def write_final(self, trainer: Trainer, pl_module: LightningModule, only_missing: bool = False) -> None:
+        """Write the folders of the end of training; a collective.
+
+        Args:
+            trainer: of the run.
+            pl_module: as it was trained.
+            only_missing: leave it where all of them are there.
+        """
+        if only_missing:
+            is_adapter = (model := find_model(pl_module)) is pl_module or is_peft(model)
+            folders = [self.adapter_dir if is_adapter else None, self.merged_dir]
+            missing = [folder for folder in folders if folder is not None and not folder.exists()]
+            if not trainer.strategy.broadcast(bool(missing)):
+                return
         self._write(trainer, pl_module, "")
 
     def _write_best(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -15,6 +15,7 @@ from lit_callbacks.manifest import sync
 
 _COMMENT = b"lit_ft sha256="
 _COMMENT_BYTES = len(_COMMENT) + 64
+_FIRST_RECORD = b"PK\x03\x04"
 _END_RECORD, _END_RECORD_BYTES = b"PK\x05\x06", 22
 """The last record of a zip archive without a comment; its last two bytes are the comment's length."""
 _CHUNK_BYTES = 2**22
@@ -79,6 +80,9 @@ def verify(path: Path) -> str | None:
             return None if is_same else "its bytes are not those that its SHA-256 sum was taken of"
         if tail[-_END_RECORD_BYTES:][:4] == _END_RECORD and tail[-2:] == b"\0\0":
             raise NoChecksum
+        file.seek(0)
+        if size > 0 and file.read(4) != _FIRST_RECORD[: min(4, size)]:
+            return "it is no Lightning checkpoint; name a .ckpt file of a run"
         return f"it is cut short, or its end was overwritten ({size:,} bytes)"
 
 

@@ -27,7 +27,9 @@ class DamagedCheckpoint(RecipeError):
             path: of the checkpoint.
             damage: what is wrong with it.
         """
-        super().__init__(f"checkpoint {str(path)!r} is damaged: {damage}; --ckpt_path last takes the newest good one")
+        super().__init__(
+            f"checkpoint {str(path)!r} cannot be used: {damage}; --ckpt_path last takes the newest good one"
+        )
         self.path, self.damage = path, damage
 
 

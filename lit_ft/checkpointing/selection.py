@@ -30,6 +30,8 @@ class Candidate(NamedTuple):
 
 SESSION = "session"
 """Key of ``Position.session`` in a checkpoint."""
+UNLOGGED = "unlogged_metrics"
+"""Key of the last step's metrics, in a checkpoint that was written before they were logged."""
 
 
 def candidates(folder: Path) -> tuple[list[Candidate], list[DamagedCheckpoint]]:
@@ -93,10 +95,21 @@ def position_of(path: Path) -> Position | None:
     return Position(session, step, epoch, path.name.lstrip(".").startswith("last"))
 
 
+def resumed_step(path: Path) -> tuple[int, bool]:
+    """The optimizer steps of a checkpoint, and whether the last one's metrics were logged when it was written.
+
+    Raises:
+        DamagedCheckpoint: it cannot be read.
+    """
+    position = position_of(path)
+    return (0, True) if position is None else (position.global_step, UNLOGGED not in _content(path))
+
+
 def _content(path: Path) -> Any:
     file = path / META if path.is_dir() else path
     try:
         # Mapped, so that tensors are not read.
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # what bytes that are no checkpoint raise is anything
+        check_intact(path)  # says what the damage is
         raise DamagedCheckpoint(path, f"it cannot be read ({type(error).__name__})") from error

@@ -5,7 +5,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 
 from jsonargparse import ActionYesNo, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -26,6 +26,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.base_fingerprint import check_same_base
 from lit_ft.causal_lm import CausalLM
+from lit_ft.checkpointing.integrity import check_on_rank_zero
+from lit_ft.checkpointing.run_state import RunState
+from lit_ft.checkpointing.selection import resumed_step
 from lit_ft.checkpoints_io import AnyCheckpointIO, check_fit, saved_base, saved_shapes, saved_start, trainable_shapes
 from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class
 from lit_ft.data.text_data import TextDataModule
@@ -35,7 +38,7 @@ from lit_ft.launching import check_world_size
 from lit_ft.optimizers import configure_optimizers
 from lit_ft.peft_methods import check_mergeable
 from lit_ft.reporting import ConsoleSummary, MetricsCSV, StepEvents, show_progress_on_terminals_only
-from lit_ft.run_folder import RunFolder, new_run, newest_run
+from lit_ft.run_folder import RunFolder, new_run, newest_run, unfinished_run
 
 RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
 """Tells the processes that Lightning starts which folder the first one chose."""
@@ -50,6 +53,8 @@ def run(arguments: list[str]) -> None:
 _HELP = {
     "run_dir": "Folder of the run: config.yaml, metrics.csv, tensorboard/, checkpoints/, adapter/, merged/. "
     "Default: checkpoints/runs/<recipe>/<time>.",
+    "resume": "For fit: auto resumes the newest good checkpoint of run_dir, or starts where there is none, so that one "
+    "command does for both. Without run_dir it resumes the recipe's newest run that did not come to its end.",
     "merge": "After training, also write the merged model (in full fine-tuning: the model) to RUN_DIR/merged.",
     "optimizer": "Optimizer class and its arguments. Default: torch.optim.AdamW with a learning rate of 1e-4.",
     "lr_scheduler": "Schedule class and its arguments, e.g. lit_ft.schedules.CosineWithWarmup. Default: constant.",
@@ -64,7 +69,7 @@ class SaveRecipe(SaveConfigCallback):
         if stage != "fit":
             return
         config = self.config.clone()
-        config["ckpt_path"] = None
+        config["ckpt_path"] = config["resume"] = None
         path = RunFolder(Path(config["run_dir"])).config
         self.parser.save(config, path, skip_none=False, overwrite=True, multifile=False)
 
@@ -96,6 +101,7 @@ class TrainingCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of a run, and lit_ft's classes as defaults."""
+        parser.add_argument("--resume", type=Optional[Literal["auto"]], default=None, help=_HELP["resume"])
         parser.add_argument("--run_dir", type=Optional[str], default=None, help=_HELP["run_dir"])
         parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
         for name, made in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
@@ -122,6 +128,7 @@ class TrainingCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Settle on the run folder and the checkpoint."""
         options = self.options
+        self._check_resume()
         resume = options.ckpt_path == "last"
         if options.run_dir is None and "LOCAL_RANK" in os.environ:
             options.run_dir = os.environ.get(RUN_DIR_VARIABLE)
@@ -133,10 +140,31 @@ class TrainingCLI(LightningCLI):
             options.ckpt_path = str(self.run_folder.last_checkpoint())
         elif options.ckpt_path is not None and not Path(options.ckpt_path).exists():
             raise RecipeError(f"ckpt_path={options.ckpt_path!r} does not exist; name a .ckpt file, or `last`")
+        elif options.ckpt_path is not None:
+            check_on_rank_zero(Path(options.ckpt_path))
+        elif options.resume is not None and self.run_folder.has_checkpoint:
+            options.ckpt_path = str(self.run_folder.last_checkpoint())
+            rank_zero_info(f"resume=auto: resuming {options.ckpt_path}")
+        elif options.resume is not None:
+            rank_zero_info(
+                f"resume=auto: there is no checkpoint in {self.run_folder.checkpoints} yet, so the run starts"
+            )
+
+    def _check_resume(self) -> None:
+        if self.options.resume is None:
+            return
+        if self.subcommand != "fit":
+            raise RecipeError(f"resume=auto is for fit; name a checkpoint of {self.subcommand} with --ckpt_path")
+        if self.options.ckpt_path is not None:
+            raise RecipeError(
+                f"resume=auto chooses a checkpoint, and so does ckpt_path={self.options.ckpt_path!r}; leave one out"
+            )
 
     def _choose_run(self, resume: bool) -> RunFolder:
         files = self.options.config or []
         recipe = Path(str(files[0])).stem if files else "run"
+        if self.options.resume is not None:
+            return unfinished_run(recipe) or new_run(recipe)
         return newest_run(recipe) if resume else new_run(recipe)
 
     def instantiate_classes(self) -> None:
@@ -180,7 +208,11 @@ class TrainingCLI(LightningCLI):
             plugins = [*plugins, AnyCheckpointIO()]
         kwargs["plugins"] = plugins
         if given.logger is None or given.logger is True:
-            loggers = [MetricsCSV(folder), StepEvents(folder.root, name="tensorboard", version="")]
+            step, is_logged = self._resumed_step()
+            loggers = [
+                MetricsCSV(folder, step, is_logged),
+                StepEvents(folder.root, name="tensorboard", version="", purge_step=step or None),
+            ]
             kwargs["logger"] = loggers if self.subcommand == "fit" else False
         if given.enable_progress_bar is None and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             # In a file or a pipe a bar is noise; ConsoleSummary writes a line now and then instead.
@@ -191,6 +223,12 @@ class TrainingCLI(LightningCLI):
         kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
         return super().instantiate_trainer(**kwargs)
 
+    def _resumed_step(self) -> tuple[int, bool]:
+        """Optimizer steps of the checkpoint that the run resumes from, and whether the last one was logged before."""
+        if self.subcommand != "fit" or self.options.ckpt_path is None:
+            return 0, True
+        return resumed_step(Path(self.options.ckpt_path))
+
     def _with_defaults(self, given: list[Callback]) -> list[Callback]:
         """The recipe's callbacks between lit_ft's own; one that the recipe names takes the place of the default."""
         folder = self.run_folder
@@ -198,6 +236,7 @@ class TrainingCLI(LightningCLI):
         first = [
             FailTogether(),
             GracefulStop(folder.checkpoints / "last.ckpt"),
+            RunState(folder.finished, folder.checkpoints),
             ConsoleSummary(folder),
             RunReport(folder.root),
             ThroughputMonitor(),
