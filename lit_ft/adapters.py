@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.manifest import ManifestError, verify_manifest
+from lit_callbacks.whole_folder import put_back
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from transformers import PreTrainedModel
@@ -51,6 +53,7 @@ class Adapter:
             path, weight = "", 1.0
         named = Path(path or text)
         for folder in (named, named / "adapter"):
+            put_back(folder)
             if (folder / "adapter_config.json").is_file():
                 return cls(folder, weight)
         raise RecipeError(
@@ -70,16 +73,17 @@ class Adapter:
         return base["pretrained"] if base else self.config.base_model_name_or_path
 
     def check(self, skeleton: PreTrainedModel, base: Fingerprint) -> None:
-        """Refuse an adapter of another base.
+        """Refuse an adapter that is damaged, or of another base.
 
         Args:
             skeleton: the base without weights; PEFT's layers are added to it.
             base: the base at hand.
 
         Raises:
-            RecipeError: the recorded base, a name or a shape differs.
+            RecipeError: a file, the recorded base, a name or a shape differs.
         """
         name = f"the adapter {str(self.folder)!r}"
+        check_unchanged(self.folder)
         recorded = read_fingerprint(self.folder)
         if recorded is not None:
             check_same_base(recorded, base, name)
@@ -104,6 +108,25 @@ class Adapter:
                     f"{name} was trained on another base: {key} {found} there, and {tuple(tensor.shape)} on this one; "
                     "name the base that it was trained on"
                 )
+
+
+def check_unchanged(folder: Path) -> None:
+    """Compare an exported folder with its manifest; one without a manifest passes, as other programs write none.
+
+    Raises:
+        RecipeError: files are missing or have changed; texts (``*.md``) may.
+    """
+    try:
+        differences = verify_manifest(folder, only=lambda name: not name.endswith(".md"))
+    except FileNotFoundError:
+        return
+    except ManifestError as error:
+        raise RecipeError(f"{error}; export the folder again") from error
+    if differences.damaged:
+        raise RecipeError(
+            f"{str(folder)!r} is not what was exported ({differences}); export it again, or remove its manifest.json "
+            "if it was changed on purpose"
+        )
 
 
 def load_adapters(

@@ -14,6 +14,7 @@ from lit_callbacks.adapter_merger import Kind, Texts
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.causal_lm import CausalLM
+from lit_ft.checkpointing.selection import candidates, position_of
 from lit_ft.data.templates import ChatTemplate
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
@@ -94,6 +95,40 @@ def samples_of(data: TextDataModule) -> dict[str, int]:
     samples, sources = data.splits["train"], data.sources["train"]
     counts = np.bincount(samples.source, minlength=len(sources))
     return {source.title: int(count) for source, count in zip(sources, counts, strict=True)}
+
+
+def describe_step(run: RunFolder, checkpoint: Path, max_steps: int) -> list[str]:
+    """Which step of a run a checkpoint holds, and whether the run went further; as lines.
+
+    Args:
+        run: the run.
+        checkpoint: one of its checkpoints.
+        max_steps: optimizer steps of its recipe; -1 where epochs or time end it.
+    """
+    position = position_of(checkpoint)
+    if position is None:
+        return [f"{checkpoint} does not say at which step it was written"]
+    last = max(_steps_logged(run.root / "metrics.csv"), position.global_step)
+    total = max_steps if max_steps > 0 else last
+    lines = [f"{checkpoint} is step {position.global_step:,} of {total:,}"]
+    newer = [one for one in candidates(run.checkpoints)[0] if one.position[:3] > position[:3]]
+    if newer:
+        step = newer[0].position.global_step
+        lines.append(f"a newer checkpoint is {newer[0].path}, of step {step:,}; take it with --checkpoint")
+    if last > max(position.global_step, *(one.position.global_step for one in newer), 0):
+        lines.append(
+            f"the run was logged up to step {last:,} (metrics.csv), of which no checkpoint is left: what is exported "
+            "is not where it ended"
+        )
+    return lines
+
+
+def _steps_logged(path: Path) -> int:
+    """Optimizer steps with a training loss; the first is logged as 0."""
+    if not path.is_file():
+        return 0
+    with path.open(newline="") as file:
+        return max((int(row["step"]) + 1 for row in csv.DictReader(file) if row.get("train/loss")), default=0)
 
 
 def _last_of(path: Path) -> dict[str, float]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.checkpointing import replacement
@@ -50,6 +51,21 @@ class RunFolder:
     def has_checkpoint(self) -> bool:
         """Whether there is anything that a run could resume from; nothing is read."""
         return any(self.checkpoints.glob("*.ckpt")) or bool(replacement.interrupted(self.checkpoints))
+
+    @classmethod
+    def of_config(cls, file: Path, run_dir: str | None) -> "RunFolder | None":
+        """The run folder that a ``config.yaml`` lies in, where the file names another one: it was copied or moved.
+
+        Args:
+            file: the recipe.
+            run_dir: the folder that is to be used, which may be the one that the recipe names.
+        """
+        here = cls(file.resolve().parent)
+        if run_dir is None or file.name != here.config.name or not here.checkpoints.is_dir():
+            return None
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+        is_named_there = isinstance(recipe, dict) and recipe.get("run_dir") == run_dir
+        return here if is_named_there and Path(run_dir).resolve() != here.root else None
 
     def last_checkpoint(self) -> Path:
         """The newest good checkpoint, which ``--ckpt_path last`` names.

@@ -349,6 +349,63 @@ def test_a_merge_into_a_wider_dtype_is_rounded_once(lit_ft: Any, fit: Any, tmp_p
         assert torch.equal(tensor, wide[name].half()), name
 
 
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_in_an_adapter_or_its_base_is_found(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
+    run = fit("--merge")
+    (run / "adapter" / "README.md").write_text("# My adapter")  # texts may be changed
+    export = ("export", "--adapter", run / "adapter", "--merge", "--out", tmp_path / "out")
+    lit_ft(*export)
+    flip(run / "adapter" / "adapter_model.safetensors")
+    said = lit_ft(*export, code=2)
+    assert "adapter' is not what was exported (with other bytes: adapter_model.safetensors); export it again" in said
+    lit_ft("export", "--run", run)
+    lit_ft(*export)
+    flip(run / "merged" / "model.safetensors")
+    assert "merged' is not what was exported" in lit_ft(*export, "--base", run / "merged", code=2)
+    (run / "merged" / "manifest.json").write_text("[]")
+    assert "manifest.json is no readable manifest" in lit_ft(*export, "--base", run / "merged", code=2)
+
+
+def test_an_export_says_which_step_it_is(lit_ft: Any, fit: Any) -> None:
+    run = fit("--trainer.log_every_n_steps", "1")
+    last = run / "checkpoints" / "last.ckpt"
+    assert "last.ckpt is step 2 of 2\n" in (said := lit_ft("export", "--run", run))
+    assert "newer" not in said
+    assert "was logged up to" not in said
+    state = torch.load(last, weights_only=False)
+    torch.save({**state, "global_step": 1}, run / "checkpoints" / "first.ckpt")
+    said = lit_ft("export", "--run", run, "--checkpoint", run / "checkpoints" / "first.ckpt")
+    assert "first.ckpt is step 1 of 2\n" in said
+    assert f"a newer checkpoint is {last}, of step 2; take it with --checkpoint" in said
+    last.unlink()
+    for other in (run / "checkpoints").glob("epoch*.ckpt"):
+        other.unlink()
+    said = lit_ft("export", "--run", run, "--checkpoint", run / "checkpoints" / "first.ckpt")
+    assert "the run was logged up to step 2 (metrics.csv), of which no checkpoint is left" in said
+
+
+@pytest.mark.parametrize("command", ["validate", "fit"])
+def test_a_copied_run_goes_on_from_its_own_checkpoints(
+    lit_ft: Any, fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    run, copy = fit(), tmp_path / "copy"
+    monkeypatch.delenv("LIT_FT_RUN_DIR")
+    shutil.copytree(run, copy)
+    shutil.rmtree(run)
+    options = ["--trainer.max_steps", "3"] if command == "fit" else []
+    said = lit_ft(command, "--config", copy / "config.yaml", "--ckpt_path", "last", *options)
+    assert f"config.yaml names the run folder {run}; taken is the one it lies in, {copy}" in said
+    assert not run.exists()
+    steps = [torch.load(path)["global_step"] for path in (copy / "checkpoints").glob("last*.ckpt")]
+    assert max(steps) == (3 if command == "fit" else 2)
+
+
 def test_generation_stops_at_the_end_of_a_turn(lit_ft: Any, fit: Any, base: Path, tmp_path: Path) -> None:
     path = base / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": 7, "do_sample": True, "temperature": 0.7}))

@@ -319,7 +319,7 @@ def test_a_module_writes_its_adapter_in_its_own_way(tmp_path: Path) -> None:
 
     merger = AdapterMerger(tmp_path / "adapter")
     trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(Own(lora(llama())), loader())
-    assert [path.name for path in (tmp_path / "adapter").iterdir()] == ["adapter_config.json"]
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"adapter_config.json", "manifest.json"}
 
 
 def test_a_module_without_a_model() -> None:

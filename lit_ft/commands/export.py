@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import embeddings, loading, process
-from lit_ft.adapters import Adapter, Combination, load_adapters
+from lit_ft.adapters import Adapter, Combination, check_unchanged, load_adapters
 from lit_ft.base_fingerprint import fingerprint, write_fingerprint
 from lit_ft.commands.rebuilding import module_of, rebuild
 from lit_ft.commands.recipe_parser import RecipeParser
 from lit_ft.errors import RecipeError
-from lit_ft.exporting import generation_texts, run_texts
+from lit_ft.exporting import describe_step, generation_texts, run_texts
 from lit_ft.model_card import Card
 from lit_ft.reporting import show_progress_on_terminals_only
 from lit_ft.run_folder import RunFolder
@@ -128,7 +128,10 @@ def _of_run(folder: RunFolder, checkpoint: str) -> _Exported:
     file = folder.last_checkpoint() if checkpoint == "last" else Path(checkpoint)
     if not file.exists():
         raise RecipeError(f"checkpoint={checkpoint!r} does not exist; those of the run are in {folder.checkpoints}")
-    module = rebuild(yaml.safe_load(folder.config.read_text(encoding="utf-8")), file)
+    config = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    module = rebuild(config, file)
+    for line in describe_step(folder, file, config["trainer"].get("max_steps", -1)):
+        rank_zero_info(line)
     return _Exported(
         module.model,
         module.tokenizer,
@@ -158,6 +161,7 @@ def _of_adapters(
     density: float | None,
 ) -> _Exported:
     base = _base_of(adapters[0], folder, named)
+    check_unchanged(Path(base.pretrained).expanduser())
     tokenizer = loading.load_tokenizer(base.tokenizer)
     now = fingerprint(base.pretrained, base.init, process.seed())
     for adapter in adapters:

@@ -134,6 +134,12 @@ class TrainingCLI(LightningCLI):
             options.run_dir = os.environ.get(RUN_DIR_VARIABLE)
         if options.run_dir is None:
             options.run_dir = str(self._choose_run(resume).root)
+        for file in options.config or []:
+            if (here := RunFolder.of_config(Path(str(file)), options.run_dir)) is not None:
+                rank_zero_info(
+                    f"{file} names the run folder {options.run_dir}; taken is the one it lies in, {here.root}"
+                )
+                options.run_dir = str(here.root)
         self.run_folder = RunFolder(Path(options.run_dir))
         os.environ[RUN_DIR_VARIABLE] = options.run_dir
         if resume:
