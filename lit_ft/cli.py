@@ -12,6 +12,8 @@ import warnings
 from importlib import import_module
 from typing import NoReturn
 
+from lit_ft.commands.allowed_code import take_option
+
 COMMANDS = {
     "fit": ("lit_ft.commands.train", "train a model"),
     "validate": ("lit_ft.commands.train", "measure loss and accuracy on the validation data"),
@@ -34,7 +36,8 @@ commands:
 
   python -m lit_ft COMMAND --help                            what a command takes
   python -m lit_ft fit --config recipes/quickstart.yaml      an example that runs anywhere
-  --debug                                                    full tracebacks, with any command"""
+  --debug                                                    full tracebacks, with any command
+  --allow_code MODULE                                        let recipes name your own classes, with any command"""
 
 
 def help_text() -> str:
@@ -56,6 +59,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if not debug:
         _quieten()
     try:
+        arguments = take_option(arguments)
         import_module(COMMANDS[name][0]).run(arguments)
     except Exception as error:
         if debug:

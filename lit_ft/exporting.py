@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.adapter_merger import Kind, Texts
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lit_ft.bounded_yaml import load_yaml
 from lit_ft.causal_lm import CausalLM
 from lit_ft.checkpointing.selection import candidates, position_of
 from lit_ft.data.templates import ChatTemplate
@@ -47,7 +47,7 @@ def run_texts(
         logged: metrics, where the run has no metrics.csv.
         samples: training samples of each source.
     """
-    recipe = yaml.safe_load(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
+    recipe = load_yaml(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
     base, added = module.base_fingerprint, [*module.added_tokens, *module.added_special_tokens]
     card = Card(
         kind=kind,

@@ -10,6 +10,8 @@ from lit_callbacks.gather import is_split
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.attention import PACKED
+from lit_ft.errors import RecipeError
+from lit_ft.render_limits import Rendering
 
 
 @contextmanager
@@ -61,7 +63,10 @@ def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     answer = "probe answer"
     turns = [{"role": "user", "content": "probe question"}, {"role": "assistant", "content": answer}]
     try:
-        closing = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(answer)[2]
+        with Rendering(f"the chat template of {tokenizer.name_or_path!r}"):
+            closing = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(answer)[2]
+    except RecipeError:
+        raise
     except Exception:  # whatever a foreign template raises: it renders no plain answers, and says nothing of their end
         return []
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

@@ -26,6 +26,7 @@ from lit_ft import late_casting, peft_methods, quantisation
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
 from lit_ft.name_patterns import matching
+from lit_ft.weight_files import check_weight_files
 
 Init = Literal["pretrained", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -40,7 +41,7 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
     if not (Path(pretrained).expanduser() / "tokenizer_config.json").is_file():  # a folder may hold a tokenizer alone
         _check_folder(pretrained)
     try:
-        return AutoTokenizer.from_pretrained(pretrained)
+        return AutoTokenizer.from_pretrained(pretrained, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if Path(pretrained).is_dir():
             raise RecipeError(
@@ -58,7 +59,7 @@ def load_config(pretrained: str) -> PretrainedConfig:
     """
     _check_folder(pretrained)
     try:
-        return AutoConfig.from_pretrained(pretrained)
+        return AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if Path(pretrained).is_dir():
             raise RecipeError(f"model.pretrained={pretrained!r}: config.json: {_first_line(error)}") from error
@@ -97,6 +98,8 @@ def _unreachable(pretrained: str, error: Exception) -> RecipeError:
 
 
 def _first_line(error: Exception) -> str:
+    if "custom code" in str(error):
+        return "it wants Python code of its own (auto_map) to be run, which is never done"
     return str(error).strip().split("\n")[0].rstrip(".:")[:160]
 
 
@@ -138,17 +141,18 @@ def load_base(
             raise RecipeError("model.quantization needs weights to quantise; set model.init to pretrained")
         config.quantization_config = None  # drawn weights are dense, whatever the checkpoint's are
         options["dtype"] = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
-        model = AutoModelForCausalLM.from_config(config, **options)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
         if (Path(pretrained) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(pretrained)
         return model.train()
+    check_weight_files(pretrained)
     options |= quantisation.reading_options(config, quantization)
     casts_later = late_casting.is_wanted() and dtype != "auto" and "device_map" not in options
     if casts_later:
         options["dtype"] = "auto"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            pretrained, config=config, output_loading_info=True, **options
+            pretrained, config=config, output_loading_info=True, trust_remote_code=False, **options
         )
     except OSError as error:
         raise RecipeError(
@@ -172,7 +176,7 @@ def skeleton(pretrained: str, dtype: Dtype = "auto") -> PreTrainedModel:
     config = load_config(pretrained)
     of_weights = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=of_weights)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=of_weights)
 
 
 def add_peft(

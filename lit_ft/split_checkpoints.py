@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from lit_ft.checkpointing import replacement
 from lit_ft.checkpointing.failures import explain_failed_load, explain_failed_save
 from lit_ft.checkpointing.integrity import HAS_MANIFEST, META
+from lit_ft.checkpointing.metadata_reader import SafeFileSystemReader
 from lit_ft.errors import RecipeError
 
 
@@ -264,7 +265,7 @@ def load_shares(
                     else torch.empty(entry.size, dtype=entry.properties.dtype)
                 )
     with explain_failed_load(path):
-        dcp.load(tensors, checkpoint_id=path)
+        dcp.load(tensors, storage_reader=SafeFileSystemReader(path))
     whole = _as_lightning(rest, tensors)
     # A validation has no optimizers to give states to.
     whole["optimizer_names"] = [[name for group in of_optimizer for name in group] for of_optimizer in groups]
@@ -285,7 +286,7 @@ def read_whole(path: Path) -> dict[str, Any]:
     }
     with warnings.catch_warnings(), explain_failed_load(path):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        dcp.load(tensors, storage_reader=SafeFileSystemReader(path), no_dist=True)
     return _as_lightning(rest, tensors)
 
 
@@ -299,7 +300,7 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _sizes(path: Path) -> dict[str, TensorStorageMetadata]:
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = SafeFileSystemReader(path).read_metadata().state_dict_metadata
     return {key: entry for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 

@@ -158,7 +158,7 @@ def test_validate_test_and_predict(capsys: Any, tmp_path: Path, model_folder: st
     assert all(set(answer) == {"prompt", "question", "expected", "answer"} for answer in answers)
 
 
-def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path) -> None:
+def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe_file = tmp_path / "own.yaml"
     recipe_file.write_text(
         yaml.safe_dump(
@@ -170,7 +170,12 @@ def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path) -> None:
             }
         )
     )
-    run(capsys, "fit", "--config", str(recipe_file), "--run_dir", str(tmp_path / "run"))
+    arguments = ["fit", "--config", str(recipe_file), "--run_dir", str(tmp_path / "run")]
+    refused = run(capsys, *arguments, code=2)
+    assert "is code outside of the packages of every recipe (lit_ft, " in refused
+    assert "add --allow_code own_classes to the command, or own_classes to the list allow_code in" in refused
+    monkeypatch.setenv("LIT_FT_ALLOW_CODE", "")  # what the command line allows stays in the environment of its process
+    run(capsys, *arguments, "--allow_code", "own_classes")
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
 
 

@@ -408,6 +408,7 @@ def test_a_missing_package(
 
 def test_a_package_of_no_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("LIT_FT_ALLOW_CODE", "lion_of_mine")
     with pytest.raises(SystemExit):
         main(["fit", "--config", "recipes/quickstart.yaml", "--optimizer", "lion_of_mine.Lion"])
     assert "optimizer: no module 'lion_of_mine' is installed; mend the class_path" in capsys.readouterr().err

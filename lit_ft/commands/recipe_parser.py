@@ -1,17 +1,33 @@
-"""The parser of recipes: help that shows what a recipe may say, errors in one line."""
+"""The parser of recipes: help that shows what a recipe may say, errors in one line, no code that nobody allowed."""
 
 import argparse
 import inspect
 import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import requires
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import LayerSync, Precision
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from peft import PeftConfig
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.utils.quantization_config import QuantizationConfigMixin
+from yaml import YAMLError
 
+from lit_ft.bounded_yaml import bounded
 from lit_ft.causal_lm import CausalLM
+from lit_ft.commands import allowed_code
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 
@@ -19,8 +35,46 @@ DEFAULT_CLASSES: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
 """What ``model`` and ``data`` are where a recipe names no ``class_path``."""
 
 
+KINDS: tuple[type, ...] = (
+    Accelerator,
+    Callback,
+    CheckpointIO,
+    ClusterEnvironment,
+    LayerSync,
+    LightningDataModule,
+    LightningModule,
+    Logger,
+    LRScheduler,
+    Optimizer,
+    PeftConfig,
+    Precision,
+    Profiler,
+    QuantizationConfigMixin,
+    Strategy,
+)
+"""What a recipe builds of the allowed packages, besides dataclasses; other classes may run what they are given."""
+
+
+_load_yaml = bounded(get_loader("yaml"))
+
+
 class RecipeParser(LightningArgumentParser):
     """Errors in one line, with the nearest option that exists; help that shows the default classes' options."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        allowed_code.enforce()
+        set_loader("yaml", _load_yaml, (YAMLError,))
+        super().__init__(*args, **options)
+
+    def instantiate(self, namespace: Namespace, *args: Any, **options: Any) -> Namespace:
+        """Build what the recipe names.
+
+        Raises:
+            RecipeError: some of it is code that nobody has allowed.
+        """
+        for key, class_path in class_paths(namespace):
+            check_class(re.sub(r"^(fit|validate|test|predict)\.|\.init_args", "", key), class_path)
+        return super().instantiate(namespace, *args, **options)
 
     def format_help(self) -> str:
         """The options, and those of lit_ft's own model and data, which are classes that a recipe may replace."""
@@ -42,6 +96,44 @@ class RecipeParser(LightningArgumentParser):
         raise RecipeError(explain(message, self)) from None
 
 
+def class_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Each class that a parsed recipe names, with its key; any option may hold one, those of type Any included."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        if isinstance(value.get("class_path"), str):
+            yield key, value["class_path"]
+        for name, item in value.items():
+            yield from class_paths(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from class_paths(item, key)
+
+
+def check_class(key: str, class_path: str) -> None:
+    """Refuse what is neither allowed by the user nor a class that options of recipes take.
+
+    A function with arguments would be called with them, whatever type the option has.
+
+    Raises:
+        RecipeError: it says how to allow it.
+    """
+    by_user = allowed_code.allowed_by_user()
+    if allowed_code.is_allowed(class_path, by_user):
+        return
+    if not allowed_code.is_allowed(class_path):
+        raise allowed_code.refusal(class_path, key)
+    module, _, name = class_path.rpartition(".")
+    try:
+        named = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(f"{key}: there is no {class_path!r} ({error}); mend the class_path") from error
+    if allowed_code.is_allowed(named.__module__, by_user):
+        return
+    if not isinstance(named, type) or not (issubclass(named, KINDS) or is_dataclass(named)):
+        raise allowed_code.refusal(class_path, key)
+
+
 def said_by_the_class(error: ValueError) -> ValueError:
     """What a class of the recipe has said of its options, out of what jsonargparse wraps round it."""
     said: BaseException = error
@@ -57,6 +149,8 @@ def said_by_the_class(error: ValueError) -> ValueError:
 def explain(message: str, parser: LightningArgumentParser) -> str:
     """Cut a jsonargparse message to one line, and suggest the nearest option where one is unknown."""
     key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))
+    if (denied := re.search(r"Importing '([\w.]+)' is not allowed", message)) is not None:
+        return str(allowed_code.refusal(denied[1], key))
     unknown = re.search(r"unrecognized arguments: --([\w.]+)|Option '([\w.]+)' is not accepted", message)
     unknown = unknown or re.search(r"[Kk]ey '([\w.]+)' is not expected|does not accept option '([\w.]+)'", message)
     if unknown is not None:
@@ -106,5 +200,6 @@ def _options(message: str, parser: LightningArgumentParser) -> list[str]:
     classes = list(DEFAULT_CLASSES.values())
     for class_path in re.findall(r"class_path '([\w.]+)'", message):
         module, _, name = class_path.rpartition(".")
-        classes.append(getattr(import_module(module), name))
+        if allowed_code.is_allowed(module, [*allowed_code.PACKAGES, *allowed_code.allowed_by_user()]):
+            classes.append(getattr(import_module(module), name))
     return options + [name for cls in classes for name in inspect.signature(cls).parameters]

@@ -30,6 +30,7 @@ from lit_ft.checkpointing.integrity import check_on_rank_zero
 from lit_ft.checkpointing.run_state import RunState
 from lit_ft.checkpointing.selection import resumed_step
 from lit_ft.checkpoints_io import AnyCheckpointIO, check_fit, saved_base, saved_shapes, saved_start, trainable_shapes
+from lit_ft.commands.allowed_code import check_unpickling
 from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
@@ -184,6 +185,8 @@ class TrainingCLI(LightningCLI):
         except ValueError as error:
             raise said_by_the_class(error) from error
         check_world_size(self.trainer)
+        if self.options.ckpt_path is not None:
+            check_unpickling(self.options.weights_only, self.trainer.strategy)
         self.make_run_folder()
         optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
         if optimizer is not None and not isinstance(self.model, CausalLM):

@@ -24,6 +24,7 @@ from lit_ft.data.sources import RawRow
 from lit_ft.data.templates import ChatTemplate
 from lit_ft.data.text_encoder import TextEncoder
 from lit_ft.errors import BadRow
+from lit_ft.render_limits import limited
 from lit_ft.rows import IGNORE_INDEX
 
 NOTES = {
@@ -122,7 +123,8 @@ class Tokenization:
             ids, labels, lengths, owners = self._tokens(examples, bad)
             whole = {i for i in owners if examples[i].ids == examples[i].labels}  # type: ignore[union-attr]
         else:
-            pieces, owners = self._pieces(examples, bad, notes)
+            with limited(f"the chat template of {self.tokenizer.name_or_path!r}"):
+                pieces, owners = self._pieces(examples, bad, notes)
             ids, labels, lengths = self.encoder.encode(pieces)
             if self.opening is not None:
                 is_text = np.array([isinstance(examples[i], Text) for i in owners], dtype=bool)

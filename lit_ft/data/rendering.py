@@ -11,7 +11,7 @@ from typing import Literal
 
 from lit_ft.data.formats import THINKING_KEYS, Chat, Message, Text
 from lit_ft.data.templates import ChatTemplate, spell_out_tools
-from lit_ft.errors import BadRow
+from lit_ft.errors import BadRow, RecipeError
 
 Piece = tuple[str, bool]
 """Text, and whether it is supervised."""
@@ -86,6 +86,8 @@ def chat_samples(
 def _render(chat: Chat, turns: int, template: ChatTemplate, generation: bool = False) -> str:
     try:
         return template.render(chat.messages[:turns], chat.tools, generation)
+    except RecipeError:
+        raise
     except Exception as error:  # a template's own refusals are of any type
         raise BadRow(f"{template.name} does not render it ({type(error).__name__}: {error})") from error
 

@@ -8,11 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from lit_ft.data.formats import Chat, Message
 from lit_ft.errors import BadRow, RecipeError
+from lit_ft.render_limits import CHARACTERS, Rendering, check_length
 
 _CHATML = """\
 {%- for message in messages %}
@@ -99,11 +101,21 @@ class ChatTemplate:
         self._tokenizer, self._options = tokenizer, options or {}
         self.name = f"the chat template of {tokenizer.name_or_path!r}"
         self._check_options(self._options)
-        self._compiled = _compile_jinja_template(tokenizer.get_chat_template())
+        self._rendering = Rendering(self.name)
+        try:
+            with self._rendering:
+                self._compiled = _compile_jinja_template(tokenizer.get_chat_template())
+        except (TemplateError, OverflowError, RecursionError, SyntaxError) as error:
+            raise RecipeError(
+                f"{self.name} is no Jinja template ({type(error).__name__}: {error}); give another one with "
+                "data.chat_template"
+            ) from error
         given = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **self._options}
         self._variables = {**self._compiled.globals, **given}
         try:
             self.closing = self.render([_QUESTION, _ANSWER]).rpartition(_ANSWER["content"])[2]
+        except RecipeError:
+            raise
         except Exception as error:
             raise RecipeError(
                 f"{self.name} does not render a question and an answer ({type(error).__name__}: {error}); give another "
@@ -123,7 +135,18 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, generation: bool = False
     ) -> str:
-        """The text of a conversation, and with ``generation`` the opening of the assistant's turn."""
+        """The text of a conversation, and with ``generation`` the opening of the assistant's turn.
+
+        Raises:
+            RecipeError: the template takes more time or memory than one conversation may.
+        """
+        with self._rendering:
+            text = self._render(messages, tools, generation)
+        if len(text) > CHARACTERS:
+            check_length(self.name, text, len(str((messages, tools))))
+        return text
+
+    def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, generation: bool) -> str:
         if tools is not None or not all(message.keys() == _PLAIN_KEYS for message in messages):
             return self._tokenizer.apply_chat_template(
                 list(messages), tools, tokenize=False, add_generation_prompt=generation, **self._options
@@ -152,6 +175,8 @@ class ChatTemplate:
     def _closing_before_a_question(self) -> str:
         try:
             return self.render([_QUESTION, _ANSWER, _QUESTION]).partition(_ANSWER["content"])[2]
+        except RecipeError:
+            raise
         except Exception:  # whatever a foreign template raises: it takes one question and one answer
             return ""
 
@@ -190,6 +215,8 @@ class ChatTemplate:
         ]
         try:
             text = self.render(messages, tools)
+        except RecipeError:
+            raise
         except Exception:  # whatever a foreign template raises: it does not render tools
             return False
         return all(part in text for part in ("probe_argument", value, result))

@@ -1,0 +1,86 @@
+"""YAML from anyone: read after a look at its size, since a few lines of anchors can stand for billions of values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from lit_ft.errors import RecipeError
+
+MOST_VALUES = 100_000
+"""Values of a document, where each reference counts as what it refers to."""
+DEEPEST = 100
+"""Lists and mappings within each other; libyaml's composer is recursive and crashes the process far deeper."""
+LONG_TEXT = 1_000
+"""Characters from which a string is looked at as well: jsonargparse parses strings again where an option is none."""
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def load_yaml(text: str) -> Any:
+    """Plain values of a YAML document.
+
+    Raises:
+        RecipeError: it is too large or too deep.
+        yaml.YAMLError: it is no YAML.
+    """
+    check_size(text)
+    return yaml.load(text, Loader=_LOADER)
+
+
+def bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A loader of YAML that looks at the size first."""
+
+    def load_bounded(text: str) -> Any:
+        check_size(text)
+        return load(text)
+
+    return load_bounded
+
+
+def check_size(text: str, strings_within: int = 3) -> None:
+    """Refuse YAML that stands for too many values, or refers to itself; nothing is built for that.
+
+    Args:
+        text: the document.
+        strings_within: levels of long strings within strings that are looked at too.
+
+    Raises:
+        RecipeError: it says which limit is passed.
+    """
+    sizes: dict[str, int] = {}  # by anchor
+    open_values: list[tuple[str | None, int]] = [(None, 0)]  # anchor and size, outermost first
+    try:
+        for event in yaml.parse(text, Loader=_LOADER):
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_values.append((event.anchor, 1))
+                if len(open_values) > DEEPEST:
+                    raise RecipeError(f"the YAML is nested over {DEEPEST} deep, which no option is; write it flatter")
+            elif (ended := _ended(event, open_values, sizes, strings_within)) is not None:
+                anchor, size = ended
+                if anchor is not None:
+                    sizes[anchor] = size
+                outer, so_far = open_values.pop()
+                open_values.append((outer, so_far + size))
+                if so_far + size > MOST_VALUES:
+                    raise RecipeError(
+                        f"the YAML stands for over {MOST_VALUES:,} values once its references are written out, or "
+                        "refers to itself; write it without anchors (&) and references (*)"
+                    )
+    except yaml.YAMLError:
+        return  # who loads it says where it is broken; what comes before that is within the limits
+
+
+def _ended(
+    event: yaml.Event, open_values: list[tuple[str | None, int]], sizes: dict[str, int], strings_within: int
+) -> tuple[str | None, int] | None:
+    """Anchor and size of the value that an event completes; None where it completes none."""
+    if isinstance(event, yaml.CollectionEndEvent):
+        return open_values.pop()
+    if isinstance(event, yaml.AliasEvent):
+        return None, sizes.get(event.anchor, MOST_VALUES + 1)  # unknown: the value that it is part of, or none
+    if isinstance(event, yaml.ScalarEvent):
+        if len(event.value) > LONG_TEXT and strings_within:
+            check_size(event.value, strings_within - 1)
+        return event.anchor, 1
+    return None

@@ -1,0 +1,148 @@
+"""Limits on what a chat template takes: it comes with a model, and its loops and strings may have no end.
+
+The sandbox that transformers renders in keeps a template from files and code, not from time and memory.
+"""
+
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2.defaults import DEFAULT_FILTERS
+from jinja2.filters import do_round
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+
+from lit_ft.errors import RecipeError
+
+SECONDS = 5.0
+"""CPU time of one rendering; a conversation of a million characters takes well below one."""
+BYTES = 4 * 2**30
+"""Memory that renderings may take on top of what the process has."""
+CHARACTERS = 1_000_000
+"""Of a rendered conversation, on top of ten times its own text."""
+
+HIGHEST_POWER = 1_000
+"""Exponents in a template."""
+
+
+class _Progress:
+    """Renderings that began and ended, so that a timer can tell whether one goes on for too long."""
+
+    is_limited = False
+    count = 0  # odd within a rendering
+    seen = 0
+
+
+@contextmanager
+def limited(template: str) -> Iterator[None]:
+    """Within it, a rendering that takes too long or too much memory is an error.
+
+    One entry may span many renderings, and costs as much as a few of them. Limits hold on Linux, in the main thread,
+    where signals arrive.
+
+    Args:
+        template: says in errors whose it is.
+
+    Raises:
+        RecipeError: the limit that was passed.
+    """
+    if _Progress.is_limited or sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def look(*_: Any) -> None:
+        if _Progress.count % 2 and _Progress.count == _Progress.seen:
+            raise _refused(template, f"takes over {SECONDS:g} seconds of CPU time")
+        _Progress.seen = _Progress.count
+
+    before = signal.signal(signal.SIGVTALRM, look)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_address_space(limits), limits[1]))
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, SECONDS)
+    _Progress.is_limited = True
+    try:
+        yield
+    finally:
+        _Progress.is_limited = False
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+class Rendering:
+    """Context of one rendering, or of the compilation of a template; it may be entered again and again.
+
+    Raises:
+        RecipeError: the limit that was passed.
+    """
+
+    def __init__(self, template: str) -> None:
+        """Bound Jinja's powers, which no signal interrupts.
+
+        Args:
+            template: says in errors whose it is.
+        """
+        _bound_powers()
+        self._template = template
+        self._limits: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        if not _Progress.is_limited:
+            self._limits = limited(self._template)
+            self._limits.__enter__()
+        _Progress.count += 1
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        _Progress.count += 1
+        if self._limits is not None:
+            limits, self._limits = self._limits, None
+            limits.__exit__(None, None, None)
+        if isinstance(error, MemoryError):
+            raise _refused(self._template, f"takes over {BYTES / 2**30:g} GiB of memory") from error
+
+
+def check_length(template: str, text: str, contents: int) -> None:
+    """Refuse a text that a template has blown up.
+
+    Args:
+        template: says in errors whose it is.
+        text: what it rendered.
+        contents: characters of the conversation itself.
+
+    Raises:
+        RecipeError: it is far longer than what it renders.
+    """
+    if len(text) > CHARACTERS + 10 * contents:
+        raise _refused(template, f"makes {len(text):,} characters of {contents:,}")
+
+
+def _refused(template: str, what: str) -> RecipeError:
+    return RecipeError(f"{template} {what} for one conversation; give another template with data.chat_template")
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if abs(exponent) > HIGHEST_POWER:
+        raise OverflowError(f"a power of {exponent} in a template; {HIGHEST_POWER} is the highest")
+    return base**exponent
+
+
+def _round(value: Any, precision: int = 0, method: Literal["common", "ceil", "floor"] = "common") -> float:
+    return do_round(value, min(precision, HIGHEST_POWER), method)
+
+
+def _bound_powers() -> None:
+    """A huge power is one operation of the interpreter, which no signal ends; Jinja has them in `**` and `round`."""
+    # On the class: transformers makes its environments itself, and Jinja computes constants as it compiles.
+    ImmutableSandboxedEnvironment.intercepted_binops = frozenset({"**"})
+    ImmutableSandboxedEnvironment.default_binop_table = {**SandboxedEnvironment.default_binop_table, "**": _power}
+    DEFAULT_FILTERS["round"] = _round
+
+
+def _address_space(limits: tuple[int, int]) -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    wanted = pages * resource.getpagesize() + BYTES
+    return min([wanted, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
