@@ -78,7 +78,7 @@ def _ended(
     if isinstance(event, yaml.CollectionEndEvent):
         return open_values.pop()
     if isinstance(event, yaml.AliasEvent):
-        return None, sizes.get(event.anchor, MOST_VALUES + 1)  # unknown: the value that it is part of, or none
+        return None, sizes.get(event.anchor or "", MOST_VALUES + 1)  # unknown: the value that it is part of, or none
     if isinstance(event, yaml.ScalarEvent):
         if len(event.value) > LONG_TEXT and strings_within:
             check_size(event.value, strings_within - 1)

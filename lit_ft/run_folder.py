@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_ft.bounded_yaml import load_yaml
 from lit_ft.checkpointing import replacement
 from lit_ft.checkpointing.run_state import finished_step
 from lit_ft.checkpointing.selection import newest_good
@@ -63,7 +63,7 @@ class RunFolder:
         here = cls(file.resolve().parent)
         if run_dir is None or file.name != here.config.name or not here.checkpoints.is_dir():
             return None
-        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+        recipe = load_yaml(file.read_text(encoding="utf-8"))
         is_named_there = isinstance(recipe, dict) and recipe.get("run_dir") == run_dir
         return here if is_named_there and Path(run_dir).resolve() != here.root else None
 
