@@ -200,9 +200,7 @@ def test_a_downloaded_checkpoint_runs_no_code(
             }
         )
     )
-    said = run(capsys, "fit", "--config", str(own), "--run_dir", str(tmp_path / "own"), code=2)
-    assert "weights_only=false lets a checkpoint run code; leave it out, or add --allow_code pickle" in said
-    run(capsys, "fit", "--config", str(own), "--run_dir", str(tmp_path / "own"), "--weights_only", "null", code=1)
+    run(capsys, "fit", "--config", str(own), "--run_dir", str(tmp_path / "own"), code=2)
     assert not mark.exists()
 
 
@@ -213,6 +211,8 @@ def test_strategies_that_unpickle_checkpoints_need_consent(monkeypatch: pytest.M
 
     for safe in (lightning_strategies.DDPStrategy(), strategies.FSDPStrategy(), strategies.ModelParallelStrategy()):
         allowed_code.check_unpickling(None, safe)
+    with pytest.raises(RecipeError, match="weights_only=false lets a checkpoint run code; leave it out, or add"):
+        allowed_code.check_unpickling(False, lightning_strategies.DDPStrategy())
     fsdp = lightning_strategies.FSDPStrategy()
     with pytest.raises(RecipeError, match=r"take lit_ft\.strategies' FSDPStrategy"):
         allowed_code.check_unpickling(None, fsdp)
