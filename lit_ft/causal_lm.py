@@ -39,6 +39,7 @@ from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.adapter_start import Start
 from lit_ft.attention import block_masks
 from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, write_fingerprint
+from lit_ft.checkpointing.buffers import BufferWatch
 from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
 from lit_ft.checkpoints_io import Shapes, WeightCount, check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
@@ -254,6 +255,7 @@ class CausalLM(ScheduleFreeModule):
             for layer in loading.decoder_layers(self.base_model):
                 layer.compile(dynamic=True, backend="inductor" if self.compile_with is True else self.compile_with)
         self._trains = trainable_shapes(self)
+        self.buffer_watch = BufferWatch(self.base_model)
         self.weight_count = WeightCount.of(self.model)
 
     def _adapted(self, base: PreTrainedModel) -> PreTrainedModel | PeftModel:
@@ -580,6 +582,7 @@ class CausalLM(ScheduleFreeModule):
         """Keep the trainable weights only: the frozen base is where it came from."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in self._trains}
+        self.buffer_watch.warn_of_changes(self.base_model)
         # State dicts of optimizers number their parameters; a rank that holds some of them needs to know which.
         checkpoint["optimizer_names"] = self._optimizer_names
         checkpoint["method_state"] = method_calls.state_of(self.model)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_tokenizer
+from lightning.pytorch import Callback
 from lit_callbacks import AdapterMerger
 from lit_callbacks.gather import persistent_buffers
 from lit_callbacks.merge_check import MergeFailed
@@ -146,3 +147,25 @@ def test_a_buffer_keeps_its_dtype_in_a_narrower_merge(tmp_path: Path) -> None:
         saved = tensors(tmp_path / "merged")
         assert torch.equal(saved.pop(BIAS), torch.linspace(-1, 1, 4))
         assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+
+class ChangeBuffer(Callback):
+    """Moves the router's bias after each step, as DeepSeek's balancing without a loss does."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.base_model.get_buffer(BIAS).add_(0.01)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_buffers_that_training_changes_are_said_to_be_missing_in_checkpoints(
+    make_trainer: Any, write_rows: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder, changes: bool
+) -> None:
+    module = CausalLM(deepseek(tmp_path / "model", "float32"), optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    callbacks = [ChangeBuffer()] if changes else []
+    trainer = make_trainer(max_steps=2, precision="bf16-true", callbacks=callbacks)
+    trainer.fit(module, TextDataModule(write_rows(count=8)))
+    for name in ("one.ckpt", "two.ckpt"):
+        trainer.save_checkpoint(tmp_path / name)
+    said = [str(one.message) for one in recwarn if "training changes the buffers" in str(one.message)]
+    assert len(said) == changes
+    assert all(f"{BIAS} (1 in all), which checkpoints do not hold" in one for one in said)

@@ -77,6 +77,40 @@ def test_other_content_under_the_same_name_time_and_size(tmp_path: Path) -> None
     assert key_of(path) != "found"
 
 
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Any] = {
+    "a flipped bit of a label": (lambda entry: flip(entry / "labels.npy"), "labels.npy not as written"),
+    "a flipped bit of the notes": (lambda entry: flip(entry / "meta.json"), "meta.json not as written"),
+    "a short file": (lambda entry: os.truncate(entry / "ids.npy", 200), "ids.npy not as written"),
+    "no file": (lambda entry: (entry / "rows.npy").unlink(), "rows.npy not as written"),
+    "sums that are none": (lambda entry: (entry / "sums.json").write_text("[1"), "sums.json cannot be read"),
+    "sums of nothing": (lambda entry: (entry / "sums.json").write_text("3"), "sums.json holds no sums"),
+    "no sums": (lambda entry: (entry / "sums.json").unlink(), "sums.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_entry_is_said_and_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    damage, message = DAMAGES[case]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(make_rows(20)))
+    entry = tmp_path / "cache" / "tokens" / key_of(path)
+    before = {file.name: file.read_bytes() for file in entry.iterdir()}
+    damage(entry)
+    assert key_of(path) == "found"
+    assert f"entry {entry} is damaged ({message}" in caplog.text
+    assert {file.name: file.read_bytes() for file in entry.iterdir()} == before
+    caplog.clear()
+    assert key_of(path) == "found"
+    assert caplog.text == ""
+
+
 def test_other_code_makes_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(make_rows(20)))
@@ -117,7 +151,7 @@ def test_a_killed_writer_leaves_nothing_and_blocks_nobody(tmp_path: Path) -> Non
     writer.join()
     assert not (tmp_path / "key").exists()
     place = token_cache.entry(tmp_path, "key", lambda place: (place / "whole").touch())
-    assert sorted(file.name for file in place.iterdir()) == ["whole"]
+    assert sorted(file.name for file in place.iterdir()) == ["sums.json", "whole"]
 
 
 @pytest.mark.processes

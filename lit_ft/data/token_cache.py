@@ -3,6 +3,7 @@
 A cache entry is a folder named after a fingerprint of everything that decides its content. It is
 written beside its place and renamed when complete. A file lock lets one process write and all others
 wait: no rank waits in a collective, which would time out, and a killed writer's lock is free at once.
+Sums of its files are compared before it is used: an entry with a flipped bit is written anew.
 """
 
 import hashlib
@@ -24,6 +25,9 @@ from lit_ft.data.encoding import Tokenization
 from lit_ft.errors import RecipeError
 
 SECONDS_BEFORE_SAYING_SO = 5
+SUMS = "sums.json"
+"""In an entry: a sum of each of its other files."""
+_CHUNK_BYTES = 2**22
 
 
 def default_folder() -> Path:
@@ -61,7 +65,7 @@ def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
         RecipeError: the cache cannot be written.
     """
     place = folder / key
-    if place.is_dir():
+    if place.is_dir() and not damage_of(place):
         return place
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,15 +76,55 @@ def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
             f"data.cache_dir={str(folder)!r} cannot be written ({error.strerror}); give another folder"
         ) from error
     try:
+        if place.is_dir() and (damage := damage_of(place)):
+            rank_zero_info(f"the token cache's entry {place} is damaged ({damage}); it is written anew")
+            _remove(place)
         if not place.is_dir():
             unfinished = folder / f"{key}.unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             write(unfinished)
+            (unfinished / SUMS).write_text(json.dumps(_sums_of(unfinished)), encoding="utf-8")
             unfinished.rename(place)
     finally:
         lock.release()
     return place
+
+
+def damage_of(place: Path) -> str:
+    """What is wrong with an entry, all of whose bytes are read; empty if nothing is."""
+    try:
+        wanted = json.loads((place / SUMS).read_text(encoding="utf-8"))
+        found = _sums_of(place)
+    except (OSError, ValueError) as error:
+        return f"{SUMS} cannot be read: {error}"
+    if not isinstance(wanted, dict):
+        return f"{SUMS} holds no sums"
+    wrong = [name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
+    return f"{', '.join(wrong)} not as written" if wrong else ""
+
+
+def _sums_of(place: Path) -> dict[str, str]:
+    """An XXH3 sum of each file: against accidents, at the speed of memory, where SHA-256 would slow every start."""
+    import xxhash  # comes with datasets
+
+    sums = {}
+    for path in sorted(place.iterdir()):
+        if path.name != SUMS:
+            digest = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+            sums[path.name] = digest.hexdigest()
+    return sums
+
+
+def _remove(place: Path) -> None:
+    """Remove an entry; other processes that have mapped its files keep them."""
+    removed = place.with_name(f"{place.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    place.rename(removed)
+    shutil.rmtree(removed)
 
 
 def _acquire(lock: FileLock) -> None:

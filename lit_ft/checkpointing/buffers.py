@@ -1,0 +1,46 @@
+"""Persistent buffers that training changes: checkpoints hold parameters alone."""
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.gather import persistent_buffers
+from torch import Tensor, nn
+
+
+class BufferWatch:
+    """The floating-point persistent buffers of a model as they were built, and whether they still are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keep a copy.
+
+        Args:
+            model: as it was built, before training.
+        """
+        self._built = {name: _on_cpu(buffer) for name, buffer in persistent_buffers(model) if _can_train(buffer)}
+        self._has_warned = False
+
+    def warn_of_changes(self, model: nn.Module) -> None:
+        """Say once which buffers training has changed, which a checkpoint does not hold.
+
+        Args:
+            model: the same one, or what of its layers is here.
+        """
+        here = dict(persistent_buffers(model))
+        changed = [
+            name
+            for name, built in self._built.items()
+            if name in here and not torch.equal(_on_cpu(here[name]).to(built.dtype), built)
+        ]
+        if changed and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"training changes the buffers {', '.join(changed[:3])} ({len(changed)} in all), which checkpoints do "
+                "not hold: a resumed run and `export` start from the base's; the folders of the run's end have them"
+            )
+
+
+def _can_train(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() and not buffer.is_meta
+
+
+def _on_cpu(buffer: Tensor) -> Tensor:
+    return buffer.detach().to("cpu", copy=True)
