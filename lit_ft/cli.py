@@ -24,6 +24,7 @@ COMMANDS = {
     "convert": ("lit_ft.commands.convert", "write data in another format"),
     "bandwidth": ("lit_ft.commands.bandwidth", "measure how fast the ranks of a cluster exchange tensors"),
     "report": ("lit_ft.commands.report", "write one HTML page about a run"),
+    "verify": ("lit_ft.commands.verify", "compare checkpoints and exported folders with their SHA-256 sums"),
     "export": ("lit_ft.commands.export", "write a run's adapter or merged model as a Hugging Face folder"),
 }
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lit_callbacks import manifest
 from ranks import on_ranks
 
-from lit_ft import split_checkpoints
+from lit_ft import cli, split_checkpoints
 from lit_ft.checkpointing import checksum, replacement
 from lit_ft.checkpointing.integrity import DamagedCheckpoint, check_intact
 from lit_ft.checkpointing.selection import newest_good
@@ -296,3 +296,41 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="could not be read: rank 0") as failure:
         AnyCheckpointIO().load_checkpoint(path)
     assert "\n" not in str(failure.value)
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def verify_command(*paths: Path) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["verify", *map(str, paths)])
+    return int(end.value.code or 0)
+
+
+def test_verify_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = save_file(tmp_path / "checkpoints" / "epoch=0-step=5.ckpt", 5)
+    folder = save_folder(tmp_path / "checkpoints" / "last.ckpt", 10)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    manifest.write_manifest(adapter)
+    assert verify_command(tmp_path) == 0
+    assert capsys.readouterr().out.count("good  ") == 3
+    assert verify_command(good, folder, adapter) == 0
+    flip(folder / "__0_0.distcp", 100, 1)
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    capsys.readouterr()
+    assert verify_command(tmp_path) == 1
+    said = capsys.readouterr().out
+    assert f"damaged      {folder}: with other bytes: __0_0.distcp" in said
+    assert f"damaged      {adapter}: of another size: adapter_config.json" in said
+    assert f"good         {good}" in said
+
+
+def test_verify_does_not_call_good_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(content(1), tmp_path / "old.ckpt")
+    assert verify_command(tmp_path / "old.ckpt") == 2
+    assert "without sums" in capsys.readouterr().out
+    assert verify_command(tmp_path / "nothing") == 2
+    (tmp_path / "empty").mkdir()
+    assert verify_command(tmp_path / "empty") == 2

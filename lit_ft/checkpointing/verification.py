@@ -1,0 +1,68 @@
+"""What of a checkpoint, a run or an exported folder is as it was written."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from lit_callbacks.manifest import MANIFEST, ManifestError, verify_manifest
+
+from lit_ft.checkpointing.integrity import META, DamagedCheckpoint, check_intact
+from lit_ft.errors import RecipeError
+
+
+class Finding(NamedTuple):
+    """What was found of one checkpoint or folder."""
+
+    path: Path
+    state: Literal["good", "damaged", "without sums"]
+    detail: str = ""
+
+
+def verify(path: Path) -> list[Finding]:
+    """Compare all sums under a path with the bytes that are there.
+
+    Args:
+        path: a checkpoint (file or folder), a run's folder, or an exported adapter's or model's.
+
+    Raises:
+        RecipeError: there is nothing of that kind.
+    """
+    if not path.exists():
+        raise RecipeError(f"{str(path)!r} does not exist; name a checkpoint, a run's folder, or an exported folder")
+    if path.is_file() or _is_checkpoint_folder(path):
+        return [_of_checkpoint(path)]
+    findings = [_of_checkpoint(found) for found in sorted(path.glob("checkpoints/*.ckpt")) if not found.is_symlink()]
+    findings += [_of_checkpoint(found) for found in sorted(path.glob("*.ckpt")) if not found.is_symlink()]
+    findings += [_of_export(folder) for folder in _exports(path)]
+    if not findings:
+        raise RecipeError(f"{str(path)!r} holds no checkpoint and no exported model")
+    return findings
+
+
+def _is_checkpoint_folder(path: Path) -> bool:
+    return path.suffix == ".ckpt" or (path / META).is_file()
+
+
+def _exports(path: Path) -> Iterator[Path]:
+    for folder in [path, *sorted(found for found in path.iterdir() if found.is_dir())]:
+        if not _is_checkpoint_folder(folder) and any(
+            (folder / name).is_file() for name in (MANIFEST, "adapter_config.json", "config.json")
+        ):
+            yield folder
+
+
+def _of_checkpoint(path: Path) -> Finding:
+    try:
+        return Finding(path, "good" if check_intact(path) else "without sums")
+    except DamagedCheckpoint as error:
+        return Finding(path, "damaged", error.damage)
+
+
+def _of_export(folder: Path) -> Finding:
+    try:
+        differences = verify_manifest(folder)
+    except FileNotFoundError:
+        return Finding(folder, "without sums")
+    except ManifestError as error:
+        return Finding(folder, "damaged", str(error))
+    return Finding(folder, "damaged" if differences.damaged else "good", str(differences))

@@ -1,0 +1,26 @@
+"""``verify``: whether checkpoints and exported folders are what was written."""
+
+import sys
+from pathlib import Path
+
+from lit_ft.checkpointing.verification import Finding, verify
+from lit_ft.commands.recipe_parser import RecipeParser
+from lit_ft.errors import RecipeError
+
+
+def run(arguments: list[str]) -> None:
+    """Compare sizes and SHA-256 sums, and exit with 1 where something is damaged."""
+    parser = RecipeParser(prog="python -m lit_ft verify", description=(run.__doc__ or ""))
+    parser.add_argument("path", nargs="+", help="a checkpoint, a run's folder, or an exported adapter's or model's")
+    findings = [finding for path in parser.parse_args(arguments[1:]).path for finding in verify(Path(path))]
+    for finding in findings:
+        print(describe(finding))
+    if any(finding.state == "damaged" for finding in findings):
+        sys.exit(1)
+    if all(finding.state == "without sums" for finding in findings):
+        raise RecipeError("nothing of it carries sums (an earlier version or another program wrote it): not compared")
+
+
+def describe(finding: Finding) -> str:
+    """A line about a checkpoint or a folder."""
+    return f"{finding.state:<12} {finding.path}" + (f": {finding.detail}" if finding.detail else "")
