@@ -2,6 +2,9 @@
 
     python tests/torture.py --kills 200
     python tests/torture.py --kills 20 --strategies one,ddp --seed 1
+    python tests/torture.py --damage 400
+
+``--damage`` flips bits of checkpoints and cuts them short in place of killing runs, and counts what is found.
 
 Each run is ``fit --resume auto`` on a tiny model, forked from this process, so that a kill costs seconds. Its ranks
 are ended with SIGKILL: all at a random time, or one just before a random write, sync, rename or removal of a save, and
@@ -38,6 +41,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lit_ft import cli
 from lit_ft.checkpointing import checksum, replacement
+from lit_ft.checkpointing.integrity import DamagedCheckpoint, check_intact
 from lit_ft.checkpointing.selection import newest_good, position_of
 from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.commands import train  # noqa: F401  # loaded before the runs are forked
@@ -381,6 +385,55 @@ def _tail(log: Path) -> str:
     return "\n".join(f"--- {path}\n{path.read_text()[-2000:]}" for path in sorted(log.glob("output-*")))
 
 
+def damage(count: int, recipe: Path, folder: Path, rng: random.Random) -> str:
+    """Flip bits of a checkpoint file and of a folder, and cut them short; a table of what is found."""
+    lines = ["| checkpoint | damage | times | found |", "|---|---|---|---|"]
+    for name in ("one", "fsdp folder"):
+        case, run = CASES[name], folder / name
+        options = [
+            "--run_dir",
+            str(run),
+            "--trainer.devices",
+            str(case.ranks),
+            *case.options,
+            "--trainer.max_steps",
+            "2",
+        ]
+        life = Life(case, ["fit", "--config", str(recipe), *options], folder / "log" / name)
+        life.wait()
+        assert not life.failed, _tail(life.log)
+        whole, copy = run / "checkpoints" / "last.ckpt", folder / f"damaged-{name}.ckpt"
+        for kind, harm in (("a flipped bit", flip_bit), ("cut short", cut_short)):
+            found = sum(_is_found(whole, copy, harm, rng) for _ in range(count))
+            lines.append(f"| {'folder' if whole.is_dir() else 'file'} | {kind} | {count} | {found} |")
+    return "\n".join(lines)
+
+
+def _is_found(whole: Path, copy: Path, harm: Callable[[Path, random.Random], None], rng: random.Random) -> bool:
+    if copy.is_dir():
+        shutil.rmtree(copy)
+    (shutil.copytree if whole.is_dir() else shutil.copy)(whole, copy)
+    files = sorted(copy.iterdir()) if copy.is_dir() else [copy]
+    harm(rng.choices(files, [file.stat().st_size for file in files])[0], rng)
+    try:
+        check_intact(copy)
+    except DamagedCheckpoint:
+        return True
+    return False
+
+
+def flip_bit(path: Path, rng: random.Random) -> None:
+    """Flip a random bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def cut_short(path: Path, rng: random.Random) -> None:
+    """Leave a random part of a file's beginning."""
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
 def table(results: dict[str, Result]) -> str:
     """The figures as Markdown."""
     lines = [
@@ -398,10 +451,15 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(CASES), help="names, with commas between them")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--damage", type=int, help="damage checkpoints so many times in each way; kill nothing")
     options = parser.parse_args()
     names, rng, results = options.strategies.split(","), random.Random(options.seed), {}
     folder = Path(tempfile.mkdtemp(prefix="torture-"))
     recipe = write_recipe(folder, options.accumulate)
+    if options.damage is not None:
+        print(damage(options.damage, recipe, folder, rng))
+        shutil.rmtree(folder)
+        return
     for place, name in enumerate(names):
         share = options.kills * (place + 1) // len(names) - options.kills * place // len(names)
         begin = time.monotonic()
