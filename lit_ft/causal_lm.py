@@ -51,6 +51,7 @@ from lit_ft.model import rotary_embedding
 from lit_ft.optimizers import configure_optimizers
 from lit_ft.rows import Row, as_row, lay_end_to_end
 from lit_ft.schedule_free import ScheduleFreeModule
+from lit_ft.training.finite import FiniteCheck, NotFinite, check_trained_weights, not_finite
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -157,6 +158,7 @@ class CausalLM(ScheduleFreeModule):
         self._window_tokens: int | None = None
         self._replay: Replay | None = None
         self._gradient_norm = GradientNorm()
+        self._finite = FiniteCheck()
         self.record_losses: Callable[..., None] | None = None
         """Takes ids, tokens' losses, tokens and sources of a row's samples; ``lit_callbacks.LossLedger``'s."""
         self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
@@ -484,7 +486,7 @@ class CausalLM(ScheduleFreeModule):
                 metrics["source_losses"] = SourceMeans(names).to(self.device)
             metrics["source_losses"].update(result.per_token, row["target_sources"])
 
-    def _log_metrics(self, stage: str, prefix: str, prog_bar: bool = False) -> None:
+    def _log_metrics(self, stage: str, prefix: str, prog_bar: bool = False) -> Tensor:
         metrics: Any = self.metrics[stage]
         values = {name: metric.compute() for name, metric in metrics.items()}
         for metric in metrics.values():
@@ -494,10 +496,17 @@ class CausalLM(ScheduleFreeModule):
         self.log(f"{prefix}/token_accuracy", values["token_accuracy"])
         for name, loss in values.get("source_losses", {}).items():
             self.log(f"{prefix}/loss/{name}", loss)
+        return values["loss"]
 
     def _log_train(self) -> None:
-        self._log_metrics("fit", "train", prog_bar=True)
+        loss = self._log_metrics("fit", "train", prog_bar=True)
         self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
+        if self._window_tokens:  # the mean over no token is NaN, and harmless
+            self._finite.watch(self.trainer, "train/loss", loss)
+
+    def on_train_epoch_end(self) -> None:
+        """Look at what a GPU still had to compute, before the run is called done."""
+        self._finite.look_at_all(self.trainer)
 
     # --- optimisation ----------------------------------------------------------------------------
 
@@ -543,6 +552,8 @@ class CausalLM(ScheduleFreeModule):
         is_by_norm = (gradient_clip_algorithm or "norm") == "norm"
         if norm is not None:
             self.log("train/grad_norm", norm)
+            if not has_scaler:  # which skips steps of infinite gradients
+                self._finite.watch(self.trainer, "train/grad_norm", norm)
             if gradient_clip_val and is_by_norm:
                 clip(with_gradients(optimizer), norm, float(gradient_clip_val))
         if not is_by_norm:
@@ -564,9 +575,15 @@ class CausalLM(ScheduleFreeModule):
         Args:
             folder: where to.
             state_dict: the weights that train, by their names in ``model``; None takes them from there.
+
+        Raises:
+            NotFinite: a weight is not finite.
         """
         model: Any = self.model
         assert isinstance(model, PeftModel), "the model has an adapter"
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if (bad := next(not_finite(trained if state_dict is None else state_dict), None)) is not None:
+            raise NotFinite(f"{bad} is not finite: the adapter is not written to {folder}")
         if state_dict is not None and not state_dict.keys() <= dict(model.named_parameters()).keys():
             model = self.check()  # some layers are on other ranks, and PEFT looks at layers
         if self.start is not None and self.start["taken"]:
@@ -579,7 +596,13 @@ class CausalLM(ScheduleFreeModule):
             write_fingerprint(self.base_fingerprint, folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the trainable weights only: the frozen base is where it came from."""
+        """Keep the trainable weights only: the frozen base is where it came from.
+
+        Raises:
+            NotFinite: the weights, or the last step's loss or gradient norm, are not finite.
+        """
+        self._finite.look_at_all(self.trainer)
+        check_trained_weights(self.trainer, self)
         super().on_save_checkpoint(checkpoint)
         checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in self._trains}
         self.buffer_watch.warn_of_changes(self.base_model)

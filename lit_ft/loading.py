@@ -26,6 +26,7 @@ from lit_ft import late_casting, peft_methods, quantisation
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
 from lit_ft.name_patterns import matching
+from lit_ft.training import finite
 from lit_ft.weight_files import check_weight_files
 
 Init = Literal["pretrained", "random"]
@@ -165,6 +166,8 @@ def load_base(
             f"({len(missing)}: {', '.join(missing[:3])}, ...); name a checkpoint that has them all"
         )
     model.train()
+    if not late_casting.is_wanted():  # else the strategy looks at each rank's part, once it is split
+        finite.check_base(model, pretrained)
     if casts_later:
         late_casting.mark(model, getattr(torch, dtype))
     quantisation.prepare_for_training(model)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpoints_io import check_fit, trainable_shapes
 from lit_ft.rows import lay_end_to_end
+from lit_ft.training.finite import NotFinite
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -86,14 +87,14 @@ def test_validation_metrics_are_means_over_all_tokens(make_trainer: Any, model_f
     assert got["val/token_accuracy"] == pytest.approx(right / tokens)
 
 
-def test_nan_is_logged_not_left_out(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+def test_nan_is_not_left_out_of_the_loss(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
     class Poison(Callback):
         def on_train_start(self, trainer: Any, pl_module: CausalLM) -> None:
             pl_module.base_model.model.norm.weight.data[0] = float("nan")
 
     trainer = make_trainer(max_steps=1, callbacks=[Poison()])
-    trainer.fit(CausalLM(model_folder), TextDataModule(write_rows()))
-    assert math.isnan(trainer.callback_metrics["train/loss"])
+    with pytest.raises(NotFinite, match="step 1: train/loss is nan; no checkpoint is from before it"):
+        trainer.fit(CausalLM(model_folder), TextDataModule(write_rows()))
 
 
 def test_logged_gradient_norm_and_clipping_agree(make_trainer: Any, model_folder: str, write_rows: Any) -> None:

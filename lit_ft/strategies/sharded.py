@@ -26,6 +26,7 @@ from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.errors import RecipeError
 from lit_ft.gradients import local, norms
 from lit_ft.strategies import model_folder
+from lit_ft.training import finite
 
 
 class ShardedStrategy(LightningModelParallelStrategy):
@@ -79,6 +80,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self.shard(self.model)
             self.model._is_sharded = True  # type: ignore[assignment]
         self._place()
+        finite.check_split_base(self, self.model)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
