@@ -53,7 +53,7 @@ from lit_ft.rows import Row, as_row, lay_end_to_end
 from lit_ft.schedule_free import ScheduleFreeModule
 from lit_ft.training.finite import FiniteCheck, NotFinite, check_trained_weights, not_finite
 
-_ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class CausalLM(ScheduleFreeModule):

@@ -113,6 +113,21 @@ def pick_attention(config: PretrainedConfig, requested: str) -> str:
     return "eager" if needs_eager else PACKED
 
 
+def check_architecture(config: PretrainedConfig) -> None:
+    """Refuse models that would train on something else than they compute elsewhere.
+
+    Raises:
+        RecipeError: it says why.
+    """
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    if "chunked_attention" in kinds:
+        raise RecipeError(
+            f"model.pretrained: {config.model_type} (Llama 4) has chunked attention, and scales attention by a token's "
+            "place in the row, neither of which is computed for rows of several samples; take another model, e.g. "
+            "Llama 3"
+        )
+
+
 def load_base(
     pretrained: str,
     init: Init = "pretrained",
@@ -133,6 +148,7 @@ def load_base(
         RecipeError: weights are missing, or quantised in a way that does not train.
     """
     config = load_config(pretrained)
+    check_architecture(config)
     options: dict[str, Any] = {
         "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
         "attn_implementation": pick_attention(config, attn_implementation),
@@ -177,6 +193,7 @@ def load_base(
 def skeleton(pretrained: str, dtype: Dtype = "auto") -> PreTrainedModel:
     """The base model without weights, on the meta device, in their dtype: for checks before the long work."""
     config = load_config(pretrained)
+    check_architecture(config)
     of_weights = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=of_weights)

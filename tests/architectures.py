@@ -41,6 +41,14 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt_neox": {},
 }
+REFUSED: dict[str, dict[str, Any]] = {
+    "llama4_text": {
+        "head_dim": 12,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 96,
+        "no_rope_layers": [1, 1, 1, 0],
+    },
+}
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 """Targets of adapters where experts are not to have any."""
@@ -49,7 +57,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 def save_model(architecture: str, folder: Path) -> str:
     tokenizer = make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(architecture, **{**COMMON, **ids, **OWN[architecture]})
+    config = AutoConfig.for_model(architecture, **{**COMMON, **ids, **{**OWN, **REFUSED}[architecture]})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():

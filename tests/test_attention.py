@@ -79,3 +79,13 @@ def test_a_rows_loss_is_that_of_its_samples(architecture: str, tmp_path: Path) -
         alone = [module(lay_end_to_end([sample])) for sample in samples]
     torch.testing.assert_close(row.per_token, torch.cat([one.per_token for one in alone]), atol=1e-5, rtol=1e-5)
     assert int(row.correct) == sum(int(one.correct) for one in alone)
+
+
+def test_llama_4_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    folder = save_model("llama4_text", tmp_path)
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    module = CausalLM(folder)
+    for build in (module.check, module.configure_model):
+        with pytest.raises(RecipeError, match=r"llama4_text \(Llama 4\) has chunked attention"):
+            build()
