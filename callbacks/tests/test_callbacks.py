@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,30 @@ def test_other_things_in_the_folder_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds other things than a model \(diary.txt\), which would be lost"):
         save_merged(llama(), tmp_path / "letters")
     assert (tmp_path / "letters" / "diary.txt").read_text() == "dear"
+
+
+def test_a_merge_that_is_killed_leaves_the_earlier_folder_or_the_new_one(tmp_path: Path) -> None:
+    """SIGKILL at six moments spread over a merge that replaces an earlier one."""
+    pytest.importorskip("peft")
+    from lit_callbacks.adapter_merger import save_merged
+    from lit_callbacks.manifest import verify_manifest
+    from lit_callbacks.whole_folder import put_back
+
+    folder, model = tmp_path / "merged", lora(llama())
+    start = time.monotonic()
+    save_merged(model, folder)
+    seconds = time.monotonic() - start
+    for moment in range(1, 7):
+        if (process := os.fork()) == 0:
+            save_merged(model, folder)
+            os._exit(0)
+        time.sleep(seconds * moment / 6)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        put_back(folder)
+        assert not verify_manifest(folder)
+    save_merged(model, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
 
 def test_texts_go_into_the_folders_in_place_of_templates(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def _of_run(folder: RunFolder, checkpoint: str) -> _Exported:
         raise RecipeError(f"checkpoint={checkpoint!r} does not exist; those of the run are in {folder.checkpoints}")
     config = load_yaml(folder.config.read_text(encoding="utf-8"))
     module = rebuild(config, file)
+    check_unchanged(Path(module.pretrained).expanduser())
     for line in describe_step(folder, file, config["trainer"].get("max_steps", -1)):
         rank_zero_info(line)
     return _Exported(
