@@ -122,6 +122,15 @@ def saved_base(ckpt_path: str) -> Any:
     return _read(ckpt_path).get("base")
 
 
+def saved_data(ckpt_path: str, data_class: str) -> dict[str, Any]:
+    """What a data module has saved in a checkpoint; empty where it has saved nothing.
+
+    Raises:
+        RecipeError: the file is no Lightning checkpoint.
+    """
+    return _read(ckpt_path).get(data_class) or {}
+
+
 def _read(ckpt_path: str) -> dict[str, Any]:
     try:
         file = Path(ckpt_path)

@@ -43,10 +43,18 @@ class Run:
         options = {"micro_batch_size": 2, "max_length": 64, "tokenize_workers": 0, **self.data}
         return module, TextDataModule(sources=sources, val_path=self.val_path, **options)
 
-    def fit(self, folder: Path, stop: "Stop | None" = None, ckpt_path: str | None = None, **trainer: Any) -> "Outcome":
+    def fit(
+        self,
+        folder: Path,
+        stop: "Stop | None" = None,
+        ckpt_path: str | None = None,
+        resume_data: Any = "same",
+        **trainer: Any,
+    ) -> "Outcome":
         """Train in this process, which is one rank of ``ranks``."""
         os.environ["PL_GLOBAL_SEED"] = str(SEED)
         module, data = self.module_and_data()
+        data.resume_data = resume_data
         watch = Watch()
         callbacks: list[Callback] = [watch]
         if self.schedule:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from conftest import make_rows
 from loops import Run, Stop, plain_losses
+
+from lit_ft import RecipeError
 
 
 @pytest.fixture
@@ -131,3 +134,70 @@ def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_
     in_all = 2 if "overfit_batches" in options else 12
     for number in (1, in_all) if in_all == 2 else (in_all - 5, in_all):
         assert_resumed_equals(run, tmp_path, "batch", number)
+
+
+# --- resumed on other data -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 24}, "data.max_length was 64 and is 24"),
+        ({"packing": 64}, "data.packing was null and is 64"),
+        ({"shuffle": False}, "data.shuffle was True and is False"),
+        ({"mixing": "all_exhausted"}, r"data.mixing was \('concatenate', None\) and is \('all_exhausted'"),
+        ({"seed": 4}, "seed_everything was 3 and is 4"),
+        ({"rows": True}, "source 1 was 13 samples.* and is 13 samples|source 1 was .* bytes .* and is .* bytes"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_run_is_not_resumed_on_other_data_unless_told_to(
+    make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool, options: Any, message: str
+) -> None:
+    data = {"streaming": streaming, "shuffle_buffer": 9}
+    trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    run = make_run((13, 8), data=data, trainer=trainer)
+    path = tmp_path / "stopped.ckpt"
+    run.fit(tmp_path, Stop("batch", 3, path))
+    if options.get("seed"):
+        monkeypatch.setattr("loops.SEED", 4)
+    if options.get("rows"):
+        Path(run.sources[0][0]).write_text("".join(json.dumps(row) + "\n" for row in make_rows(13, seed=5)))
+    changed = replace(run, data={**data, **{k: v for k, v in options.items() if k not in ("seed", "rows")}})
+    with pytest.raises(RecipeError, match=message):
+        changed.fit(tmp_path, ckpt_path=str(path))
+    resumed = changed.fit(tmp_path, ckpt_path=str(path), resume_data="changed")
+    assert resumed.epoch == 2
+    fresh = changed.fit(tmp_path)
+    assert len(resumed.losses) == len(fresh.losses)  # the first epoch has begun again, all of it
+
+
+def test_what_does_not_change_the_order_may_change(make_run: Any, tmp_path: Path) -> None:
+    trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    run = make_run(trainer=trainer)
+    path = tmp_path / "stopped.ckpt"
+    whole = run.fit(tmp_path)
+    run.fit(tmp_path, Stop("batch", 3, path))
+    moved = tmp_path / "moved.jsonl"
+    Path(run.sources[0][0]).rename(moved)
+    options = {"micro_batch_size": 4, "join_micro_batches": False, "tokenize_workers": 1, "max_length": 60}
+    options |= {"cache_dir": str(tmp_path / "cache"), "num_workers": 1, "overlong": "error"}
+    other = replace(run, sources=[(str(moved), 21)], data=options, trainer={**trainer, "accumulate_grad_batches": 1})
+    resumed = other.fit(tmp_path, ckpt_path=str(path))
+    assert resumed.losses == pytest.approx({step: whole.losses[step] for step in resumed.losses}, rel=1e-5)
+    assert min(resumed.losses) == 2
+
+
+def test_a_checkpoint_that_does_not_know_its_data_is_said_to_be_one(
+    make_run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(trainer={"max_epochs": 1})
+    path = tmp_path / "stopped.ckpt"
+    run.fit(tmp_path, Stop("batch", 3, path))
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["TextDataModule"]["order"]
+    torch.save(checkpoint, path)
+    caplog.set_level("INFO", "lightning.pytorch")
+    run.fit(tmp_path, ckpt_path=str(path))
+    assert "the checkpoint does not say what data it was written on" in caplog.text

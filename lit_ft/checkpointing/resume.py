@@ -33,8 +33,10 @@ class Replay:
 def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None:
     """Set a checkpoint back to the beginning of the optimizer step that it was written in.
 
-    A data module takes part by two methods: ``rewind(state, micro_batch, ready)`` sets a saved place of a training
-    loader back within its epoch, and ``take_over(checkpoint)`` recounts where ranks or micro-batches have changed.
+    A data module takes part by its methods: ``rewind(state, micro_batch, ready)`` sets a saved place of a training
+    loader back within its epoch, ``check_order(state)`` says whether the data has changed, ``begin_again(state)`` sets
+    a place to the beginning of its epoch then, and ``take_over(checkpoint)`` recounts where ranks or micro-batches have
+    changed.
 
     Args:
         checkpoint: Lightning's, changed in place.
@@ -48,7 +50,9 @@ def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None
     state = checkpoint.get(type(data).__qualname__) or {}
     reopened = not state.get("is_over") and progress.reopen_epoch()
     replay = None
-    if not progress.epoch_is_over:
+    if (check_order := getattr(data, "check_order", None)) is not None and check_order(state):
+        replay = _begin_again(progress, trainer, state)
+    elif not progress.epoch_is_over:
         replay = _rewind(checkpoint, progress, trainer, state, reopened)
     if replay is None and (progress.validation_was_interrupted or _validation_is_due(progress, trainer, state)):
         progress.restart_validation()
@@ -85,6 +89,15 @@ def _rewind(
     until = max(trained - 1 if to_validate else trained, start, checkpoint.get("validated_until", 0))
     progress.rewind(start)
     return Replay(trainer, until)
+
+
+def _begin_again(progress: FitProgress, trainer: Any, state: dict[str, Any]) -> Replay | None:
+    for place in (state, *progress.loader_states):
+        trainer.datamodule.begin_again(place)
+    if progress.epoch_is_over:
+        return None
+    progress.rewind(0)
+    return Replay(trainer, 0)
 
 
 def _validation_is_due(progress: FitProgress, trainer: Any, state: dict[str, Any]) -> bool:

@@ -29,7 +29,15 @@ from lit_ft.causal_lm import CausalLM
 from lit_ft.checkpointing.integrity import check_on_rank_zero
 from lit_ft.checkpointing.run_state import RunState
 from lit_ft.checkpointing.selection import resumed_step
-from lit_ft.checkpoints_io import AnyCheckpointIO, check_fit, saved_base, saved_shapes, saved_start, trainable_shapes
+from lit_ft.checkpoints_io import (
+    AnyCheckpointIO,
+    check_fit,
+    saved_base,
+    saved_data,
+    saved_shapes,
+    saved_start,
+    trainable_shapes,
+)
 from lit_ft.commands.allowed_code import check_unpickling
 from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class
 from lit_ft.data.text_data import TextDataModule
@@ -56,6 +64,8 @@ _HELP = {
     "Default: checkpoints/runs/<recipe>/<time>.",
     "resume": "For fit: auto resumes the newest good checkpoint of run_dir, or starts where there is none, so that one "
     "command does for both. Without run_dir it resumes the recipe's newest run that did not come to its end.",
+    "resume_data": "Where the checkpoint was written on other data, or in another order: same refuses, changed begins "
+    "its epoch again on what there is now.",
     "merge": "After training, also write the merged model (in full fine-tuning: the model) to RUN_DIR/merged.",
     "optimizer": "Optimizer class and its arguments. Default: torch.optim.AdamW with a learning rate of 1e-4.",
     "lr_scheduler": "Schedule class and its arguments, e.g. lit_ft.schedules.CosineWithWarmup. Default: constant.",
@@ -71,6 +81,7 @@ class SaveRecipe(SaveConfigCallback):
             return
         config = self.config.clone()
         config["ckpt_path"] = config["resume"] = None
+        config["resume_data"] = "same"
         path = RunFolder(Path(config["run_dir"])).config
         self.parser.save(config, path, skip_none=False, overwrite=True, multifile=False)
 
@@ -104,6 +115,8 @@ class TrainingCLI(LightningCLI):
         """Add the options of a run, and lit_ft's classes as defaults."""
         parser.add_argument("--resume", type=Optional[Literal["auto"]], default=None, help=_HELP["resume"])
         parser.add_argument("--run_dir", type=Optional[str], default=None, help=_HELP["run_dir"])
+        same_or_changed: Any = Literal["same", "changed"]
+        parser.add_argument("--resume_data", type=same_or_changed, default="same", help=_HELP["resume_data"])
         parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
         for name, made in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
             action: Any = parser.add_argument(f"--{name}", type=Optional[made], default=None, help=_HELP[name])
@@ -301,6 +314,9 @@ class TrainingCLI(LightningCLI):
                 )
         if isinstance(self.datamodule, TextDataModule):
             self.datamodule.load(getattr(self.model, "tokenizer", None), stage)
+            if stage == "fit" and self.options.ckpt_path is not None:
+                self.datamodule.resume_data = self.options.resume_data
+                self.datamodule.check_order(saved_data(self.options.ckpt_path, type(self.datamodule).__qualname__))
 
     def predict(self, **kwargs: Any) -> None:
         """Answer the prompts and write ``predictions.jsonl`` into the run folder."""

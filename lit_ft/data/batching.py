@@ -276,6 +276,12 @@ class RowLoader:
         state["position"] = micro_batch + (0 if 0 <= ahead <= 1 else ahead)
         state["is_over"] = False
 
+    @staticmethod
+    def begin_again(state: dict[str, Any]) -> None:
+        """Set a saved place to the beginning of its epoch, unless that was over."""
+        if not state["is_over"]:
+            state["position"] = 0
+
     def micro_batches(self, epoch: int = 0) -> Iterator[Piece]:
         """This replica's share of an epoch."""
         self._dealt = self._accumulate()

@@ -83,7 +83,8 @@ class Source:
         return folder if is_saved else None
 
     @property
-    def _is_on_hub(self) -> bool:
+    def is_on_hub(self) -> bool:
+        """Whether the path names a data set of the hub."""
         is_name = self.path.count("/") <= 1 and not self.path.startswith((".", "~", "/")) and not has_magic(self.path)
         return is_name and not self.path.endswith(SUFFIXES) and not Path(self.path).exists()
 
@@ -128,7 +129,7 @@ class Source:
         Raises:
             RecipeError: a file as a whole cannot be read.
         """
-        if self._saved is not None or self._is_on_hub:
+        if self._saved is not None or self.is_on_hub:
             rows: Iterator[tuple[str, RawRow | BadRow]] = _arrow_rows(self.path, self.dataset(streaming))
         else:
             rows = (row for file in self.files() for row in _file_rows(file, self.document))
@@ -163,7 +164,7 @@ class Source:
 
     def content(self) -> list[Path]:
         """The files whose content decides the rows: for a hub data set, those that it was downloaded to."""
-        if self._is_on_hub:
+        if self.is_on_hub:
             return [Path(entry["filename"]) for entry in self.dataset().cache_files]
         if self._saved is not None:
             return sorted(file for file in self._saved.rglob("*") if file.is_file() and "cache-" not in file.name)

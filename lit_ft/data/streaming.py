@@ -188,6 +188,11 @@ class StreamLoader:
             state["position"] -= ready - micro_batch
         state |= {"batch": micro_batch, "is_over": False}
 
+    @staticmethod
+    def begin_again(state: dict[str, Any]) -> None:
+        """Set a saved place to the beginning of its pass."""
+        state |= start_of_pass(state["epoch"])
+
     def __iter__(self) -> Iterator[Row]:
         # On from where the last iteration was left: limit_train_batches cuts a stream into parts.
         self._is_open = True

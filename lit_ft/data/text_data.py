@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from lit_ft.data.batching import BatchPlan, RowLoader, deal_of, position_under
 from lit_ft.data.formats import Chat
 from lit_ft.data.lengths import Overlong
 from lit_ft.data.mixing import Strategy, check_weights
+from lit_ft.data.order import Order, order_of_samples, order_of_stream
 from lit_ft.data.preparing import OnBadRow, Preparation, Prepared
 from lit_ft.data.rendering import Supervise, prompt_and_answer
 from lit_ft.data.samples import Samples, join
@@ -144,6 +145,9 @@ class TextDataModule(LightningDataModule):
         """For each split its sources, read and tokenised."""
         self.splits: dict[str, Samples] = {}
         """For each split (train, val, test) its samples."""
+        self.resume_data: Literal["same", "changed"] = "same"
+        """What to do where a checkpoint was written on other data than there is: refuse, or begin its epoch again."""
+        self._order_compared: list[Any] = []
         self._train_loader: RowLoader | StreamLoader | None = None
         self._place: dict[str, Any] = {}
 
@@ -342,9 +346,54 @@ class TextDataModule(LightningDataModule):
             workers=1 if self.preparation.workers is None else self.preparation.workers,
         )
 
+    @cached_property
+    def order(self) -> Order:
+        """What decides which samples are trained on, and in which order."""
+        options: dict[str, Any] = {"seed_everything": process.seed(), "data.shuffle": self.shuffle}
+        options |= {"data.packing": self.packing, "data.streaming": self.streaming}
+        if self.streaming:
+            options["data.shuffle_buffer"] = self.shuffle_buffer
+            return order_of_stream(self.sources["train"], self.preparation, self.mixing, **options)
+        options["data.val_fraction"] = self.val_fraction
+        return order_of_samples(self.splits["train"], self.preparation, self.mixing, **options)
+
+    def check_order(self, state: dict[str, Any]) -> bool:
+        """Compare what is trained on with what a checkpoint was written on.
+
+        Args:
+            state: as ``state_dict`` gave it.
+
+        Returns:
+            Whether it has changed, so that the place means other samples now.
+
+        Raises:
+            RecipeError: it has, and ``resume_data`` is not ``changed``.
+        """
+        saved = state.get("order")
+        is_said, self._order_compared = self._order_compared == [saved], [saved]
+        if state and saved is None and not is_said:
+            rank_zero_info("the checkpoint does not say what data it was written on, so changes cannot be found")
+        if saved is None or not (changes := self.order.changes_since(saved)):
+            return False
+        said = f"the checkpoint was written on other data: {'; '.join(changes)}"
+        if self.resume_data != "changed":
+            raise RecipeError(
+                f"{said}. Its place in the data means other samples now; resume with what it was written on, or begin "
+                "the epoch again on what there is now with --resume_data changed"
+            )
+        if not is_said:
+            rank_zero_info(f"{said}. resume_data=changed: its epoch, unless it was over, begins again on what there is")
+        return True
+
+    def begin_again(self, state: dict[str, Any]) -> None:
+        """Set a saved place to the beginning of its epoch, unless that was over."""
+        (StreamLoader if self.streaming else RowLoader).begin_again(state)
+
     def state_dict(self) -> dict[str, Any]:
-        """The place in the training data."""
-        return self._train_loader.state_dict() if self._train_loader is not None else {}
+        """The place in the training data, and what decides what it means."""
+        return (
+            {**self._train_loader.state_dict(), "order": self.order.saved()} if self._train_loader is not None else {}
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved place.
