@@ -17,7 +17,7 @@ from lit_ft.data.mixing import Mixing
 from lit_ft.data.sources import Source
 from lit_ft.data.streaming import MixedRows
 
-LEARNING_RATE = 0.05
+LEARNING_RATE = 0.02
 SEED = 3
 
 
@@ -38,7 +38,7 @@ class Run:
         module = CausalLM(self.model)
         module.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.5)
         sources = [Source(path, name=f"s{number}") for number, (path, _) in enumerate(self.sources)]
-        if self.data.get("mixing"):
+        if self.data.get("mixing", "concatenate") != "concatenate":
             sources = [replace(source, weight=float(number + 1)) for number, source in enumerate(sources)]
         options = {"micro_batch_size": 2, "max_length": 64, "tokenize_workers": 0, **self.data}
         return module, TextDataModule(sources=sources, val_path=self.val_path, **options)
@@ -183,7 +183,7 @@ def plain_losses(run: Run, epochs: int) -> tuple[dict[int, float], dict[str, Ten
             logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / tokens
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
         losses[len(losses) + 1] = total

@@ -230,6 +230,11 @@ def test_checkpoints_that_do_not_fit(
     assert "the checkpoint does not fit the model: 8 of 8 trainable weights differ" in lines
     lines = run(capsys, *resume, arguments[2], code=2)
     assert "is no Lightning checkpoint" in lines
+    lines = run(capsys, *resume, "last", "--seed_everything", "5", code=2)
+    assert "the checkpoint was written on other data: seed_everything was" in lines
+    assert "--resume_data changed" in lines
+    monkeypatch.undo()
+    run(capsys, *resume, "last", "--seed_everything", "5", "--resume_data", "changed", "--trainer.max_steps", "2")
 
 
 def test_an_unknown_command(capsys: Any) -> None:
