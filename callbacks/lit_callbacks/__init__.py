@@ -3,7 +3,7 @@
 from lit_callbacks.adapter_merger import AdapterMerger
 from lit_callbacks.fail_together import FailTogether
 from lit_callbacks.forgetting_probe import ForgettingProbe
-from lit_callbacks.graceful_stop import GracefulStop, StopRequested
+from lit_callbacks.graceful_stop import GracefulStop, StoppedAtOnce, StopRequested
 from lit_callbacks.loss_ledger import LossLedger
 from lit_callbacks.memory_profiler import MemoryProfiler
 from lit_callbacks.run_report import RunReport
@@ -24,5 +24,6 @@ __all__ = [
     "SpikeGuard",
     "SpikesPersist",
     "StopRequested",
+    "StoppedAtOnce",
     "ThroughputMonitor",
 ]
