@@ -6,10 +6,15 @@ Exit codes: 0 done; 1 failed during the run; 2 something in the recipe, the data
 
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
 from lit_ft.commands.allowed_code import take_option
@@ -61,7 +66,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _quieten()
     try:
         arguments = take_option(arguments)
-        import_module(COMMANDS[name][0]).run(arguments)
+        with _exit_on_signals():
+            import_module(COMMANDS[name][0]).run(arguments)
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -69,6 +75,29 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _fail("stopped by Ctrl-C", 130)
     sys.exit(0)
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise SystemExit, so that workers, locks and unfinished files are cleared away.
+
+    Not KeyboardInterrupt: Lightning makes exit code 1 of it. During training, GracefulStop takes the signals over.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, _: FrameType | None) -> NoReturn:
+    # Not print: the main thread may be within one.
+    os.write(2, f"lit_ft: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}\n".encode())
+    sys.exit(128 + number)
 
 
 def _quieten() -> None:

@@ -1,6 +1,7 @@
 """The folder of a run: its name, what lies where in it."""
 
 import os
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from lit_ft.checkpointing import replacement
 from lit_ft.checkpointing.run_state import finished_step
 from lit_ft.checkpointing.selection import newest_good
 from lit_ft.errors import RecipeError
+from lit_ft.run_lock import lock_run
 
 RUNS = Path("checkpoints/runs")
 
@@ -80,12 +82,29 @@ class RunFolder:
             )
         return newest_good(self.checkpoints)
 
-    def make(self, resuming: bool) -> None:
-        """Create the folder.
+    def create(self) -> None:
+        """Create the folder, or see that it can be written to.
 
         Raises:
-            RecipeError: it cannot be written, or holds another run that would be overwritten.
+            RecipeError: it cannot.
         """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe = self.root / f".write-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise _unwritable(self.root, error) from error
+
+    def claim(self, resuming: bool) -> None:
+        """Create the folder for a run of this process, and let no other process run in it.
+
+        Raises:
+            RecipeError: it cannot be written, another process runs in it, or it holds another run that would be
+                overwritten.
+        """
+        self.create()
+        lock_run(self.root)
         if not resuming and self.config.exists():
             if self.has_checkpoint or self.adapter.exists() or self.merged.exists():
                 raise RecipeError(
@@ -93,24 +112,53 @@ class RunFolder:
                     "or give another --run_dir"
                 )
             rank_zero_info(f"the earlier run in {self.root} ended before its first checkpoint: started again")
+
+
+def _unwritable(root: Path, error: OSError) -> RecipeError:
+    return RecipeError(
+        f"run_dir={str(root)!r} cannot be written ({error.strerror}); give another one with --run_dir DIR"
+    )
+
+
+_TIME = "%Y-%m-%d_%H-%M-%S"
+_NAME = re.compile(r"(\d{4}(?:-\d\d){2}_(?:\d\d-){2}\d\d)(?:-(\d+))?")
+
+
+def _order(run: Path) -> tuple[str, int]:
+    """The place of a run among the recipe's, by its name: times of files change with copies and clocks."""
+    if match := _NAME.fullmatch(run.name):
+        return match[1], int(match[2] or 1)
+    return datetime.fromtimestamp(run.stat().st_mtime).strftime(_TIME), 1
+
+
+def new_run(recipe: str, create: bool = False) -> RunFolder:
+    """``checkpoints/runs/<recipe>/<time>``, after all that are there, whatever the clock says.
+
+    Args:
+        recipe: name of the recipe.
+        create: make the folder, so that no other process gets the same name.
+
+    Raises:
+        RecipeError: the folder cannot be made.
+    """
+    named = [run for run in (RUNS / recipe).glob("*") if _NAME.fullmatch(run.name)]
+    time, number = max([(datetime.now().strftime(_TIME), 0), *map(_order, named)])
+    while True:
+        number += 1
+        run = RunFolder(RUNS / recipe / (time if number == 1 else f"{time}-{number}"))
+        if not create:
+            return run
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            probe = self.root / f".write-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
+            run.root.mkdir(parents=True)
+            return run
+        except FileExistsError:
+            continue
         except OSError as error:
-            raise RecipeError(
-                f"run_dir={str(self.root)!r} cannot be written ({error.strerror}); give another one with --run_dir DIR"
-            ) from error
-
-
-def new_run(recipe: str) -> RunFolder:
-    """``checkpoints/runs/<recipe>/<time>``."""
-    return RunFolder(RUNS / recipe / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+            raise _unwritable(run.root, error) from error
 
 
 def newest_run(recipe: str) -> RunFolder:
-    """The recipe's newest run that has a checkpoint to resume from.
+    """The recipe's run that started last, of those that have a checkpoint to resume from.
 
     Raises:
         RecipeError: there is none.
@@ -129,7 +177,6 @@ def unfinished_run(recipe: str) -> RunFolder | None:
 
 
 def _runs_with_checkpoints(recipe: str) -> list[RunFolder]:
-    """A recipe's runs, by when their checkpoints were written."""
+    """A recipe's runs, in the order in which they started."""
     runs = [RunFolder(path.parent) for path in (RUNS / recipe).glob("*/checkpoints")]
-    written = {run: max((path.stat().st_mtime for path in run.checkpoints.glob("*.ckpt")), default=0.0) for run in runs}
-    return sorted((run for run in runs if run.has_checkpoint), key=lambda run: written[run])
+    return sorted((run for run in runs if run.has_checkpoint), key=lambda run: _order(run.root))

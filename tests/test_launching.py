@@ -108,6 +108,7 @@ def only_run(folder: Path) -> Path:
     """The folder that the run has made: there is one, and nothing in it was written twice."""
     (run,) = (folder / "checkpoints" / "runs" / "recipe").iterdir()
     assert {path.name for path in run.iterdir()} == {
+        ".lock",
         "adapter",
         "checkpoints",
         "config.yaml",

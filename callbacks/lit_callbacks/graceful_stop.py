@@ -219,6 +219,6 @@ def _nothing() -> None:
 
 def _requeue_signal(trainer: Trainer) -> int | None:
     """The signal at which Lightning saves and requeues a SLURM job; None elsewhere."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)
+    environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     is_requeued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     return environment.requeue_signal if is_requeued and trainer.state.fn == TrainerFn.FITTING else None

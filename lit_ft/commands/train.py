@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -22,6 +24,7 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, FailTogether, GracefulStop, RunReport, ThroughputMonitor
+from torch.distributed.constants import default_pg_timeout
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.base_fingerprint import check_same_base
@@ -43,11 +46,12 @@ from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.exporting import texts_of
-from lit_ft.launching import check_world_size
+from lit_ft.launching import check_world_size, from_rank_zero, is_rank_zero
 from lit_ft.optimizers import configure_optimizers
 from lit_ft.peft_methods import check_mergeable
 from lit_ft.reporting import ConsoleSummary, MetricsCSV, StepEvents, show_progress_on_terminals_only
 from lit_ft.run_folder import RunFolder, new_run, newest_run, unfinished_run
+from lit_ft.run_lock import lock_run, release_runs
 
 RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
 """Tells the processes that Lightning starts which folder the first one chose."""
@@ -56,7 +60,10 @@ RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
 def run(arguments: list[str]) -> None:
     """Parse a recipe and run the command that ``arguments`` starts with."""
     show_progress_on_terminals_only()
-    TrainingCLI(arguments)
+    try:
+        TrainingCLI(arguments)
+    finally:
+        release_runs()
 
 
 _HELP = {
@@ -70,6 +77,10 @@ _HELP = {
     "optimizer": "Optimizer class and its arguments. Default: torch.optim.AdamW with a learning rate of 1e-4.",
     "lr_scheduler": "Schedule class and its arguments, e.g. lit_ft.schedules.CosineWithWarmup. Default: constant.",
 }
+
+
+def _missing(defaults: list[Callback], given: list[Callback]) -> list[Callback]:
+    return [default for default in defaults if not any(isinstance(one, type(default)) for one in given)]
 
 
 class SaveRecipe(SaveConfigCallback):
@@ -146,8 +157,12 @@ class TrainingCLI(LightningCLI):
         resume = options.ckpt_path == "last"
         if options.run_dir is None and "LOCAL_RANK" in os.environ:
             options.run_dir = os.environ.get(RUN_DIR_VARIABLE)
+        self._is_named_by_time = options.run_dir is None
         if options.run_dir is None:
-            options.run_dir = str(self._choose_run(resume).root)
+            timeout = self._timeout() or default_pg_timeout
+            options.run_dir = from_rank_zero(
+                lambda: str(self._choose_run(resume).root), options.trainer.num_nodes, timeout
+            )
         for file in options.config or []:
             if (here := RunFolder.of_config(Path(str(file)), options.run_dir)) is not None:
                 rank_zero_info(
@@ -156,6 +171,8 @@ class TrainingCLI(LightningCLI):
                 options.run_dir = str(here.root)
         self.run_folder = RunFolder(Path(options.run_dir))
         os.environ[RUN_DIR_VARIABLE] = options.run_dir
+        if self.subcommand == "fit" and self.run_folder.root.is_dir() and is_rank_zero():
+            lock_run(self.run_folder.root)  # to look for the newest checkpoint mends what a killed save has left
         if resume:
             options.ckpt_path = str(self.run_folder.last_checkpoint())
         elif options.ckpt_path is not None and not Path(options.ckpt_path).exists():
@@ -183,9 +200,16 @@ class TrainingCLI(LightningCLI):
     def _choose_run(self, resume: bool) -> RunFolder:
         files = self.options.config or []
         recipe = Path(str(files[0])).stem if files else "run"
-        if self.options.resume is not None:
-            return unfinished_run(recipe) or new_run(recipe)
-        return newest_run(recipe) if resume else new_run(recipe)
+        if resume:
+            return newest_run(recipe)
+        unfinished = unfinished_run(recipe) if self.options.resume is not None else None
+        return unfinished or new_run(recipe, create=self.subcommand in ("fit", "predict"))
+
+    def _timeout(self) -> timedelta | None:
+        """For how long a rank waits for others, where the recipe's strategy says it."""
+        strategy = self.options.trainer.strategy
+        timeout = strategy.get("init_args", Namespace()).get("timeout") if isinstance(strategy, Namespace) else None
+        return timeout if isinstance(timeout, timedelta) else None
 
     def instantiate_classes(self) -> None:
         """Build module, data and trainer; someone else's module gets the recipe's optimizer as well.
@@ -194,21 +218,32 @@ class TrainingCLI(LightningCLI):
             RecipeError: a class of the recipe refuses what it is given.
         """
         try:
-            super().instantiate_classes()
-        except ValueError as error:
-            raise said_by_the_class(error) from error
-        check_world_size(self.trainer)
-        if self.options.ckpt_path is not None:
-            check_unpickling(self.options.weights_only, self.trainer.strategy)
+            self._build()
+            check_world_size(self.trainer)
+            if self.options.ckpt_path is not None:
+                check_unpickling(self.options.weights_only, self.trainer.strategy)
+        except BaseException:
+            if self._is_named_by_time:
+                with suppress(OSError):  # it is empty, or not there
+                    self.run_folder.root.rmdir()
+            raise
         self.make_run_folder()
         optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
         if optimizer is not None and not isinstance(self.model, CausalLM):
             self.model.configure_optimizers = partial(configure_optimizers, self.model, optimizer, lr_scheduler)
 
+    def _build(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise said_by_the_class(error) from error
+
     def make_run_folder(self) -> None:
-        """Make it on rank 0, which alone writes; the name that it has chosen holds, whatever other clocks say."""
-        if self.subcommand in ("fit", "predict") and self.trainer.is_global_zero:
-            self.run_folder.make(resuming=self.options.ckpt_path is not None or self.subcommand != "fit")
+        """Make it on rank 0, which alone writes; no other process may train there."""
+        if self.trainer.is_global_zero and self.subcommand == "fit":
+            self.run_folder.claim(resuming=self.options.ckpt_path is not None)
+        elif self.trainer.is_global_zero and self.subcommand == "predict":
+            self.run_folder.create()
 
     def options_init(self, name: str) -> Any:
         """An instantiated option of the chosen subcommand."""
@@ -223,7 +258,9 @@ class TrainingCLI(LightningCLI):
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder.checkpoints)
         kwargs["callbacks"] = (
-            self._with_defaults(callbacks) if self.subcommand == "fit" else [FailTogether(), *callbacks]
+            self._with_defaults(callbacks)
+            if self.subcommand == "fit"
+            else [*_missing([FailTogether(), GracefulStop()], callbacks), *callbacks]
         )
         plugins = given.plugins if isinstance(given.plugins, list) else [given.plugins] if given.plugins else []
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
@@ -267,11 +304,7 @@ class TrainingCLI(LightningCLI):
         if isinstance(self.model, CausalLM) or self.options.merge:
             last.append(AdapterMerger(folder.adapter, folder.merged if self.options.merge else None, texts_of(folder)))
         last.append(ModelCheckpoint(folder.checkpoints, save_last=True))
-
-        def missing(defaults: list[Callback]) -> list[Callback]:
-            return [default for default in defaults if not any(isinstance(one, type(default)) for one in given)]
-
-        return [*missing(first), *given, *missing(last)]
+        return [*_missing(first, given), *given, *_missing(last, given)]
 
     # --- before the long work ----------------------------------------------------------------------
 

@@ -6,6 +6,10 @@ fingerprint from it.
 
 import gc
 import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -230,6 +234,17 @@ def _start_worker(tokenizations: Sequence[Tokenization]) -> None:
     global _tokenizations
     _tokenizations = tokenizations
     gc.freeze()  # what the parent had is not searched for garbage again and again
+    # A terminal sends Ctrl-C to all processes; the parent ends these.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    # A worker holds both ends of the pipe that it waits at, so it would never learn that the parent was killed.
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _encode_in_worker(batch: list[tuple[int, RawRow | BadRow]]) -> list[Part]:
@@ -266,13 +281,23 @@ def encode_batches(
         return
     # Not multiprocessing.Pool: that waits for ever where a worker was killed.
     with ProcessPoolExecutor(workers, multiprocessing.get_context(), _start_worker, (tokenizations,)) as pool:
-        waiting: deque[tuple[Any, list[str], Future[list[Part]]]] = deque()
-        for tag, batch in batches:
-            future = pool.submit(_encode_in_worker, [(source, row) for source, _, row in batch])
-            waiting.append((tag, [place for _, place, _ in batch], future))
-            if len(waiting) > max(2 * workers, ahead):
-                tag, places, future = waiting.popleft()
-                yield tag, places, future.result()
-        while waiting:
+        try:
+            yield from _in_order(pool, batches, max(2 * workers, ahead))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # else the batches that wait are tokenised first
+            raise
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, batches: Iterable[tuple[Any, list[PlacedRow]]], ahead: int
+) -> Iterator[tuple[Any, list[str], list[Part]]]:
+    waiting: deque[tuple[Any, list[str], Future[list[Part]]]] = deque()
+    for tag, batch in batches:
+        future = pool.submit(_encode_in_worker, [(source, row) for source, _, row in batch])
+        waiting.append((tag, [place for _, place, _ in batch], future))
+        if len(waiting) > ahead:
             tag, places, future = waiting.popleft()
             yield tag, places, future.result()
+    while waiting:
+        tag, places, future = waiting.popleft()
+        yield tag, places, future.result()

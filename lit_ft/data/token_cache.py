@@ -6,6 +6,7 @@ wait: no rank waits in a collective, which would time out, and a killed writer's
 Sums of its files are compared before it is used: an entry with a flipped bit is written anew.
 """
 
+import errno
 import hashlib
 import inspect
 import json
@@ -80,12 +81,14 @@ def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
             rank_zero_info(f"the token cache's entry {place} is damaged ({damage}); it is written anew")
             _remove(place)
         if not place.is_dir():
-            unfinished = folder / f"{key}.unfinished"
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            write(unfinished)
-            (unfinished / SUMS).write_text(json.dumps(_sums_of(unfinished)), encoding="utf-8")
-            unfinished.rename(place)
+            _write(folder / f"{key}.unfinished", place, write)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+            raise
+        raise RecipeError(
+            f"data.cache_dir={str(folder)!r}: tokens cannot be written ({error.strerror}); make room there, or give "
+            "another folder"
+        ) from error
     finally:
         lock.release()
     return place
@@ -125,6 +128,18 @@ def _remove(place: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
     place.rename(removed)
     shutil.rmtree(removed)
+
+
+def _write(unfinished: Path, place: Path, write: Callable[[Path], None]) -> None:
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir()
+        write(unfinished)
+        (unfinished / SUMS).write_text(json.dumps(_sums_of(unfinished)), encoding="utf-8")
+        unfinished.rename(place)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def _acquire(lock: FileLock) -> None:

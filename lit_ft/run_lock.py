@@ -1,0 +1,71 @@
+"""One process writes to a run folder: a lock that the kernel frees when its holder ends, in whatever way."""
+
+import fcntl
+import json
+import os
+import socket
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_ft.errors import RecipeError
+
+_held: dict[Path, IO[str]] = {}
+
+
+def lock_run(root: Path) -> None:
+    """Hold a run folder until this process ends or ``release_runs`` is called.
+
+    The lock is a record lock of ``.lock``: processes that are forked from this one do not inherit it.
+
+    Args:
+        root: of the run; it exists.
+
+    Raises:
+        RecipeError: another process holds it, or it cannot be written to.
+    """
+    path = root.resolve() / ".lock"
+    if path in _held:
+        return
+    # Not in a `with`: closing the file frees the lock.
+    try:
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(
+            f"run_dir={str(root)!r} cannot be written ({error.strerror}); give another one with --run_dir DIR"
+        ) from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        holder = _holder(file)
+        file.close()
+        raise RecipeError(
+            f"run_dir={str(root)!r} is in use by {holder}; wait until it ends or stop it, or give another --run_dir"
+        ) from error
+    except OSError as error:
+        file.close()
+        rank_zero_info(
+            f"{root} lies on a file system without locks ({error.strerror}): a second run in it would not be noticed"
+        )
+        return
+    file.truncate(0)
+    json.dump({"host": socket.gethostname(), "pid": os.getpid(), "start": f"{datetime.now():%F %T}"}, file)
+    file.flush()
+    _held[path] = file
+
+
+def release_runs() -> None:
+    """Let other processes have the run folders that this one holds."""
+    while _held:
+        _held.popitem()[1].close()
+
+
+def _holder(file: IO[str]) -> str:
+    file.seek(0)
+    with suppress(ValueError, KeyError):  # it has the lock, and has not yet said who it is
+        holder = json.load(file)
+        return f"process {holder['pid']} on {holder['host']}, which started at {holder['start']}"
+    return "another process"
