@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 from conftest import make_rows, make_tokenizer
+from ranks import on_ranks
 
+from lit_ft import RecipeError, cli
 from lit_ft.data import token_cache
+from lit_ft.data.encoding import Tokenization
 from lit_ft.data.preparing import Preparation
 from lit_ft.data.sources import Source
 
@@ -164,6 +168,65 @@ def test_others_wait_for_the_writer(tmp_path: Path) -> None:
     place = token_cache.entry(tmp_path, "key", lambda place: pytest.fail("written twice"))
     assert (place / "whole").read_text() == "whole"
     writer.join()
+
+
+def _members(session: int) -> list[str]:
+    found = subprocess.run(["ps", "-o", "stat=,pid=", "-s", str(session)], capture_output=True, text=True, check=False)
+    return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_while_workers_tokenize_leaves_no_worker(tmp_path: Path, number: signal.Signals) -> None:
+    mark, rows = tmp_path / "mark", tmp_path / "rows.json"
+    rows.write_text(json.dumps(make_rows(4000)))
+    if (process := os.fork()) == 0:
+        code: Any = 1
+        try:
+            os.setsid()
+            encode = Tokenization.encode
+
+            def slowly(self: Tokenization, batch: Any) -> Any:
+                mark.touch()
+                time.sleep(0.3)
+                return encode(self, batch)
+
+            Tokenization.encode = slowly  # type: ignore[method-assign]
+            with cli._exit_on_signals():
+                Preparation(make_tokenizer(), cache_dir=str(tmp_path), workers=2).prepare(Source(str(rows)))
+        except SystemExit as stop:
+            code = stop.code
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 30
+    while not mark.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) in (128 + number, -number)
+    deadline = time.monotonic() + 3
+    while _members(process):
+        assert time.monotonic() < deadline, _members(process)
+        time.sleep(0.05)
+    if number != signal.SIGKILL:
+        assert not list((tmp_path / "tokens").glob("*.unfinished"))
+
+
+@pytest.mark.processes
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    def write(place: Path) -> None:
+        # What the kernel does at a quota: no more than a kilobyte fits.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+        (place / "ids").write_bytes(bytes(5000))
+
+    def fill() -> str:
+        with pytest.raises(RecipeError) as error:
+            token_cache.entry(tmp_path / "cache", "key", write)
+        return str(error.value)
+
+    (message,) = on_ranks(1, fill, timeout=60)
+    assert message.startswith(f"data.cache_dir={str(tmp_path / 'cache')!r}: tokens cannot be written (File too large)")
+    assert [file.name for file in (tmp_path / "cache").iterdir()] in (["key.lock"], [])
 
 
 SLOW = """

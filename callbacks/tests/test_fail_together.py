@@ -2,19 +2,23 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from forked_ranks import Ranks
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lit_callbacks import FailTogether
 from lit_callbacks.heartbeats import OVER, Heartbeats, Silence, is_about_another_rank
 
@@ -123,6 +127,15 @@ def test_ranks_that_are_done_are_not_missed(started: Any) -> None:
     ranks.wait([0, 1, 2], 60)
     assert list(ranks.codes.values()) == [0, 0, 0], ranks.output()
     assert "stops" not in ranks.output()
+
+
+def test_stopped_children_are_ended() -> None:
+    launcher = _SubprocessScriptLauncher(LightningEnvironment(), num_processes=3, num_nodes=1)
+    launcher.procs = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    launcher.procs[0].send_signal(signal.SIGSTOP)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
+    FailTogether._end_children(trainer, 0.2)
+    assert [process.wait(5) for process in launcher.procs] == [-signal.SIGKILL] * 2
 
 
 # --- heartbeats ----------------------------------------------------------------------------------
