@@ -287,7 +287,8 @@ def test_embeddings_that_train_under_a_tied_head(tmp_path: Path, case: str, capl
     adapter = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(adapter(input_ids=ids).logits, wanted, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(merged(input_ids=ids).logits, wanted, atol=2e-5, rtol=1e-5)
+    # Summed in another order; how far apart that is depends on the CPU. The merge's own bound is 1e-4 of the largest.
+    torch.testing.assert_close(merged(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-5)
     is_tied = merged.lm_head.weight.data_ptr() == merged.model.embed_tokens.weight.data_ptr()
     assert is_tied is merged.config.tie_word_embeddings is (case in ("trainable tokens", "embeddings, tied"))
     assert ("training has parted them" in caplog.text) is not is_tied
@@ -311,6 +312,7 @@ def test_a_merge_that_is_killed_leaves_the_earlier_folder_or_the_new_one(tmp_pat
     from lit_callbacks.whole_folder import put_back
 
     folder, model = tmp_path / "merged", lora(llama())
+    save_merged(model, folder)  # the first one imports much
     start = time.monotonic()
     save_merged(model, folder)
     seconds = time.monotonic() - start
