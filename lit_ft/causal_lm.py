@@ -51,7 +51,9 @@ from lit_ft.model import rotary_embedding
 from lit_ft.optimizers import configure_optimizers
 from lit_ft.rows import Row, as_row, lay_end_to_end
 from lit_ft.schedule_free import ScheduleFreeModule
+from lit_ft.training import router_loss
 from lit_ft.training.finite import FiniteCheck, NotFinite, check_trained_weights, not_finite
+from lit_ft.training.router_loss import RouterAuxLoss
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -61,7 +63,8 @@ class CausalLM(ScheduleFreeModule):
 
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, each a mean over supervised tokens
     (train: of one optimiser step over all ranks; val and test: of the whole set), ``.../loss/<source>`` where
-    the data has several sources (train: of those in the step), and ``train/grad_norm``, ``train/learning_rate``.
+    the data has several sources (train: of those in the step), and ``train/grad_norm``, ``train/learning_rate``,
+    ``train/router_aux_loss`` (without its factor).
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class CausalLM(ScheduleFreeModule):
         liger: bool = False,
         init_rows: int = 64,
         neftune_alpha: float | None = None,
+        router_aux_loss: RouterAuxLoss = None,
         max_new_tokens: int = 256,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -114,6 +118,10 @@ class CausalLM(ScheduleFreeModule):
             liger: compute norms, rotary embeddings and MLPs with Liger's kernels (extra `liger`). For CUDA.
             init_rows: micro-batches of training data that inits of LoRA look at (EVA, CorDA, LoRA-GA).
             neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
+            router_aux_loss: factor on the loss that keeps the experts of a mixture-of-experts model equally busy, or
+                config, its router_aux_loss_coef; null leaves the loss out. Each micro-batch has that of all its tokens,
+                as transformers computes it; in an optimizer step micro-batches count by their supervised tokens.
+                train/loss is without it.
             max_new_tokens: longest answer of `predict`, in tokens.
             optimizer: makes the optimizer from the trainable parameters; a recipe gives it at the top level.
                 null is AdamW with a learning rate of 1e-4.
@@ -129,6 +137,10 @@ class CausalLM(ScheduleFreeModule):
             )
         if liger and compile:
             raise RecipeError("model.liger and model.compile both fuse norms and MLPs; set one of them to false")
+        if router_aux_loss is not None and compile:
+            raise RecipeError(
+                "model.router_aux_loss looks into layers, which model.compile fuses; leave one of them out"
+            )
         if peft is not None:
             adapter_start.check_start(peft, is_quantised=quantization is not None)
         self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
@@ -141,6 +153,9 @@ class CausalLM(ScheduleFreeModule):
         self.init_rows, self.neftune_alpha, self.max_new_tokens = init_rows, neftune_alpha, max_new_tokens
         self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-4)
         self.lr_scheduler = lr_scheduler
+        self.router_aux_loss = router_aux_loss
+        self._router_coefficient = 0.0
+        self._router_loss: Tensor | None = None
         self.model: PreTrainedModel | PeftModel | None = None
         self.metrics = nn.ModuleDict(
             {
@@ -154,6 +169,9 @@ class CausalLM(ScheduleFreeModule):
         self.weight_count: WeightCount | None = None
         """Of the whole model, once it is built."""
         self._optimizer_names: list[list[str]] = []
+        if router_aux_loss is not None:
+            of_fit: Any = self.metrics["fit"]
+            of_fit["router_aux_loss"] = TokenMean()
         self._fp32_buffers: dict[str, Tensor] = {}
         self._window_tokens: int | None = None
         self._replay: Replay | None = None
@@ -198,6 +216,7 @@ class CausalLM(ScheduleFreeModule):
         self._check_stored_quantisation()
         self._check_liger()
         skeleton = loading.skeleton(self.pretrained, self.base_dtype)
+        router_loss.coefficient(skeleton, self.router_aux_loss)
         embeddings.make_room(skeleton, self.tokenizer, len(self.added_ids))
         if self.peft is not None:
             peft_methods.give_values(skeleton, self.peft)
@@ -246,6 +265,9 @@ class CausalLM(ScheduleFreeModule):
             activation_offload.say_what_it_does(self.trainer.strategy.root_device)
         if self.gradient_checkpointing:
             base.gradient_checkpointing_enable(activation_checkpointing.options(self.gradient_checkpointing))
+        self._router_coefficient = router_loss.coefficient(base, self.router_aux_loss)
+        if self.router_aux_loss is None:
+            router_loss.say_what_is_left_out(base)
         rotary_embedding.keep_samples_apart(base)
         self.model, self._head = base, loading.head_of(base)
         self.model = self._adapted(base)
@@ -358,7 +380,11 @@ class CausalLM(ScheduleFreeModule):
         with rotary_embedding.samples_of(lengths_in_row):
             if prompt_learning.method_of(self.model) is not None:
                 return prompt_learning.hidden_states(self.model, decoder, row, **options)
+            wants_router = bool(self._router_coefficient) and self.training
+            if wants_router:
+                options["output_router_logits"] = True
             output = decoder(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, **options)
+        self._router_loss = router_loss.router_loss(base, output) if wants_router else None
         return output.last_hidden_state
 
     def token_loss(self, hidden: Tensor, row: Row) -> TokenLoss:
@@ -416,13 +442,22 @@ class CausalLM(ScheduleFreeModule):
                 self.record_losses(row["sample_ids"], result.per_token, *of_samples, per_token=True)
             replicas, _ = process.replica(self.trainer)
             weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=replicas)
-            loss = result.loss_sum * weight
+            loss = (result.loss_sum + self._weighed_router_loss(len(row["targets"]))) * weight
         if batch_idx % accumulate == 0 and (term := method_calls.regularisation(self.model)) is not None:
             loss = loss + accumulate * term  # once in an optimiser step, over whose micro-batches Lightning averages
             self.log("train/regularization", term)
         if (batch_idx + 1) % accumulate == 0 or self.trainer.is_last_batch:
             self._log_train()
         return loss
+
+    def _weighed_router_loss(self, tokens: int) -> Tensor | float:
+        """The router's loss of a micro-batch, weighed by its supervised tokens as the mean over them is."""
+        loss, self._router_loss = self._router_loss, None
+        if loss is None:
+            return 0.0
+        of_fit: Any = self.metrics["fit"]
+        of_fit["router_aux_loss"].update(loss * tokens, tokens)
+        return self._router_coefficient * tokens * loss
 
     def _count_window(self, row: Row, accumulate: int) -> int:
         """Supervised tokens, over all ranks, of the optimiser step that the row belongs to."""
@@ -494,6 +529,8 @@ class CausalLM(ScheduleFreeModule):
         self.log(f"{prefix}/loss", values["loss"], prog_bar=prog_bar)
         self.log(f"{prefix}/perplexity", values["loss"].exp())
         self.log(f"{prefix}/token_accuracy", values["token_accuracy"])
+        if "router_aux_loss" in values:
+            self.log(f"{prefix}/router_aux_loss", values["router_aux_loss"])
         for name, loss in values.get("source_losses", {}).items():
             self.log(f"{prefix}/loss/{name}", loss)
         return values["loss"]

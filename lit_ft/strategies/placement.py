@@ -110,6 +110,14 @@ class Placement:
             tensor_plan.check(base, sizes.tensor, self.tp_plan)
         if self.expert_parallel_size > 1:
             self._check_experts(sizes, base)
+        if getattr(module, "router_aux_loss", None) is not None and (
+            sizes.data < math.prod(sizes) or self.expert_parallel_size > 1
+        ):
+            raise RecipeError(
+                f"model.router_aux_loss={module.router_aux_loss} needs the router's choices for all tokens of a row, "
+                "which pipeline, tensor, context and expert parallelism deal out to ranks; leave it out, or take "
+                "lit_ft.strategies.FSDPStrategy"
+            )
         if sizes.context > 1:
             _check_context(sizes.context, module, base)
         if sizes.pipeline > 1:

@@ -217,6 +217,11 @@ def check_method(stage: int, module: Any) -> None:
     Raises:
         RecipeError: it names stage and method.
     """
+    if stage == 3 and getattr(module, "router_aux_loss", None) is not None:
+        raise RecipeError(
+            f"model.router_aux_loss={module.router_aux_loss} and trainer.strategy stage=3: nobody has tried; set stage "
+            "to 2, or take lit_ft.strategies.FSDPStrategy"
+        )
     peft = getattr(module, "peft", None)
     if peft is None:
         return

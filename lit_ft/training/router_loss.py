@@ -1,0 +1,79 @@
+"""The auxiliary loss that keeps the experts of a mixture-of-experts model equally busy."""
+
+import copy
+import sys
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from lit_ft.errors import RecipeError
+
+RouterAuxLoss = float | Literal["config"] | None
+
+
+def coefficient(base: PreTrainedModel, asked: RouterAuxLoss) -> float:
+    """The factor on the auxiliary loss; 0 where it is left out.
+
+    Raises:
+        RecipeError: the config names no factor, or transformers computes no such loss for the model.
+    """
+    if asked is None:
+        return 0.0
+    if not hasattr(sys.modules[type(base).__module__], "load_balancing_loss_func"):
+        raise RecipeError(
+            f"model.router_aux_loss={asked}: transformers computes no such loss for {type(base).__name__}; leave it out"
+        )
+    found = _of_config(base) if asked == "config" else asked
+    if found is None:
+        raise RecipeError(
+            f"model.router_aux_loss={asked}, but the config of {type(base).__name__} has no router_aux_loss_coef; give "
+            "a number, or leave it out"
+        )
+    return float(found)
+
+
+def say_what_is_left_out(base: PreTrainedModel) -> None:
+    """Say that the config asks for the auxiliary loss, where it does."""
+    wanted = getattr(base.config.get_text_config(), "output_router_logits", False)
+    if wanted and (factor := _of_config(base)):
+        rank_zero_info(
+            f"config.json asks for a router auxiliary loss (output_router_logits, router_aux_loss_coef={factor:g}), "
+            "which is left out; model.router_aux_loss: config takes it in"
+        )
+
+
+def _of_config(base: PreTrainedModel) -> float | None:
+    factor: float | None = getattr(base.config.get_text_config(), "router_aux_loss_coef", None)
+    return factor
+
+
+class _RouterLogits(nn.Module):
+    """Stands in for the decoder: hands router logits on that it is given."""
+
+    def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.output = MoeModelOutputWithPast(last_hidden_state=hidden, router_logits=router_logits)
+
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+        return self.output
+
+
+def router_loss(base: PreTrainedModel, decoder_output: Any) -> Tensor:
+    """The model's own auxiliary loss of the tokens that its decoder was given, a scalar without its factor.
+
+    The model's ``forward`` runs with the decoder left out, on one token, so that each architecture's way is right.
+
+    Args:
+        base: the model.
+        decoder_output: of its decoder, called with ``output_router_logits=True``.
+    """
+    token = decoder_output.last_hidden_state[:, :1].detach()
+    model = copy.copy(base)
+    stand_in = _RouterLogits(token, decoder_output.router_logits)
+    model._modules = {**base._modules, base.base_model_prefix: stand_in}
+    loss = model(inputs_embeds=token, output_router_logits=True, use_cache=False).aux_loss
+    assert isinstance(loss, Tensor), "the decoder gave router logits"
+    return loss
