@@ -13,7 +13,7 @@ from lit_ft.checkpointing import replacement
 from lit_ft.checkpointing.run_state import finished_step
 from lit_ft.checkpointing.selection import newest_good
 from lit_ft.errors import RecipeError
-from lit_ft.run_lock import lock_run
+from lit_ft.run_lock import is_running, lock_run
 
 RUNS = Path("checkpoints/runs")
 
@@ -171,8 +171,9 @@ def newest_run(recipe: str) -> RunFolder:
 
 
 def unfinished_run(recipe: str) -> RunFolder | None:
-    """The recipe's newest run that has a checkpoint to resume from and did not come to its end; None without one."""
-    runs = [run for run in _runs_with_checkpoints(recipe) if finished_step(run.finished) is None]
+    """The recipe's newest run that can be resumed, has not come to its end and is not running; None without one."""
+    ended = [run for run in _runs_with_checkpoints(recipe) if not is_running(run.root)]
+    runs = [run for run in ended if finished_step(run.finished) is None]
     return runs[-1] if runs else None
 
 

@@ -63,6 +63,21 @@ def release_runs() -> None:
         _held.popitem()[1].close()
 
 
+def is_running(root: Path) -> bool:
+    """Whether another process holds a run folder."""
+    path = root.resolve() / ".lock"
+    if path in _held or not path.is_file():
+        return False
+    try:
+        with path.open("r+", encoding="utf-8") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True  # or it belongs to somebody else, whose run this process cannot resume
+    except OSError:
+        return False  # a file system without locks: nobody can tell
+    return False
+
+
 def _holder(file: IO[str]) -> str:
     file.seek(0)
     with suppress(ValueError, KeyError):  # it has the lock, and has not yet said who it is

@@ -14,9 +14,12 @@ from lit_callbacks import AdapterMerger
 from safetensors.torch import load_file
 from torture import CASES, Case, Life, outcome, torture, write_recipe
 
+from lit_ft.checkpointing import replacement
 from lit_ft.checkpointing.selection import newest_good, position_of
+from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.reporting import MetricsCSV
-from lit_ft.run_folder import RunFolder
+from lit_ft.run_folder import RUNS, RunFolder, unfinished_run
+from lit_ft.run_lock import lock_run
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +191,45 @@ def test_metrics_are_never_gone_and_a_cut_line_is_left_out(tmp_path: Path) -> No
         handle.write("0,2.0,")  # a kill within a write
     _ = MetricsCSV(RunFolder(tmp_path), resumed_step=2).experiment
     assert rows(tmp_path) == [("0", "1.0"), ("1", "1.5")]  # before anything is logged
+
+
+def test_a_run_that_still_runs_is_not_taken_for_an_unfinished_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("2026-01-01_00-00-00", "2026-01-01_00-00-01"):
+        AnyCheckpointIO().save_checkpoint({"loops": {}}, RunFolder(RUNS / "recipe" / name).checkpoints / "last.ckpt")
+    newest = RUNS / "recipe" / "2026-01-01_00-00-01"
+    found = unfinished_run("recipe")
+    assert found is not None
+    assert found.root == newest
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        lock_run(newest)
+        os.write(writer, b"!")
+        signal.pause()
+    try:
+        os.read(reader, 1)
+        found = unfinished_run("recipe")
+        assert found is not None
+        assert found.root.name == "2026-01-01_00-00-00"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["fsdp folder"])
+def test_a_replacement_that_a_kill_interrupted_is_finished_by_the_next_fit(
+    tmp_path: Path, recipe: Path, name: str
+) -> None:
+    run, case = tmp_path / "run", CASES[name]
+    options = ["--run_dir", str(run), "--resume", "auto"]
+    assert fit(tmp_path, recipe, *options, case=case)[0] == {0}
+    for path in (run / "checkpoints").glob("*.ckpt"):
+        path.rename(replacement.temporary_folder(path))  # killed between two renames
+    codes, said = fit(tmp_path, recipe, *options, "--trainer.max_steps", "6", case=case)
+    assert codes == {0}, said
+    assert "was being replaced when an earlier process was killed" in said
+    assert steps(run) == [0, 1, 2, 3, 4, 5]
+    assert not list((run / "checkpoints").glob(".*.new"))

@@ -29,6 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.base_fingerprint import check_same_base
 from lit_ft.causal_lm import CausalLM
+from lit_ft.checkpointing import replacement
 from lit_ft.checkpointing.integrity import check_on_rank_zero
 from lit_ft.checkpointing.run_state import RunState
 from lit_ft.checkpointing.selection import resumed_step
@@ -55,6 +56,8 @@ from lit_ft.run_lock import lock_run, release_runs
 
 RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
 """Tells the processes that Lightning starts which folder the first one chose."""
+CHECKPOINT_VARIABLE = "LIT_FT_CKPT_PATH"
+"""Tells them which checkpoint it chose; empty where there is none."""
 
 
 def run(arguments: list[str]) -> None:
@@ -172,20 +175,33 @@ class TrainingCLI(LightningCLI):
         self.run_folder = RunFolder(Path(options.run_dir))
         os.environ[RUN_DIR_VARIABLE] = options.run_dir
         if self.subcommand == "fit" and self.run_folder.root.is_dir() and is_rank_zero():
-            lock_run(self.run_folder.root)  # to look for the newest checkpoint mends what a killed save has left
-        if resume:
-            options.ckpt_path = str(self.run_folder.last_checkpoint())
+            lock_run(self.run_folder.root)
+            for line in replacement.recover(self.run_folder.checkpoints):
+                rank_zero_info(line)
+        if resume or options.resume is not None:
+            options.ckpt_path = self._newest_checkpoint()
         elif options.ckpt_path is not None and not Path(options.ckpt_path).exists():
             raise RecipeError(f"ckpt_path={options.ckpt_path!r} does not exist; name a .ckpt file, or `last`")
         elif options.ckpt_path is not None:
             check_on_rank_zero(Path(options.ckpt_path))
-        elif options.resume is not None and self.run_folder.has_checkpoint:
-            options.ckpt_path = str(self.run_folder.last_checkpoint())
-            rank_zero_info(f"resume=auto: resuming {options.ckpt_path}")
-        elif options.resume is not None:
-            rank_zero_info(
-                f"resume=auto: there is no checkpoint in {self.run_folder.checkpoints} yet, so the run starts"
-            )
+
+    def _newest_checkpoint(self) -> str | None:
+        """The newest good checkpoint of the run folder, the same on all ranks; None where ``resume`` finds none."""
+        if "LOCAL_RANK" in os.environ and CHECKPOINT_VARIABLE in os.environ:
+            return os.environ[CHECKPOINT_VARIABLE] or None
+        timeout = self._timeout() or default_pg_timeout
+        path = from_rank_zero(self._look_for_checkpoint, self.options.trainer.num_nodes, timeout)
+        os.environ[CHECKPOINT_VARIABLE] = path
+        return path or None
+
+    def _look_for_checkpoint(self) -> str:
+        if self.options.resume is not None and not self.run_folder.has_checkpoint:
+            rank_zero_info(f"resume=auto: no checkpoint in {self.run_folder.checkpoints} yet, so the run starts")
+            return ""
+        path = self.run_folder.last_checkpoint()
+        if self.options.resume is not None:
+            rank_zero_info(f"resume=auto: resuming {path}")
+        return str(path)
 
     def _check_resume(self) -> None:
         if self.options.resume is None:
