@@ -233,3 +233,18 @@ def test_a_replacement_that_a_kill_interrupted_is_finished_by_the_next_fit(
     assert "was being replaced when an earlier process was killed" in said
     assert steps(run) == [0, 1, 2, 3, 4, 5]
     assert not list((run / "checkpoints").glob(".*.new"))
+
+
+@pytest.mark.processes
+def test_a_link_to_the_newest_folder_of_shards_is_saved_and_resumed(tmp_path: Path, recipe: Path) -> None:
+    run, case = tmp_path / "run", CASES["fsdp folder"]
+    options = ["--run_dir", str(run), "--resume", "auto", "--trainer.callbacks.save_last", "link"]
+    codes, said = fit(tmp_path, recipe, *options, case=case)
+    assert codes == {0}, said
+    assert (run / "checkpoints" / "last.ckpt").is_symlink()
+    codes, said = fit(tmp_path, recipe, *options, "--trainer.max_steps", "6", case=case)
+    assert codes == {0}, said
+    assert steps(run) == [0, 1, 2, 3, 4, 5]
+    found = position_of((run / "checkpoints" / "last.ckpt").resolve())
+    assert found is not None
+    assert found.global_step == 6
