@@ -114,6 +114,7 @@ def only_run(folder: Path) -> Path:
         "checkpoints",
         "config.yaml",
         "environment.json",
+        "finished.json",
         "metrics.csv",
         "report.html",
         "tensorboard",
