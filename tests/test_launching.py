@@ -116,6 +116,7 @@ def only_run(folder: Path) -> Path:
         "environment.json",
         "finished.json",
         "metrics.csv",
+        "finished.json",
         "report.html",
         "tensorboard",
     }
