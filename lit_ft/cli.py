@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         sys.exit(0 if arguments else 2)
     if name not in COMMANDS:
         _fail(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}{_did_you_mean(name)}", 2)
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not debug:
         _quieten()
     try:

@@ -144,6 +144,7 @@ class Source:
         import datasets
 
         if self._saved is not None:
+            _check_saved(self._saved)
             data = datasets.load_from_disk(str(self._saved))
             if not isinstance(data, datasets.DatasetDict):
                 return data
@@ -181,7 +182,22 @@ class Source:
         return digest.hexdigest()
 
 
+def _check_saved(folder: Path) -> None:
+    """Refuse a saved data set that names files elsewhere: `datasets` joins them to the folder as they are."""
+    for state in folder.rglob("state.json"):
+        try:
+            names = [str(entry["filename"]) for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+        except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+            raise RecipeError(f"{state}: is no state of a saved data set ({type(error).__name__}: {error})") from error
+        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise RecipeError(
+                f"{folder}: state.json names a file outside of the folder ({outside[0]!r}); save it again"
+            )
+
+
 def _arrow_rows(path: str, rows: Any) -> Iterator[tuple[str, RawRow | BadRow]]:
+    # Columns of images, audio and video would be opened, or downloaded, from wherever a row says.
+    rows = (rows if hasattr(rows, "decode") else rows.to_iterable_dataset()).decode(False)
     return ((f"{path}, row {number}", _without_padding(row)) for number, row in enumerate(rows, 1))
 
 
