@@ -116,7 +116,6 @@ def only_run(folder: Path) -> Path:
         "environment.json",
         "finished.json",
         "metrics.csv",
-        "finished.json",
         "report.html",
         "tensorboard",
     }

@@ -103,6 +103,8 @@ class SaveRecipe(SaveConfigCallback):
 class TrainingCLI(LightningCLI):
     """LightningCLI in which ``model`` and ``data`` may be anyone's classes and default to lit_ft's."""
 
+    _is_named_by_time = False  # check and plan choose no run folder
+
     def __init__(self, arguments: ArgsType) -> None:
         """Parse and run.
 
