@@ -8,13 +8,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.manifest import ManifestError, verify_manifest
 from lit_callbacks.whole_folder import put_back
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from lit_ft import bottleneck, loading  # noqa: F401 (the method of bottleneck is known to PEFT once it is imported)
 from lit_ft.adapter_start import FROM_THE_BASE, init_of
 from lit_ft.base_fingerprint import Fingerprint, check_same_base, read_fingerprint
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, explained
+from lit_ft.model import size_check
 
 Combination = Literal[
     "cat",
@@ -63,8 +63,13 @@ class Adapter:
 
     @property
     def config(self) -> PeftConfig:
-        """Its PEFT config."""
-        return PeftConfig.from_pretrained(str(self.folder))
+        """Its PEFT config.
+
+        Raises:
+            RecipeError: the file is damaged.
+        """
+        with explained(f"{self.folder / 'adapter_config.json'}", "put back the file"):
+            return PeftConfig.from_pretrained(str(self.folder))
 
     @property
     def recorded_base(self) -> str | None:
@@ -95,12 +100,10 @@ class Adapter:
         config: Any = self.config
         if isinstance(getattr(config, "init_lora_weights", None), str):
             config.init_lora_weights = True  # inits look at weights, of which a skeleton has none
-        try:
+        with explained(f"{name} does not fit {type(skeleton).__name__}", "name its base, or put back its files"):
             model = get_peft_model(skeleton, config)
-        except ValueError as error:
-            raise RecipeError(f"{name} does not fit {type(skeleton).__name__}: {error}") from error
-        with safe_open(self.folder / "adapter_model.safetensors", framework="pt") as file:
-            held = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        file = self.folder / "adapter_model.safetensors"
+        held = dict(size_check.shapes_of(file, name))
         for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items():
             if held.get(key) != tuple(tensor.shape):
                 found = f"is {held[key]}" if key in held else "is missing"

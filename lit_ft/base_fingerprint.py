@@ -8,7 +8,7 @@ from typing import IO, Literal, TypedDict
 from huggingface_hub import try_to_load_from_cache
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, explained
 
 FILE = "base.json"
 """Beside an adapter's weights."""
@@ -41,7 +41,8 @@ def fingerprint(pretrained: str, init: Literal["pretrained", "random"] = "pretra
     """
     cached = try_to_load_from_cache(pretrained, "config.json") if not Path(pretrained).expanduser().is_dir() else None
     folder = Path(cached).parent if isinstance(cached, str) else Path(pretrained).expanduser()
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    with explained(f"{folder / 'config.json'}", "put back the file"):
+        config = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
     weights = f"{_DRAWN}{seed}" if init == "random" else _digest_of(_weight_files(folder))
@@ -99,7 +100,14 @@ def write_fingerprint(base: Fingerprint, folder: Path) -> None:
 def read_fingerprint(folder: Path) -> Fingerprint | None:
     """What lies beside an adapter; None where nothing does."""
     path = folder / FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    with explained(f"{path}", "put back the file, or remove it: then the base is compared by name and shapes alone"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        read = {name: found[name] for name in Fingerprint.__annotations__}
+        if not all(isinstance(value, str) or (name == "commit" and value is None) for name, value in read.items()):
+            raise ValueError("it holds other values than names and sums")
+        return Fingerprint(**read)  # type: ignore[typeddict-item]
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -110,20 +118,23 @@ def _weight_files(folder: Path) -> list[Path]:
 def _digest_of(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for start in _samples(path, file, size):
-                file.seek(start)
-                digest.update(file.read(_SAMPLE_BYTES))
+        with explained(f"{path}", "put back the file"):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for start in _places(path, file, size):
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
-def _samples(path: Path, file: IO[bytes], size: int) -> list[int]:
+def _places(path: Path, file: IO[bytes], size: int) -> list[int]:
     """Places to look at: the header, and the middle of each tensor."""
     if path.suffix != ".safetensors":
         return list(range(0, size, max(_SAMPLE_BYTES, size // 256)))
     length = int.from_bytes(file.read(8), "little")
+    if length > size:
+        raise ValueError(f"its header claims {length} bytes, the file has {size}")
     header = json.loads(file.read(length))
     tensors = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
     middles = [8 + length + max(begin, (begin + end - _SAMPLE_BYTES) // 2) for begin, end in tensors]

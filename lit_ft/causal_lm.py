@@ -47,13 +47,14 @@ from lit_ft.generation import generate_answers
 from lit_ft.gradients import GradientNorm, clip, gradient_norm, with_gradients
 from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_per_chunk
 from lit_ft.metrics import SourceMeans, TokenMean
-from lit_ft.model import rotary_embedding
+from lit_ft.model import rotary_embedding, size_check
 from lit_ft.optimizers import configure_optimizers
 from lit_ft.rows import Row, as_row, lay_end_to_end
 from lit_ft.schedule_free import ScheduleFreeModule
 from lit_ft.training import router_loss
 from lit_ft.training.finite import FiniteCheck, NotFinite, check_trained_weights, not_finite
 from lit_ft.training.router_loss import RouterAuxLoss
+from lit_ft.weight_files import check_weight_files
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -217,6 +218,7 @@ class CausalLM(ScheduleFreeModule):
         self._check_liger()
         skeleton = loading.skeleton(self.pretrained, self.base_dtype)
         router_loss.coefficient(skeleton, self.router_aux_loss)
+        self._check_weights(skeleton)
         embeddings.make_room(skeleton, self.tokenizer, len(self.added_ids))
         if self.peft is not None:
             peft_methods.give_values(skeleton, self.peft)
@@ -230,6 +232,15 @@ class CausalLM(ScheduleFreeModule):
         quantisation.check_stored(self.pretrained, loading.load_config(self.pretrained), self.quantization, self.peft)
         if self.peft is not None:
             adapter_start.check_start(self.peft, is_quantised=self.is_quantised)
+
+    def _check_weights(self, skeleton: nn.Module) -> None:
+        """Find weight files that do not fit the config, which would be allocated by it."""
+        folder = Path(self.pretrained).expanduser()
+        if self.init == "random":
+            return
+        check_weight_files(self.pretrained)
+        if folder.is_dir() and not self.is_quantised:
+            size_check.check_weights(folder, skeleton, f"model.pretrained={self.pretrained!r}")
 
     def _check_liger(self) -> None:
         if self.with_liger:

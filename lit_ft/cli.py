@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lit_ft.commands.allowed_code import take_option
 
@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if name not in COMMANDS:
         _fail(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}{_did_you_mean(name)}", 2)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    _escape_log_lines()
     if not debug:
         _quieten()
     try:
@@ -99,6 +100,32 @@ def _exit(number: int, _: FrameType | None) -> NoReturn:
     # Not print: the main thread may be within one.
     os.write(2, f"lit_ft: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}\n".encode())
     sys.exit(128 + number)
+
+
+def _escape_log_lines() -> None:
+    """Log lines and warnings quote data, answers and names of files: none of them may steer the terminal."""
+    if logging.getLogRecordFactory() is _EscapedRecord:
+        return
+    form = warnings.formatwarning
+
+    def escaped(*args: Any, **options: Any) -> str:
+        return _printable(form(*args, **options))
+
+    logging.setLogRecordFactory(_EscapedRecord)
+    warnings.formatwarning = escaped
+
+
+class _EscapedRecord(logging.LogRecord):
+    """A line of the log with control characters escaped."""
+
+    def getMessage(self) -> str:
+        return _printable(super().getMessage())
+
+
+def _printable(text: str) -> str:
+    from lit_callbacks.printable import printable  # not at the top: it takes torch with it, which --help does not
+
+    return printable(text)
 
 
 def _quieten() -> None:
@@ -147,6 +174,7 @@ def _did_you_mean(name: str) -> str:
 
 
 def _report(error: Exception) -> NoReturn:
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from lit_callbacks.graceful_stop import StopRequested
 
     from lit_ft.errors import RecipeError
@@ -157,13 +185,18 @@ def _report(error: Exception) -> NoReturn:
         if rank not in ("", "rank 0: "):  # all stop together
             sys.exit(error.exit_code)
         _fail(f"{error}; resume with the same command and --ckpt_path {error.checkpoint}", error.exit_code)
-    if isinstance(error, RecipeError):
-        _fail(f"{rank}error: {error}", 2)
+    if isinstance(error, RecipeError | MisconfigurationException):  # the second is Lightning's word for the same
+        _fail(f"{rank}error: {_in_one_line(error)}", 2)
     if (blamed := blame(error)) is not None:
         _fail(f"{rank}{blamed}", 1)
-    message = f"{rank}failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
+    message = f"{rank}failed: {type(error).__name__}: {_in_one_line(error) or 'no message'}"
     # A run in several processes is not soon repeated.
     _fail(f"{message}\n{traceback.format_exc()}" if rank else f"{message} (--debug shows where)", 1)
+
+
+def _in_one_line(error: Exception) -> str:
+    """An error's message, with control characters escaped; what other libraries say in several lines is joined."""
+    return _printable(" ".join(line.strip() for line in str(error).splitlines() if line.strip()))
 
 
 def _fail(message: str, code: int) -> NoReturn:

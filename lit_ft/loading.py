@@ -1,14 +1,18 @@
 """From a name or folder to a tokenizer, a config, a model: the Hugging Face side of a run."""
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from peft import PeftConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -24,11 +28,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import late_casting, peft_methods, quantisation
 from lit_ft.attention import PACKED
-from lit_ft.errors import RecipeError
+from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
+from lit_ft.model import size_check
 from lit_ft.name_patterns import matching
 from lit_ft.training import finite
 from lit_ft.weight_files import check_weight_files
 
+CONFIG_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, StrictDataclassError)
+"""What transformers raises of a config.json."""
+WEIGHT_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, SafetensorError, UnpicklingError)
+"""What transformers raises of weight files."""
 Init = Literal["pretrained", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -39,12 +48,15 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
     Raises:
         RecipeError: there is none, or it cannot be reached.
     """
-    if not (Path(pretrained).expanduser() / "tokenizer_config.json").is_file():  # a folder may hold a tokenizer alone
+    # A folder may hold a tokenizer alone.
+    if not os.path.isfile(Path(pretrained).expanduser() / "tokenizer_config.json"):
         _check_folder(pretrained)
     try:
-        return AutoTokenizer.from_pretrained(pretrained, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if Path(pretrained).is_dir():
+        tokenizer = AutoTokenizer.from_pretrained(pretrained, trust_remote_code=False)
+        tokenizer("a")  # some settings are looked at only then
+        return tokenizer
+    except Exception as error:  # tokenizers raises nothing more exact of a file that does not parse
+        if os.path.isdir(pretrained):
             raise RecipeError(
                 f"model.pretrained={pretrained!r} holds no tokenizer that loads ({_first_line(error)}); put "
                 "tokenizer.json and tokenizer_config.json there, or set model.tokenizer"
@@ -59,25 +71,40 @@ def load_config(pretrained: str) -> PretrainedConfig:
         RecipeError: there is none, it does not parse, or it cannot be reached.
     """
     _check_folder(pretrained)
+    if os.path.isfile(path := Path(pretrained).expanduser() / "config.json"):
+        size_check.check_sizes(path, _named(pretrained))
     try:
         return AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if Path(pretrained).is_dir():
+    except CONFIG_ERRORS as error:
+        if os.path.isdir(pretrained):
             raise RecipeError(f"model.pretrained={pretrained!r}: config.json: {_first_line(error)}") from error
         raise _unreachable(pretrained, error) from error
 
 
+def _named(pretrained: str) -> str:
+    return f"model.pretrained={pretrained!r}"
+
+
 def _check_folder(pretrained: str) -> None:
     folder = Path(pretrained).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    if os.path.isdir(folder) and not (folder / "config.json").is_file():
         raise RecipeError(
             f"model.pretrained={pretrained!r} is a folder without config.json; name one that "
             "save_pretrained wrote (config.json, weights, tokenizer)"
         )
     looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
-    if looks_like_path and not folder.exists():
+    if looks_like_path and not os.path.exists(folder):
         raise RecipeError(f"model.pretrained={pretrained!r} does not exist; name a model folder or a hub id")
-    if not folder.is_dir() and try_to_load_from_cache(pretrained, "config.json") is None:
+    if os.path.isdir(folder):  # which, unlike Path.is_dir, takes names that are too long
+        return
+    try:
+        is_cached = try_to_load_from_cache(pretrained, "config.json") is not None
+    except HFValidationError as error:
+        raise RecipeError(
+            f"model.pretrained={pretrained!r} is no folder here, and no hub id can be spelt so ({_first_line(error)}); "
+            "name a model folder or a hub id"
+        ) from error
+    if not is_cached:
         _check_hub(pretrained)
 
 
@@ -101,7 +128,10 @@ def _unreachable(pretrained: str, error: Exception) -> RecipeError:
 def _first_line(error: Exception) -> str:
     if "custom code" in str(error):
         return "it wants Python code of its own (auto_map) to be run, which is never done"
-    return str(error).strip().split("\n")[0].rstrip(".:")[:160]
+    lines = str(error).strip().split("\n")
+    if isinstance(error, StrictDataclassError):  # says which check has failed, and in the next line what it found
+        lines = [" ".join(line.strip() for line in lines)]
+    return lines[0].rstrip(".:")[:160]
 
 
 def pick_attention(config: PretrainedConfig, requested: str) -> str:
@@ -158,9 +188,12 @@ def load_base(
             raise RecipeError("model.quantization needs weights to quantise; set model.init to pretrained")
         config.quantization_config = None  # drawn weights are dense, whatever the checkpoint's are
         options["dtype"] = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        size_check.check_memory(skeleton(pretrained), options["dtype"], _named(pretrained))
+        with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
         if (Path(pretrained) / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(pretrained)
+            with explained(f"{_named(pretrained)}: generation_config.json", "mend or remove it"):
+                model.generation_config = GenerationConfig.from_pretrained(pretrained)
         return model.train()
     check_weight_files(pretrained)
     options |= quantisation.reading_options(config, quantization)
@@ -171,7 +204,7 @@ def load_base(
         model, report = AutoModelForCausalLM.from_pretrained(
             pretrained, config=config, output_loading_info=True, trust_remote_code=False, **options
         )
-    except OSError as error:
+    except WEIGHT_ERRORS as error:
         raise RecipeError(
             f"model.pretrained={pretrained!r} has no weights that load ({_first_line(error)}); add "
             "model.safetensors, or train from scratch with --model.init random"
@@ -195,7 +228,10 @@ def skeleton(pretrained: str, dtype: Dtype = "auto") -> PreTrainedModel:
     config = load_config(pretrained)
     check_architecture(config)
     of_weights = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    with torch.device("meta"):
+    with (
+        torch.device("meta"),
+        explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)),
+    ):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=of_weights)
 
 
@@ -220,10 +256,11 @@ def add_peft(
     quantisation.name_all_linear(model, peft)
     in_float32 = adapter_dtype == "float32"
     wrap = partial(get_peft_model, model, peft, autocast_adapter_dtype=in_float32)
-    if late_casting.is_marked(model):
-        wrapped = peft_methods.wrap_in_final_dtype(model, peft, wrap, in_float32)
-    else:
-        wrapped = wrap()
+    with explained("model.peft", "mend its init_args"):
+        if late_casting.is_marked(model):
+            wrapped = peft_methods.wrap_in_final_dtype(model, peft, wrap, in_float32)
+        else:
+            wrapped = wrap()
     peft_methods.check_ranks(wrapped)
     return wrapped.train()
 

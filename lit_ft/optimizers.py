@@ -1,5 +1,6 @@
 """From a recipe's optimizer and schedule to what Lightning steps; one optimizer made of two."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -81,6 +82,34 @@ def configure_optimizers(
             )
         scheduler.total_steps = int(steps)
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def try_out(optimizer: OptimizerCallable, skeleton: nn.Module, takes_step: bool) -> Optimizer:
+    """An optimizer for a few numbers of the shapes that train, which refuses what the whole one would refuse.
+
+    Args:
+        optimizer: makes it from parameters.
+        skeleton: the model, without weights.
+        takes_step: also take a step, with zeros for gradients; some look at their arguments only then.
+    """
+    matrices = hidden_matrices(skeleton)
+    kinds = dict.fromkeys((p in matrices, p.dim()) for p in skeleton.parameters() if p.requires_grad)
+    groups = [{"params": [nn.Parameter(torch.zeros([8] * dim))], MATRICES: kind} for kind, dim in kinds]
+    level = _logger.level
+    _logger.setLevel(logging.WARNING)  # the whole one says what it trains
+    try:
+        built: Any = optimizer(groups)
+        if takes_step:
+            for group in groups:
+                group["params"][0].grad = torch.zeros_like(group["params"][0])  # type: ignore[index]
+            getattr(built, "train", lambda: None)()  # schedule-free ones ask for it
+            built.step(lambda: torch.zeros(()))
+    finally:
+        _logger.setLevel(level)
+    return built
+
+
+_logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 
 class SplitOptimizer(Optimizer):

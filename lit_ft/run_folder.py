@@ -5,14 +5,16 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.bounded_yaml import load_yaml
 from lit_ft.checkpointing import replacement
 from lit_ft.checkpointing.run_state import finished_step
 from lit_ft.checkpointing.selection import newest_good
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, explained
 from lit_ft.run_lock import is_running, lock_run
 
 RUNS = Path("checkpoints/runs")
@@ -65,9 +67,24 @@ class RunFolder:
         here = cls(file.resolve().parent)
         if run_dir is None or file.name != here.config.name or not here.checkpoints.is_dir():
             return None
-        recipe = load_yaml(file.read_text(encoding="utf-8"))
+        with explained(f"{file}", "put back the file that fit wrote", also=(yaml.YAMLError,)):
+            recipe = load_yaml(file.read_text(encoding="utf-8"))
         is_named_there = isinstance(recipe, dict) and recipe.get("run_dir") == run_dir
         return here if is_named_there and Path(run_dir).resolve() != here.root else None
+
+    def recipe(self) -> dict[str, Any]:
+        """What ``config`` holds.
+
+        Raises:
+            RecipeError: it is damaged.
+        """
+        with explained(f"{self.config}", "put back the file that fit wrote", also=(yaml.YAMLError,)):
+            found = load_yaml(self.config.read_text(encoding="utf-8"))
+            is_whole = isinstance(found["model"], dict) and isinstance(found["data"].get("init_args", {}), dict)
+            is_whole = is_whole and isinstance(found["trainer"], dict)
+            if not is_whole or not isinstance(found["seed_everything"], int | None):
+                raise ValueError("model, data or seed_everything is no longer what fit wrote")
+        return found
 
     def last_checkpoint(self) -> Path:
         """The newest good checkpoint, which ``--ckpt_path last`` names.

@@ -23,7 +23,7 @@ class WarmupSchedule(LambdaLR):
             warmup: a number of optimiser steps (1 or more) or a share of the run (below 1).
             total_steps: optimiser steps of the run; None takes them from the trainer.
         """
-        if warmup < 0 or (warmup >= 1 and warmup != int(warmup)):
+        if not 0 <= warmup < math.inf or (warmup >= 1 and warmup != int(warmup)):
             raise RecipeError(f"warmup={warmup} must be a share below 1 or a whole number of optimiser steps")
         self.warmup = warmup
         self.total_steps = total_steps

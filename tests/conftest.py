@@ -57,6 +57,7 @@ def record_cell(architecture: str, layout: str, text: str) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rows", type=int, default=350, help="mutated rows of each format, and a tenth as damaged files")
     parser.addoption("--numerics", help="write the table of largest differences to this file")
     parser.addoption("--matrix", help="compare all architectures under all layouts, and write the table to this file")
     parser.addoption("--methods", help="write the table of tuning methods to this file")
@@ -93,10 +94,8 @@ def record_difference(losses: list[tuple[float, float]], weights: list[tuple[tor
     differences[name] = max(before[0], loss), max(before[1], weight)
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def make_model(folder: Path) -> str:
     """A Qwen2 of 60 thousand parameters with random fp32 weights, tied embeddings and grouped-query attention."""
-    folder = tmp_path_factory.mktemp("models") / "nano-qwen2"
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -117,6 +116,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of ``make_model``."""
+    return make_model(tmp_path_factory.mktemp("models") / "nano-qwen2")
 
 
 @pytest.fixture

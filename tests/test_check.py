@@ -1,5 +1,6 @@
 """``check`` and ``convert``: what they print, write and exit with."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -173,3 +174,34 @@ def test_convert_explains_itself(run: Any) -> None:
 def test_unknown_options(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     arguments = recipe(tmp_path, model_folder, {"path": write_rows()})
     assert "did you mean 'packing'?" in run("check", *arguments, "--data.paking", "3", code=2)
+
+
+# --- what is shown is not obeyed -------------------------------------------------------------------
+
+
+def test_rows_and_names_cannot_steer_the_terminal_or_the_page(
+    run: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    evil = "\x1b[31m\x1b]0;title\x07 <script>alert(1)</script> \u202e"
+    rows = [{"instruction": f"a {evil}", "output": f"{evil} b"}] * 3 + [{"instruction": "\ud83d", "output": "b"}]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    names = ["a[/b]", "$\\frac{$<script>", "\x1b[2J\x1b]8;;x\x07red\nline"]
+    sources = [{"path": write_rows(make_rows(3), name=f"{i}.json"), "name": name} for i, name in enumerate(names[1:])]
+    data = {"sources": [{"path": str(path), "name": names[0]}, *sources], "on_bad_row": "skip"}
+    output = run("check", *recipe(tmp_path, model_folder, data), "--html", str(tmp_path / "page.html"))
+    assert "train: a[/b]" in output
+    assert "train: $\\frac{$<script>" in output
+    assert "train: \\x1b[2J\\x1b]8;;x\\x07red\\nline" in output
+    assert "its text holds half of a surrogate pair (\\ud83d)" in output
+    assert "template round trip, a[/b]: 3 of 3 conversations" in output
+    assert "\\x1b[31m\\x1b]0;title\\x07 <script>" in output
+    page = (tmp_path / "page.html").read_text()
+    assert "<script" not in page
+    for text in (output, page):
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]", text)
+
+
+def test_a_page_that_cannot_be_written(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    arguments = recipe(tmp_path, model_folder, {"path": write_rows()})
+    assert "--html" in run("check", *arguments, "--html", str(tmp_path / "no" / "page.html"), code=2)

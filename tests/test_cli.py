@@ -190,7 +190,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "misspelt section": (["--optimiser.lr", "3"], "unknown option 'optimiser.lr'; did you mean 'optimizer'?"),
     "misspelt run option": (["--rundir", "3"], "did you mean 'run_dir'?"),
     "misspelt peft option": (["--model.peft.lora_alfa", "3"], "did you mean 'lora_alpha'?"),
-    "wrong type": (["--data.max_length", "abc"], "data.max_length: Expected a <class 'int'>; Given value: abc"),
+    "wrong type": (["--data.max_length", "abc"], "data.max_length: expected int; Given value: abc"),
     "target modules": (["--model.peft.target_modules", "[q_prj]"], "['q_prj'] match nothing in Qwen2ForCausalLM"),
     "rank above the layer": (["--model.peft.r", "49"], "rank 49 is above the size of model.layers.0.self_attn.q_proj"),
     "another task": (["--model.peft.task_type", "SEQ_CLS"], "task_type=SEQ_CLS is not for causal language models"),

@@ -1,21 +1,30 @@
 """Mutated rows: each is refused with its place, or loads with exactly the supervised text that an oracle expects."""
 
+import csv
+import gzip
+import io
 import json
 import random
 import re
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import datasets
+import fuzz_folders
+import fuzz_recipes
 import numpy as np
 import pytest
 from conftest import make_tokenizer
+from fuzz_cases import in_fork, in_turn, judge, run_case
+from fuzz_folders import damage_bytes
 
 from lit_ft import RecipeError, TextDataModule
+from lit_ft.data.indexed import IndexedWriter
 from lit_ft.rows import IGNORE_INDEX
 
-ROWS_PER_FORMAT = 350
 END = "<|im_end|>"
 DEEP = "@deep@"
 """Stands for a list nested deeper than any parser goes; json.dumps could not write it."""
@@ -386,14 +395,15 @@ def attempt(load: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[
         return [], str(error)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", SEEDS)
-def test_mutated_rows(tmp_path: Path, form: Any) -> None:
+def test_mutated_rows(tmp_path: Path, form: Any, pytestconfig: pytest.Config) -> None:
     oracle, seeds = SEEDS[form]
+    count = pytestconfig.getoption("--rows")
     rng, tokenizer = random.Random(f"{form} 1"), make_tokenizer()
     lines: list[bytes] = []
     wanted: list[list[Any] | None] = []
-    while len(lines) < ROWS_PER_FORMAT:
+    while len(lines) < count:
         line = mutated_line(rng, seeds)
         try:
             wanted.append(expected(oracle, line))
@@ -430,10 +440,125 @@ def test_mutated_rows(tmp_path: Path, form: Any) -> None:
     data = read(path, lines, on_bad_row="skip")
     (prepared,), samples = data.prepared["train"], data.splits["train"]
     bad = [number for number, want in enumerate(wanted, 1) if want is None]
-    assert 50 < len(bad) < 300
+    assert count / 7 < len(bad) < count * 6 / 7
     assert (prepared.rows, prepared.bad_rows) == (len(lines), len(bad))
     assert [re.match(r".*\.jsonl:\d+: ", text).group() for text in prepared.bad] == [f"{path}:{n}: " for n in bad[:5]]  # type: ignore[union-attr]
     assert samples.rows.tolist() == [row for row, want in enumerate(wanted) if want]
     assert [found(tokenizer, form, samples[i]) for i in range(len(samples))] == [want for want in wanted if want]
     with pytest.raises(RecipeError, match=re.escape(f"{path}:{bad[0]}: ")):
         read(path, lines, on_bad_row="error")
+
+
+# --- damaged files -------------------------------------------------------------------------------------
+
+
+TEXT_ROWS = [{"prompt": f'the red {i}, "cup"\n红', "completion": f"book\t{i}"} for i in range(30)]
+
+
+def write_file(path: Path) -> None:
+    """Rows that every kind of file can hold."""
+    table = [["prompt", "completion"], *([row["prompt"], row["completion"]] for row in TEXT_ROWS)]
+    kind = path.name.removesuffix(".gz").rpartition(".")[2]
+    if kind in ("csv", "tsv"):
+        file = io.StringIO()
+        csv.writer(file, delimiter="\t" if kind == "tsv" else ",").writerows(table)
+        text = file.getvalue()
+    elif kind == "txt":
+        text = "\n".join(row["prompt"] for row in TEXT_ROWS)
+    elif kind in ("json", "jsonl"):
+        lines = [json.dumps(row, ensure_ascii=False) for row in TEXT_ROWS]
+        text = "\n".join(lines) if kind == "jsonl" else f"[{','.join(lines)}]"
+    if kind == "parquet":
+        datasets.Dataset.from_list(TEXT_ROWS).to_parquet(str(path))
+    elif kind == "saved":
+        datasets.Dataset.from_list(TEXT_ROWS).save_to_disk(str(path))
+    elif kind == "idx":
+        writer = IndexedWriter(path.with_suffix(""), VOCABULARY)
+        for i in range(30):
+            writer.add(range(5, 9 + i))
+        writer.close()
+    else:
+        raw = text.encode()
+        path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+FILES = ["a.json", "a.jsonl", "a.csv", "a.tsv", "a.txt", "a.parquet", "a.json.gz", "a.csv.gz", "a.idx", "a.saved"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files(tmp_path: Path, name: str, pytestconfig: pytest.Config) -> None:
+    """Refused with the file's name, or read: in a process of its own, as C++ readers may end it."""
+    rng, tokenizer = random.Random(name), make_tokenizer()
+    verdicts = []
+    for number in range(pytestconfig.getoption("--rows") // 10):
+        path = tmp_path / str(number) / name
+        path.parent.mkdir()
+        write_file(path)
+        members = [p for p in sorted(path.parent.rglob("*")) if p.is_file()]
+        damage = damage_bytes(rng, rng.choice(members))
+        verdicts.append(verdict := in_fork(lambda path=path: read_damaged(path, tokenizer)))
+        assert verdict in ("reads", "refused"), f"{number}: {damage}: {verdict}"
+    assert "refused" in verdicts
+
+
+def read_damaged(path: Path, tokenizer: Any) -> str:
+    data = TextDataModule(str(path), cache_dir=str(path.parent), num_workers=0, tokenize_workers=0)
+    try:
+        data.load(tokenizer)
+        samples = data.splits["train"]
+        assert all(len(samples[i][0]) for i in range(len(samples)))
+    except RecipeError as error:
+        return "refused" if path.stem in str(error) and "\n" not in str(error) else f"refused badly: {error}"
+    return "reads"
+
+
+# --- recipes and folders -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    fuzz_recipes.preload()
+    return folder, *fuzz_recipes.make_inputs(folder)
+
+
+@pytest.mark.timeout(600)
+def test_mutated_recipes(tmp_path: Path, inputs: tuple[Path, str, str]) -> None:
+    """``python tests/fuzz_recipes.py`` runs 2,000."""
+    _, model, rows = inputs
+    verdicts = dict(in_turn(fuzz_recipes.cases(40, 0, model, rows), tmp_path))
+    assert not {title: outcome for title, outcome in verdicts.items() if not outcome.is_good}
+    assert {outcome.verdict for outcome in verdicts.values()} == {"runs", "refused"}
+
+
+@pytest.mark.timeout(600)
+def test_damaged_folders(tmp_path: Path, inputs: tuple[Path, str, str]) -> None:
+    """``python tests/fuzz_folders.py`` runs 300."""
+    folder, model, rows = inputs
+    run = fuzz_folders.make_run(folder, model, rows)
+    verdicts = dict(in_turn(fuzz_folders.cases(30, 0, Path(model), run, rows), tmp_path))
+    assert not {title: outcome for title, outcome in verdicts.items() if not outcome.is_good}
+    assert {outcome.verdict for outcome in verdicts.values()} == {"runs", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "verdict"),
+    [
+        (0, "done\n", "runs"),
+        (2, "Seed set to 42\nlit_ft: error: data.path is not set; name it\n", "refused"),
+        (1, "lit_ft: failed: TypeError: a\n", "exit 1"),
+        (0, "Traceback (most recent call last):\n  a\n", "traceback"),
+        (2, "lit_ft: error: one line is said\nand another\n", "not one line"),
+        (2, "lit_ft: error: \x1b[31mred, and long enough\n", "not a clean line"),
+        (2, f"lit_ft: error: {'x' * 2000}\n", "not a clean line"),
+        (-11, "", "died of SIGSEGV"),
+    ],
+)
+def test_the_judge(code: int, stderr: str, verdict: str) -> None:
+    assert judge(code, ["fit"], stderr)[0] == verdict
+
+
+def test_a_case_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_ft.cli.main", lambda _: time.sleep(60))
+    assert run_case(["fit"], tmp_path, seconds=1).verdict == "hang"

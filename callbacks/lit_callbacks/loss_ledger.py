@@ -221,7 +221,15 @@ class LossLedger(Callback):
             self._is_off, self._pending = True, []
 
     def _sum_up(self, folder: Path, trainer: Any) -> None:
-        visits = read_visits(folder)
+        try:
+            visits = read_visits(folder)
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+        ) as error:  # training itself has gone well
+            rank_zero_warn(f"LossLedger cannot read {str(folder)!r} ({error}), so there is no summary; remove the file")
+            return
         if not visits:
             return
         summary = summarise(visits, self.top)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lit_callbacks.printable import printable
 from lit_callbacks.report_data import Points
 
 CHARTS = (
@@ -25,6 +26,8 @@ CHARTS = (
 takes a metric."""
 MOST_POINTS = 300
 """Points of a curve; where there are more, each is the mean of its neighbourhood."""
+LONGEST_LABEL = 40
+"""Characters of a curve's name in a legend; the table below the pictures has all of it."""
 _COLOURS = ("#3d85d9", "#e0792f", "#3f9f63", "#a860c6", "#b8941f", "#d2555a", "#6f849c", "#2ba3a3")
 
 
@@ -33,7 +36,7 @@ def sort_into_charts(curves: Mapping[str, Points]) -> dict[tuple[str, str], dict
     charts: dict[tuple[str, str], dict[str, Points]] = {}
     for name, points in curves.items():
         for title, unit, pattern in CHARTS:
-            if re.fullmatch(pattern, name) and not name.startswith("forgetting/") and len(points) > 1:
+            if re.fullmatch(pattern, name, re.DOTALL) and not name.startswith("forgetting/") and len(points) > 1:
                 charts.setdefault((title, unit), {})[name] = points
                 break
     order = [title for title, _, _ in CHARTS]
@@ -64,27 +67,23 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
 
     # Small on paper, so that the letters are large enough on a phone; text stays text, in the page's font.
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9, "path.simplify": True}
+    style |= {"text.parse_math": False}  # names of data sets may hold dollars
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(4.4, 2.7), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()
         prefixes = {name.rpartition("/")[0] for name in curves}
         shared = prefixes.pop() if len(prefixes) == 1 else ""
-        for i, (name, points) in enumerate(curves.items()):
+        labels = [_label(name.removeprefix(f"{shared}/")) for name in curves]
+        for i, points in enumerate(curves.values()):
             marker = "." if len(points) < 30 else None
             colour = _COLOURS[i % len(_COLOURS)]
-            axes.plot(
-                *zip(*thinned(points), strict=True),
-                label=name.removeprefix(f"{shared}/"),
-                color=colour,
-                linewidth=1.3,
-                marker=marker,
-            )
+            axes.plot(*zip(*thinned(points), strict=True), color=colour, linewidth=1.3, marker=marker)
         axes.set(xlabel="optimiser step", ylabel=unit)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if len(curves) > 1:
-            axes.legend(fontsize=7.5, frameon=False)
+            axes.legend(axes.lines, labels, fontsize=7.5, frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
@@ -92,3 +91,10 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
     # A page of its own has its own sizes and types; here the width is the page's.
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
     return svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+
+
+def _label(name: str) -> str:
+    """A curve's name as a legend takes it: on one line, not too long, and not hidden by a leading underscore."""
+    name = printable(name, one_line=True)
+    name = name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 3]}..."
+    return f" {name}" if name.startswith("_") else name

@@ -9,9 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, TemplateError  # torch brings it
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from markupsafe import Markup
 
+from lit_callbacks.printable import printable
 from lit_callbacks.report_data import ENVIRONMENT, Points, RunData, read_run
 from lit_callbacks.report_plots import draw, sort_into_charts
 
@@ -78,10 +81,10 @@ class RunReport(Callback):
     def _note(self, trainer: Trainer, **times: str | None) -> None:
         path = self._root(trainer) / ENVIRONMENT
         try:
-            known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            known = dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(known | describe(trainer) | times, indent=1) + "\n", encoding="utf-8")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             rank_zero_warn(f"RunReport cannot note versions in {str(path)!r} ({error}); give folder=")
 
 
@@ -113,15 +116,29 @@ def write_report(folder: Path, path: Path | None = None) -> tuple[Path, RunData]
     """
     run = read_run(folder)
     path = path or folder / "report.html"
-    path.write_text(render(run), encoding="utf-8")
+    path.write_text(printable(render(run)), encoding="utf-8")
     return path, run
 
 
 def render(run: RunData) -> str:
-    """The page's HTML."""
-    from jinja2 import Environment, FileSystemLoader  # torch brings it
-    from markupsafe import Markup
+    """The page's HTML; a part that is not as its callback wrote it is left out, and named in ``run.missing``."""
+    try:
+        return _render(run)
+    except _DAMAGE:
+        for part in ("curves", "environment", "samples", "ledger", "forgetting", "spikes"):
+            try:
+                _render(RunData(run.folder, **{part: getattr(run, part)}))
+            except _DAMAGE as error:
+                run.missing.append(f"the run's {part}: the file is damaged ({type(error).__name__}: {error})")
+                setattr(run, part, type(getattr(RunData(run.folder), part))())
+        return _render(run)
 
+
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError)
+"""What comes of values of other types than were written."""
+
+
+def _render(run: RunData) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page.filters["number"] = _number

@@ -8,7 +8,10 @@ from typing import Any
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The file's lines; none where there is no file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    # Not splitlines: texts may hold U+2028 and others that are line ends to it, and none to JSON.
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
 def add_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_callbacks.printable import printable
+
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a table: with rich where it is installed and a person looks, else as lines of text through the log.
@@ -15,7 +17,7 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]])
         header: a name for each column.
         rows: cells; floats are shown with four digits.
     """
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    cells = [[_shown(cell) for cell in row] for row in rows]
     is_number = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(header))]
     if sys.stdout.isatty() and _show_rich(title, header, cells, is_number):
         return
@@ -26,6 +28,10 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]])
         return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in placed).rstrip()
 
     rank_zero_info("\n".join([title, *(f"  {line(row)}" for row in [header, *cells])]))
+
+
+def _shown(cell: Any) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else printable(str(cell), one_line=True)
 
 
 def _show_rich(title: str, header: Sequence[str], cells: list[list[str]], is_number: list[bool]) -> bool:

@@ -1,5 +1,6 @@
 """RunReport: one page about a run, opened by a browser where there is one."""
 
+import csv
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerati
 from lit_callbacks.report_data import read_metrics
 from lit_callbacks.report_plots import MOST_POINTS, sort_into_charts, thinned
 from lit_callbacks.run_report import write_report
+from lit_callbacks.step_lines import add_lines
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -268,7 +270,35 @@ def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
         fit(tmp_path, [RunReport(folder=tmp_path / "file" / "x")], False)
 
 
-def test_a_page_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_left_out_and_named(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text('{"question": "of another program"}\n')
-    with pytest.warns(UserWarning, match=r"RunReport cannot make a page of .* \(KeyError: 'prompt'\)"):
-        fit(tmp_path, [RunReport()], False)
+    (tmp_path / "loss_ledger").mkdir()
+    (tmp_path / "loss_ledger" / "summary.json").write_text('{"samples": "many", "worst": 3}')
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n1,3\n2,1\n")
+    fit(tmp_path, [RunReport()], False)
+    page = (tmp_path / "report.html").read_text()
+    assert "samples: the file is damaged (KeyError: &#39;prompt&#39;)" in page
+    assert "ledger: the file is damaged" in page
+    assert "<svg" in page
+
+
+def test_names_and_texts_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    names = ["$\\frac{$", "a[/b]", evil, "_hidden", "../up", "two\nlines", "\x1b[31mred", "\ud83d", "long" * 500]
+    columns = ["step", *(f"train/loss/{name}" for name in names)]
+    with (tmp_path / "metrics.csv").open("w", newline="", encoding="utf-8", errors="surrogatepass") as file:
+        csv.writer(file).writerows([columns, *([step, *[2.0] * len(names)] for step in (1, 2))])
+    text = (tmp_path / "metrics.csv").read_bytes().replace("\ud83d".encode("utf-8", "surrogatepass"), b"x")
+    (tmp_path / "metrics.csv").write_bytes(text)
+    add_lines(tmp_path / "samples.jsonl", [{"step": 1, "prompt": evil, "answer": f"a\u2028b\x85c\x1b[2J{evil}"}])
+    (tmp_path / "config.yaml").write_text(f"run: {evil}")
+    _, run = write_report(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert run.missing[0].startswith("no versions")
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 4
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", page)
+    assert "\\x1b[31mred" in page
+    legend = page[page.index("training loss by source") : page.index("</svg>")]
+    for shown in ("$\\frac{$", "a[/b]", "_hidden", "../up", "two\\nlines", "longlong"):
+        assert shown in legend

@@ -6,13 +6,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from html import escape
+from html import escape as escape_html
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from lit_callbacks.printable import printable
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -47,8 +48,11 @@ def run(arguments: list[str]) -> None:
     show(report, Console(width=None if Console().is_terminal else 120, highlight=False))
     if options.html:
         page = Path(options.html)
-        page.write_text(to_html(report), encoding="utf-8")
-        print(f"report: {page}")
+        try:
+            page.write_text(to_html(report), encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: a null character in the name
+            raise RecipeError(f"--html {options.html!r} cannot be written ({error}); name another file") from error
+        print(printable(f"report: {page}"))
     if report.problems:
         raise SystemExit(1)
 
@@ -211,7 +215,7 @@ def show(report: Report, console: Console) -> None:
     """Print a report; supervised text is green."""
     table = Table(*_COLUMNS, box=None)
     for cells in _cells(report):
-        table.add_row(*cells)
+        table.add_row(*(Text(printable(cell, one_line=True)) for cell in cells))
     console.print(table)
     most = max((count for _, count in report.histogram), default=1)
     console.print("\ntokens per sample (training data)")
@@ -219,17 +223,23 @@ def show(report: Report, console: Console) -> None:
         console.print(f"  up to {bound:>7,} {'#' * round(50 * count / most):<50} {count:,}")
     console.print()
     for name, fact in report.facts.items():
-        console.print(Text(f"{name}: {fact}"), soft_wrap=True)
+        console.print(Text(printable(f"{name}: {fact}")), soft_wrap=True)
     for number, example in enumerate(report.examples, 1):
         console.print(Text(f"\nsample {number} (supervised tokens in green, between » and «)"))
-        parts = [(f"»{text}«" if supervised else text, "green" if supervised else "") for text, supervised in example]
+        shown = [(printable(text), supervised) for text, supervised in example]
+        parts = [(f"»{text}«" if supervised else text, "green" if supervised else "") for text, supervised in shown]
         console.print(Text.assemble(*parts), soft_wrap=True)
     console.print()
     for line in report.warnings:
-        console.print(Text(f"note: {line}"), style="yellow", soft_wrap=True)
+        console.print(Text(printable(f"note: {line}")), style="yellow", soft_wrap=True)
     for line in report.problems:
-        console.print(Text(f"wrong: {line}"), style="red", soft_wrap=True)
+        console.print(Text(printable(f"wrong: {line}")), style="red", soft_wrap=True)
     console.print("something would train wrong" if report.problems else "nothing would train wrong")
+
+
+def escape(text: str) -> str:
+    """Text from data for a page: shown, never obeyed by a browser."""
+    return escape_html(printable(text))
 
 
 def to_html(report: Report) -> str:

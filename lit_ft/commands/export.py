@@ -15,7 +15,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft import embeddings, loading, process
 from lit_ft.adapters import Adapter, Combination, check_unchanged, load_adapters
 from lit_ft.base_fingerprint import fingerprint, write_fingerprint
-from lit_ft.bounded_yaml import load_yaml
 from lit_ft.commands.rebuilding import module_of, rebuild
 from lit_ft.commands.recipe_parser import RecipeParser
 from lit_ft.errors import RecipeError
@@ -128,7 +127,7 @@ def _of_run(folder: RunFolder, checkpoint: str) -> _Exported:
     file = folder.last_checkpoint() if checkpoint == "last" else Path(checkpoint)
     if not file.exists():
         raise RecipeError(f"checkpoint={checkpoint!r} does not exist; those of the run are in {folder.checkpoints}")
-    config = load_yaml(folder.config.read_text(encoding="utf-8"))
+    config = folder.recipe()
     module = rebuild(config, file)
     check_unchanged(Path(module.pretrained).expanduser())
     for line in describe_step(folder, file, config["trainer"].get("max_steps", -1)):
@@ -197,7 +196,7 @@ def _of_adapters(
 def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> _Base:
     has_tokenizer = (first.folder / "tokenizer_config.json").is_file()
     if folder is not None:
-        module = module_of(load_yaml(folder.config.read_text(encoding="utf-8")))
+        module = module_of(folder.recipe())
         tokenizer = str(first.folder) if has_tokenizer else module.tokenizer_name
         return _Base(module.pretrained, tokenizer, module.init, module.base_dtype, module.quantization)
     pretrained = named or first.recorded_base

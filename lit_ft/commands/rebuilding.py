@@ -11,9 +11,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.base_fingerprint import check_same_base
 from lit_ft.causal_lm import CausalLM
 from lit_ft.checkpoints_io import AnyCheckpointIO
-from lit_ft.commands.recipe_parser import RecipeParser
+from lit_ft.commands.recipe_parser import RecipeParser, said_by_the_class
 from lit_ft.data.templates import set_chat_template
-from lit_ft.errors import RecipeError
+from lit_ft.errors import LIBRARY_ERRORS, RecipeError
 
 
 def rebuild(config: dict[str, Any], checkpoint: Path) -> CausalLM:
@@ -50,7 +50,11 @@ def module_of(config: dict[str, Any]) -> CausalLM:
     set_parsing_settings(subclasses_enabled=[QuantizationConfigMixin])
     parser = RecipeParser()
     parser.add_subclass_arguments(LightningModule, "model", required=True)
-    module = parser.instantiate_classes(parser.parse_object({"model": config["model"]})).model
+    parsed = parser.parse_object({"model": config["model"]})
+    try:
+        module = parser.instantiate_classes(parsed).model
+    except LIBRARY_ERRORS as error:
+        raise said_by_the_class(error) from error
     if not isinstance(module, CausalLM):
         raise RecipeError(f"the run's model is a {type(module).__name__}; export writes lit_ft.CausalLM runs")
     set_chat_template(module.tokenizer, config["data"].get("init_args", {}).get("chat_template"))

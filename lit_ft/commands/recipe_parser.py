@@ -134,8 +134,13 @@ def check_class(key: str, class_path: str) -> None:
         raise allowed_code.refusal(class_path, key)
 
 
-def said_by_the_class(error: ValueError) -> ValueError:
+def said_by_the_class(error: Exception) -> RecipeError:
     """What a class of the recipe has said of its options, out of what jsonargparse wraps round it."""
+    if isinstance(error, RecipeError):
+        return error
+    if not isinstance(error, ValueError):  # of other kinds the text alone may be a key's name
+        reason = f"{type(error).__name__}: {error}"
+        return RecipeError(f"a class of the recipe cannot be built: {reason}; mend its init_args")
     said: BaseException = error
     while said.__cause__ is not None and str(said).startswith("Does not validate"):
         # One reason for each type that the option may have, e.g. a strategy's name or its class.
@@ -143,7 +148,7 @@ def said_by_the_class(error: ValueError) -> ValueError:
         if by_class := [reason for reason in reasons if not reason.startswith("Expected a")]:
             return RecipeError(by_class[-1])
         said = said.__cause__
-    return RecipeError(str(said)) if said is not error else error
+    return said if isinstance(said, RecipeError) else RecipeError(str(said))
 
 
 def explain(message: str, parser: LightningArgumentParser) -> str:
@@ -162,11 +167,29 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
         return (f"{key}: " if key else "") + f"unknown option {name!r}; {advice}"
     if (missing := re.search(r"No module named '([\w.]+)'", message)) is not None:
         return (f"{key}: " if key else "") + _how_to_install(missing[1])
-    lines = [line.strip(" -") for line in re.sub(r'Parser key "[\w.]+":', "\n", message).splitlines()]
-    reasons = "; ".join(line for line in lines if line and not line.startswith(_NOISE))
-    if not key:
-        return reasons or message
-    return f"{key}.{reasons}" if re.match(r"[\w.]+: ", reasons) else f"{key}: {reasons}"
+    reasons = _reasons(re.sub(r'Parser key "[\w.]+":', "\n", message))
+    return f"{key}.{reasons}" if key and re.match(r"[\w.]+: ", reasons) else f"{key}: {reasons}" if key else reasons
+
+
+def _reasons(message: str) -> str:
+    """What is wrong, without the types that jsonargparse has tried in vain and the values that it repeats."""
+    message = re.sub(r"Type typing.Callable\[.*?\] expects a function or a callable class: ", "", message)
+    message = re.sub(r"[Ee]xpected (a )?<class '([\w.]+)'>", r"expected \2", message)
+    message = re.sub(r"[Ee]xpected a typing.Literal\[", "expected one of [", message)
+    message = re.sub(r"unhashable type: .*|argument of type .* is not iterable", "class_path must be a text", message)
+    parts = [part.strip(" -") for line in message.splitlines() for part in line.split("; ")]
+    parts = [re.sub(r"\.? Got value: ?([\[{]|Namespace).*", "", part) for part in parts if part]
+    parts = [part for part in parts if not part.startswith(_NOISE)] or [message.strip()]
+    # Where no class was named at all, the types are all that there is to say.
+    is_told = any(not part.startswith((*_TYPES, "Given value")) for part in parts)
+    telling = [part for part in parts if not (is_told and part.startswith(_TYPES))]
+    text = "; ".join(dict.fromkeys(shortened(part, 200) for part in telling))
+    return shortened(text, 600)
+
+
+def shortened(text: str, length: int) -> str:
+    """A text, cut where it is longer."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 _NOISE = (
@@ -174,14 +197,20 @@ _NOISE = (
     "Does not validate",
     "Subtypes",
     "Errors:",
-    "Expected a <class 'NoneType'>",
+    "expected NoneType",
     "Problem with given class_path",
     "Given value type",
     "Given value: Namespace",
     "Given value: {",
+    "Given value: [",
+    "Subclass types expect one of",
+    "a class path (str)",
+    "a dict with",
     "Given value: NestedArg",
 )
 """Beginnings of the lines in which jsonargparse spells out its types."""
+_TYPES = ("Not a valid subclass of", "Expected an instantiatable class")
+"""Beginnings of the lines about classes that an option could have been of."""
 
 
 def _how_to_install(module: str) -> str:

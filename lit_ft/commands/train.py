@@ -22,8 +22,11 @@ from lightning.pytorch.cli import (
     SaveConfigCallback,
 )
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, FailTogether, GracefulStop, RunReport, ThroughputMonitor
+from lit_callbacks.whole_folder import check_replaceable
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -43,17 +46,20 @@ from lit_ft.checkpoints_io import (
     trainable_shapes,
 )
 from lit_ft.commands.allowed_code import check_unpickling
-from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class
+from lit_ft.commands.recipe_checks import check_files, check_values
+from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class, shortened
 from lit_ft.data.text_data import TextDataModule
-from lit_ft.errors import RecipeError
+from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.exporting import texts_of
 from lit_ft.launching import check_world_size, from_rank_zero, is_rank_zero
-from lit_ft.optimizers import configure_optimizers
+from lit_ft.optimizers import configure_optimizers, try_out
 from lit_ft.peft_methods import check_mergeable
 from lit_ft.reporting import ConsoleSummary, MetricsCSV, StepEvents, show_progress_on_terminals_only
 from lit_ft.run_folder import RunFolder, new_run, newest_run, unfinished_run
 from lit_ft.run_lock import lock_run, release_runs
 
+BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)
+"""What classes of a recipe raise of their arguments."""
 RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
 """Tells the processes that Lightning starts which folder the first one chose."""
 CHECKPOINT_VARIABLE = "LIT_FT_CKPT_PATH"
@@ -145,7 +151,9 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse; the base class warns when arguments come from Python."""
+        check_files([str(argument) for argument in args or []])
         self.config = parser.parse_args(args)
+        check_values(self.config[self.config.subcommand])
 
     @property
     def options(self) -> Namespace:
@@ -253,7 +261,7 @@ class TrainingCLI(LightningCLI):
     def _build(self) -> None:
         try:
             super().instantiate_classes()
-        except ValueError as error:
+        except BUILD_ERRORS as error:
             raise said_by_the_class(error) from error
 
     def make_run_folder(self) -> None:
@@ -298,7 +306,10 @@ class TrainingCLI(LightningCLI):
                 theme = RichProgressBarTheme(metrics_format=".4g")  # three decimals would show a learning rate as 0.000
                 kwargs["callbacks"].append(RichProgressBar(refresh_rate=1, theme=theme))
         kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (ValueError, TypeError, MisconfigurationException) as error:  # which Trainer raises of its arguments
+            raise RecipeError(f"trainer: {shortened(str(error), 400)}") from error
 
     def _resumed_step(self) -> tuple[int, bool]:
         """Optimizer steps of the checkpoint that the run resumes from, and whether the last one was logged before."""
@@ -343,12 +354,17 @@ class TrainingCLI(LightningCLI):
         self._check("predict")
 
     def _check(self, stage: str) -> None:
+        if stage == "fit" and (run := getattr(self, "run_folder", None)) is not None:
+            for folder in (run.adapter, run.merged):
+                with explained("what fit writes at its end", "or give another --run_dir"):
+                    check_replaceable(folder)
         if (check := getattr(self.trainer.strategy, "check", None)) is not None:
             check(self.trainer, self.model, self.datamodule)
         if isinstance(self.model, CausalLM):
             if self.options.ckpt_path is not None:
                 self.model.start = saved_start(self.options.ckpt_path)
             skeleton = self.model.check()
+            self._try_optimizer(skeleton)
             if (check_model := getattr(self.trainer.strategy, "check_model", None)) is not None:
                 check_model(self.model, skeleton)
             if self.options.ckpt_path is not None:
@@ -368,6 +384,17 @@ class TrainingCLI(LightningCLI):
             if stage == "fit" and self.options.ckpt_path is not None:
                 self.datamodule.resume_data = self.options.resume_data
                 self.datamodule.check_order(saved_data(self.options.ckpt_path, type(self.datamodule).__qualname__))
+
+    def _try_optimizer(self, skeleton: nn.Module) -> None:
+        """Build optimizer and schedule for a few numbers: they may refuse their arguments, before weights load."""
+        optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
+        if optimizer is None or self.subcommand != "fit":
+            return
+        with explained("optimizer", "mend its init_args"):
+            built = try_out(optimizer, skeleton, takes_step=self.trainer.strategy.root_device.type == "cpu")
+        if lr_scheduler is not None:
+            with explained("lr_scheduler", "mend its init_args"):
+                lr_scheduler(built)
 
     def predict(self, **kwargs: Any) -> None:
         """Answer the prompts and write ``predictions.jsonl`` into the run folder."""

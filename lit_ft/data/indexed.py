@@ -51,10 +51,14 @@ def read_documents(prefix: Path) -> tuple[np.ndarray, np.ndarray]:
     pointers = np.frombuffer(content, dtype="<i8", count=sequences, offset=start + 4 * sequences)
     documents = np.frombuffer(content, dtype="<i8", count=entries, offset=start + 12 * sequences)
     dtype = np.dtype(_DTYPES[code])
+    if (lengths < 0).any() or (documents < 0).any() or (documents > sequences).any() or (np.diff(documents) < 0).any():
+        raise RecipeError(f"{index} is damaged: its sequences or documents do not follow one another; write it again")
     if tokens.stat().st_size < int(lengths.astype(np.int64).sum()) * dtype.itemsize:
         raise RecipeError(f"{tokens} is cut off: {tokens.stat().st_size} bytes; {index.name} says more; write it again")
     begins = np.append(pointers // dtype.itemsize, 0)
     ends = np.append(pointers // dtype.itemsize + lengths, 0)
+    if len(begins) and not 0 <= begins.min() <= ends.max() <= tokens.stat().st_size // dtype.itemsize:
+        raise RecipeError(f"{index} is damaged: it points outside {tokens.name}; write it again")
     filled = documents[:-1] < documents[1:]
     spans = np.stack([begins[documents[:-1][filled]], ends[documents[1:][filled] - 1]], axis=1)
     ids = np.memmap(tokens, dtype=dtype, mode="r").view(np.ndarray) if len(spans) else np.zeros(0, dtype=dtype)

@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.batching import BatchPlan
-from lit_ft.data.encoding import Tokenization
+from lit_ft.data.encoding import Tokenization, check_encodable
 from lit_ft.data.formats import Chat
 from lit_ft.data.preparing import Preparation, Prepared
 from lit_ft.data.rendering import chat_samples
@@ -112,6 +112,7 @@ def round_trip(tokenization: Tokenization, prepared: Prepared) -> tuple[int, int
                 return 0, 0, ""
             closing = tokenization.tokenizer.eos_token or ""
             pieces = chat_samples(example, tokenization.template, tokenization.supervise, closing, [])
+            check_encodable(pieces)
         except BadRow:
             continue  # counted where the rows were read
         for sample in pieces:

@@ -218,10 +218,13 @@ class Preparation:
         rows = np.arange(len(spans))
         if len(spans) == 0:
             raise RecipeError(f"{source.path!r} holds no documents; at least one is needed")
-        largest, last = int(ids[spans[0, 0] : spans[-1, 1]].max()), TextEncoder(self.tokenizer).vocabulary - 1
-        if largest > last:
+        last = TextEncoder(self.tokenizer).vocabulary - 1
+        seen = ids[int(spans[:, 0].min()) : int(spans[:, 1].max())]
+        smallest, largest = int(seen.min()), int(seen.max())
+        if smallest < 0 or largest > last:
+            strange = smallest if smallest < 0 else largest
             raise RecipeError(
-                f"{source.path}: holds the token id {largest}, those of the tokenizer are 0 to {last}; set "
+                f"{source.path}: holds the token id {strange}, those of the tokenizer are 0 to {last}; set "
                 "model.tokenizer to the one that wrote it"
             )
         lines = []

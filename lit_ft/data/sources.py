@@ -19,8 +19,9 @@ from typing import IO, Any, Literal, Optional
 
 from huggingface_hub import HfApi, is_offline_mode
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.printable import printable
 
-from lit_ft.errors import BadRow, RecipeError
+from lit_ft.errors import BadRow, RecipeError, explained
 
 RawRow = dict[str, Any]
 FormatName = Literal[
@@ -65,7 +66,11 @@ class Source:
 
     @property
     def title(self) -> str:
-        """Its name, for curves and reports."""
+        """Its name, for curves and reports; on one line and without control characters, as it goes into all of them."""
+        return printable(self._own_name, one_line=True)
+
+    @property
+    def _own_name(self) -> str:
         return self.name or Path(self.path.rstrip("/")).name.split(".")[0].replace("*", "") or "data"
 
     @property
@@ -145,7 +150,8 @@ class Source:
 
         if self._saved is not None:
             _check_saved(self._saved)
-            data = datasets.load_from_disk(str(self._saved))
+            with explained(f"{self.path}: is no saved data set that loads", "save it again"):
+                data = datasets.load_from_disk(str(self._saved))
             if not isinstance(data, datasets.DatasetDict):
                 return data
             if self.split not in data:
@@ -198,7 +204,13 @@ def _check_saved(folder: Path) -> None:
 def _arrow_rows(path: str, rows: Any) -> Iterator[tuple[str, RawRow | BadRow]]:
     # Columns of images, audio and video would be opened, or downloaded, from wherever a row says.
     rows = (rows if hasattr(rows, "decode") else rows.to_iterable_dataset()).decode(False)
-    return ((f"{path}, row {number}", _without_padding(row)) for number, row in enumerate(rows, 1))
+    numbered = enumerate(rows, 1)
+    while True:
+        with explained(f"{path}: cannot be read", "mend or remove it"):
+            found = next(numbered, None)
+        if found is None:
+            return
+        yield f"{path}, row {found[0]}", _without_padding(found[1])
 
 
 def _without_padding(value: Any) -> Any:

@@ -326,6 +326,8 @@ class TextDataModule(LightningDataModule):
 
     def first_rows(self, count: int) -> list[Row]:
         """The first ``count`` micro-batches of the training data, the same on every rank."""
+        if not self.streaming and "train" not in self.splits:  # where the stage is another than fit
+            self._load_training()
         plan = self.plan()
         rows = self._stream(plan, 0) if self.streaming else self._loader("train", plan, 1.0)
         return list(islice((row for row in rows if row["segment_lengths"]), count))

@@ -1,0 +1,101 @@
+"""What a parsed recipe may not hold although its types allow it: found before anything is built."""
+
+import inspect
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+
+from lit_ft.errors import RecipeError
+
+LARGEST_SEED = 2**32 - 1
+
+
+def check_files(arguments: Sequence[str]) -> None:
+    """Refuse files of ``--config`` that are no text.
+
+    Raises:
+        RecipeError: it names the file.
+    """
+    given = [b for a, b in pairwise(arguments) if a in ("--config", "-c")]
+    given += [one.split("=", 1)[1] for one in arguments if one.startswith(("--config=", "-c="))]
+    for path in (Path(name) for name in given if "\x00" not in name):
+        try:
+            if path.is_file():
+                path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise RecipeError(
+                f"--config {path}: is not UTF-8 (byte {error.start}); save the recipe as UTF-8 text"
+            ) from error
+        except OSError as error:
+            raise RecipeError(f"--config {path}: cannot be read ({error.strerror}); name another file") from error
+
+
+def check_values(options: Namespace) -> None:
+    """Refuse values that no type catches.
+
+    Args:
+        options: of one command.
+
+    Raises:
+        RecipeError: it names the key.
+    """
+    trainer = options.get("trainer")
+    if not isinstance(trainer, Namespace):
+        raise RecipeError(
+            f"trainer={_shown(trainer)} is no mapping; give options by name, e.g. trainer: {{max_epochs: 1}}"
+        )
+    seed = options.get("seed_everything")
+    if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed <= LARGEST_SEED:
+        raise RecipeError(f"seed_everything={seed} must be 0 to {LARGEST_SEED}")
+    _check_nulls(trainer, Trainer, "trainer")
+    for key in ("model", "data"):
+        _check_classes(options.get(key), key)
+    for key in ("callbacks", "logger", "strategy", "plugins"):
+        _check_classes(trainer.get(key), f"trainer.{key}")
+
+
+def _check_classes(value: Any, key: str) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _check_classes(item, key)
+    if not isinstance(value, Namespace) or not isinstance(arguments := value.get("init_args"), Namespace):
+        return
+    module, _, name = value.class_path.rpartition(".")
+    _check_nulls(arguments, getattr(import_module(module), name), key)
+    for option, item in vars(arguments).items():
+        _check_classes(item, f"{key}.{option}")
+
+
+def _check_nulls(values: Namespace, cls: type, key: str) -> None:
+    """jsonargparse takes null for an option that was not given, and hands it on."""
+    init: Any = vars(cls).get("__init__", cls)
+    try:
+        hints = get_type_hints(init)
+    except (NameError, TypeError):  # names that exist for type checkers alone: nothing is known then
+        return
+    parameters = inspect.signature(init).parameters
+    for name, value in vars(values).items():
+        if value is None and name in hints and not _takes_none(hints[name]) and parameters[name].default is not None:
+            default = parameters[name].default
+            advice = f"the default is {_shown(default)}" if default is not inspect.Parameter.empty else "it is needed"
+            raise RecipeError(f"{key}.{name}=null is not allowed; leave it out or give a value ({advice})")
+
+
+def _takes_none(hint: Any) -> bool:
+    if get_origin(hint) is Union or type(hint).__name__ == "UnionType":
+        return any(_takes_none(part) for part in get_args(hint))
+    return hint in (Any, object, None, type(None), inspect.Parameter.empty)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except TypeError:
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

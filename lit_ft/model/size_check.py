@@ -1,0 +1,126 @@
+"""What weight files say of themselves, against what config.json says: compared before anything is allocated."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from lit_ft.errors import RecipeError, explained
+
+LARGEST = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 100_000,
+    "num_key_value_heads": 100_000,
+    "head_dim": 1_000_000,
+    "hidden_size": 1_000_000,
+    "intermediate_size": 10_000_000,
+    "vocab_size": 100_000_000,
+    "max_position_embeddings": 2**40,
+    "num_local_experts": 100_000,
+    "num_experts": 100_000,
+}
+"""Sizes in config.json, each with a bound far above any model's: beyond it, building would take for ever."""
+
+
+def check_sizes(path: Path, where: str) -> None:
+    """Refuse a config with sizes that no model has: some classes make lists of that length of them.
+
+    Args:
+        path: of config.json.
+        where: the folder as the recipe names it, for the message.
+
+    Raises:
+        RecipeError: it names the size, or the file is no JSON object.
+    """
+    with explained(f"{where}: config.json", "put back the file"):
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, largest in LARGEST.items():
+            value = part.get(name)
+            if isinstance(value, int) and not 1 <= value <= largest:
+                raise RecipeError(f"{where}: config.json: {name}={value} must be 1 to {largest:,}; put back the file")
+
+
+def check_weights(folder: Path, skeleton: nn.Module, where: str) -> None:
+    """Compare the weight files of a folder with the model that its config describes.
+
+    Names that transformers converts while reading are left to it.
+
+    Args:
+        folder: with safetensors files; others are not looked into.
+        skeleton: the model, on the meta device.
+        where: the folder as the recipe names it, for the message.
+
+    Raises:
+        RecipeError: a file is damaged or missing, or a weight has another shape.
+    """
+    own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
+    for file in weight_files(folder, where):
+        for name, shape in shapes_of(file, where):
+            if own.get(name, shape) != shape:
+                raise RecipeError(
+                    f"{where}: {name} is {shape} in {file.name}, and {own[name]} by config.json; put back the file "
+                    "that was changed"
+                )
+
+
+def check_memory(skeleton: nn.Module, dtype: torch.dtype, where: str) -> None:
+    """Refuse weights to be drawn that this machine has no memory for.
+
+    Args:
+        skeleton: the model, on the meta device.
+        dtype: of the weights.
+        where: the folder as the recipe names it, for the message.
+
+    Raises:
+        RecipeError: it says how much is missing.
+    """
+    if torch.get_default_device().type != "cpu":
+        return
+    needed = sum(parameter.numel() for parameter in skeleton.parameters()) * dtype.itemsize
+    if needed > (there := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise RecipeError(
+            f"{where}: the weights by config.json are {needed / 2**30:,.1f} GiB, and this machine has "
+            f"{there / 2**30:,.1f} GiB of memory; mend the sizes in config.json, or take a smaller model"
+        )
+
+
+def weight_files(folder: Path, where: str) -> list[Path]:
+    """The safetensors files that hold a folder's weights; none where they are of another kind.
+
+    Raises:
+        RecipeError: the index is damaged, or names a file that is not there.
+    """
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    with explained(f"{where}: {index.name}", "put back the file"):
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise RecipeError(
+            f"{where}: {index.name} names {len(missing)} files that are not there ({', '.join(missing[:3])}); "
+            "download the model again"
+        )
+    return files
+
+
+def shapes_of(file: Path, where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a file's weights; the weights are not read.
+
+    Raises:
+        RecipeError: the file is damaged.
+    """
+    with (
+        explained(f"{where}: {file.name}", "download it again", also=(SafetensorError,)),
+        safe_open(file, framework="pt") as opened,
+    ):
+        found: list[tuple[str, Any]] = [(name, opened.get_slice(name).get_shape()) for name in opened.keys()]  # noqa: SIM118
+    yield from ((name, tuple(shape)) for name, shape in found)

@@ -1,0 +1,236 @@
+"""Runs the command line on bad input, each case in a forked process with limits, and judges how it ended."""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+LONGEST_MESSAGE = 1_000
+"""Characters of an error's line; a path or a value in it may be long."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended."""
+
+    verdict: str
+    """``runs``, ``refused``, or what is wrong: ``traceback``, ``exit 1``, ``hang``, ``died``, ``not one line``."""
+    message: str
+    """The last lines of stderr."""
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        return self.verdict in ("runs", "refused")
+
+
+def run_case(arguments: list[str], folder: Path, seconds: float = 120, gib: int = 8) -> Outcome:
+    """Run a command line in a process forked from this one.
+
+    Args:
+        arguments: of ``python -m lit_ft``.
+        folder: the process's working directory; its output goes there.
+        seconds: after which it counts as hanging.
+        gib: of memory beyond what this process has; more is refused to it.
+    """
+    start, parent = time.monotonic(), os.getpid()
+    folder.mkdir(parents=True, exist_ok=True)
+    if (process := os.fork()) == 0:
+        _child(arguments, folder, gib, parent)
+    status = _wait(process, start + seconds)
+    text = (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
+    if status is None:
+        # An option may ask for a million steps: it does as it is told.
+        verdict = "runs" if re.search(r"^step [\d,]+: ", text, re.MULTILINE) else "hang"
+        return Outcome(verdict, _tail(text), time.monotonic() - start)
+    return Outcome(*judge(os.waitstatus_to_exitcode(status), arguments, text), time.monotonic() - start)
+
+
+def judge(code: int, arguments: list[str], stderr: str) -> tuple[str, str]:
+    """A verdict on an exit code and what was written to stderr, and the lines to show for it."""
+    said = [line for line in stderr.split("\n") if line.startswith("lit_ft: ")]
+    if "Traceback (most recent call last)" in stderr:
+        return "traceback", _tail(stderr)
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}", _tail(stderr)
+    if code == 0 or (code == 1 and arguments[0] in ("check", "verify") and not said):
+        return "runs", ""
+    if code == 2 and len(said) == 1 and stderr.rstrip("\n").split("\n")[-1] == said[0]:
+        line = said[0]
+        is_clean = re.fullmatch(r"lit_ft: error: .{10,}", line) and not re.search(
+            r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", line
+        )
+        return ("refused" if is_clean and len(line) <= LONGEST_MESSAGE else "not a clean line"), line[:2000]
+    return (f"exit {code}" if code != 2 else "not one line"), _tail(stderr)
+
+
+def table(outcomes: Iterable[Outcome]) -> str:
+    """Counts by verdict, as lines of text."""
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    return "\n".join(f"{verdict:<20} {count:>6,}" for verdict, count in counts.most_common())
+
+
+def in_turn(
+    cases: Iterable[tuple[str, Callable[[Path], list[str]]]], folder: Path, part: str = "1/1", **limits: Any
+) -> Iterator[tuple[str, Outcome]]:
+    """Run cases one after another; yields what each is called, and how it ended.
+
+    Args:
+        cases: a title, and a function that writes the case's files into a folder and returns the arguments.
+        folder: for the cases' folders; those that ended well are removed.
+        part: ``2/3`` runs every third case, from the second on.
+        limits: of ``run_case``.
+    """
+    number, count = map(int, part.split("/"))
+    for i, (title, write) in enumerate(cases):
+        if i % count != number - 1:
+            continue
+        place = folder / str(i)
+        place.mkdir(parents=True)
+        outcome = run_case(write(place), place, **limits)
+        yield title, outcome
+        if outcome.is_good:
+            remove(place)
+
+
+Cases = Iterator[tuple[str, Callable[[Path], list[str]]]]
+
+
+def main_loop(about: str | None, what: str, count: int, every: Callable[[Path, int, int], Cases]) -> None:
+    """Run cases from the command line, show those that went wrong and a table of all.
+
+    Args:
+        about: the program's help.
+        what: the cases are called.
+        count: cases by default.
+        every: from a folder for inputs, a count and a seed to the cases.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--cases", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int, help="run this case alone, and keep its files")
+    parser.add_argument("--part", default="1/1", help="2/3: every third case, from the second on")
+    parser.add_argument("--out", type=Path, default=None, help="keep the files of cases that went wrong there")
+    options = parser.parse_args()
+    folder = options.out or Path(tempfile.mkdtemp(prefix=f"fuzz-{what}-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    found = list(every(folder / "inputs", options.cases, options.seed))
+    if options.only is not None:
+        found = [found[options.only]]
+    outcomes: list[Outcome] = []
+    for title, outcome in in_turn(found, folder / f"cases-{options.part.replace('/', '-')}", options.part):
+        outcomes.append(outcome)
+        if not outcome.is_good or options.only is not None:
+            print(f"--- {title}\n{outcome.verdict} ({outcome.seconds:.0f} s)\n{outcome.message}", flush=True)
+    slowest = max(outcome.seconds for outcome in outcomes)
+    print(f"\n{len(outcomes):,} {what}, seed {options.seed}, slowest {slowest:.0f} s\n{table(outcomes)}")
+    sys.exit(not all(outcome.is_good for outcome in outcomes))
+
+
+def remove(folder: Path) -> None:
+    """Delete a case's folder, links in it not followed."""
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.rstrip().split("\n")[-30:])[-6000:]
+
+
+def _child(arguments: list[str], folder: Path, gib: int, parent: int) -> None:
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        os.setsid()  # so that what it starts can be ended with it
+        os.chdir(folder)
+        for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
+            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
+        sys.stdout, sys.stderr = (
+            os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="surrogateescape"),
+            os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace"),
+        )
+        _limit_memory(gib)
+        _start_no_process()
+        code = _command(arguments)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _command(arguments: list[str]) -> int:
+    from lit_ft.cli import main
+
+    sys.argv = ["lit_ft", *arguments]
+    try:
+        main(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+
+
+def _limit_memory(gib: int) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + gib * 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _start_no_process() -> None:
+    """Where Lightning would start the other ranks, the case has passed all checks that come before: it runs."""
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    def started(_: Any) -> None:
+        sys.stderr.flush()
+        os._exit(0)
+
+    _SubprocessScriptLauncher._call_children_scripts = started  # type: ignore[method-assign]
+
+
+def _wait(process: int, deadline: float) -> int | None:
+    """Its exit status; None where it was still running, and was killed."""
+    status = None
+    while status is None and time.monotonic() < deadline:
+        done, found = os.waitpid(process, os.WNOHANG)
+        status = found if done else None
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+    if status is None:
+        os.waitpid(process, 0)
+    return status
+
+
+def in_fork(function: Callable[[], str], seconds: float = 60) -> str:
+    """What a function returns in a process of its own, or how that process ended."""
+    reading, writing = os.pipe()
+    if (process := os.fork()) == 0:
+        try:
+            signal.alarm(int(seconds))
+            said = function()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"[:2000]
+        os.write(writing, said.encode("utf-8", "backslashreplace"))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as file:
+        said = file.read()
+    _, status = os.waitpid(process, 0)
+    return said or f"ended with {os.waitstatus_to_exitcode(status)}"
