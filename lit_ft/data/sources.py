@@ -203,8 +203,8 @@ def _check_saved(folder: Path) -> None:
 
 def _arrow_rows(path: str, rows: Any) -> Iterator[tuple[str, RawRow | BadRow]]:
     # Columns of images, audio and video would be opened, or downloaded, from wherever a row says.
-    rows = (rows if hasattr(rows, "decode") else rows.to_iterable_dataset()).decode(False)
-    numbered = enumerate(rows, 1)
+    with explained(f"{path}: cannot be read", "mend or remove it"):
+        numbered = enumerate((rows if hasattr(rows, "decode") else rows.to_iterable_dataset()).decode(False), 1)
     while True:
         with explained(f"{path}: cannot be read", "mend or remove it"):
             found = next(numbered, None)
