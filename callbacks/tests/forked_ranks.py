@@ -1,5 +1,6 @@
 """Ranks of a process group, forked from the test: no imports to wait for."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -8,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+PR_SET_PDEATHSIG = 1
 
 
 class Ranks:
@@ -22,10 +25,14 @@ class Ranks:
         self.processes = [self._start(rank, port, function) for rank in range(count)]
 
     def _start(self, rank: int, port: int, function: Callable[[], Any]) -> int:
+        parent = os.getpid()
         if (process := os.fork()) != 0:
             return process
         code: Any = 1
         try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # none outlives a test that is killed
+            if os.getppid() != parent:
+                os._exit(1)
             with (self.folder / f"rank-{rank}").open("w", buffering=1) as out:
                 sys.stdout = sys.stderr = out
                 os.environ |= {
