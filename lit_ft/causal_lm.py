@@ -470,6 +470,12 @@ class CausalLM(ScheduleFreeModule):
         of_fit["router_aux_loss"].update(loss * tokens, tokens)
         return self._router_coefficient * tokens * loss
 
+    def on_fit_end(self) -> None:
+        """Leave the trainer as it was given, where nothing was left to train on."""
+        if self._replay is not None:
+            self._replay.stop(self.trainer)
+            self._replay = None
+
     def _count_window(self, row: Row, accumulate: int) -> int:
         """Supervised tokens, over all ranks, of the optimiser step that the row belongs to."""
         tokens = row.get("window_tokens")

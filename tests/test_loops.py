@@ -102,6 +102,18 @@ def test_a_validation_that_was_due_where_a_run_was_saved_is_made_up_for(
         assert_resumed_equals(run, tmp_path, "validation_batch", 2)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("max_steps", [-1, 12])
+@pytest.mark.parametrize("moment", ["batch", "should_stop", "validation"])
+def test_no_epoch_is_lost_where_a_run_was_saved_at_the_end_of_one(
+    make_run: Any, tmp_path: Path, streaming: bool, max_steps: int, moment: str
+) -> None:
+    # 11 micro-batches an epoch.
+    options = {"max_epochs": 3, "max_steps": max_steps, "check_val_every_n_epoch": 1 if moment == "validation" else 2}
+    run = make_run(trainer=options, schedule={0: 4, 1: 2}, data={"streaming": streaming})
+    assert_resumed_equals(run, tmp_path, moment, 1 if moment == "validation" else 11)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("streaming", [False, True])
 def test_two_ranks_go_on_from_within_an_optimizer_step(make_run: Any, tmp_path: Path, streaming: bool) -> None:

@@ -18,6 +18,7 @@ class FitProgress:
         loops = checkpoint["loops"]["fit_loop"]
         self._epochs: dict[str, Counts] = loops["epoch_progress"]
         self._batches: dict[str, Any] = loops["epoch_loop.batch_progress"]
+        self._logging: Counts = loops["epoch_loop.state_dict"]
         self._validation: dict[str, Any] = loops["epoch_loop.val_loop.batch_progress"]
         if not self.validation_was_interrupted:  # one that was restarted has left its total of begun batches one ahead
             self._validation["total"] |= dict.fromkeys(
@@ -76,6 +77,23 @@ class FitProgress:
             counts["processed"] -= 1
             counts["completed"] = min(counts["completed"], counts["processed"])
         return True
+
+    @property
+    def epoch_is_to_be_ended(self) -> bool:
+        """Whether what comes at an epoch's end is still to come, after a validation at its last micro-batch."""
+        current = self._epochs["current"]
+        return current["processed"] < current["ready"] and not self.was_saved_before_validation
+
+    def finish_epoch(self) -> None:
+        """Go on with the next epoch; Lightning counts some that are over twice, and trains on none of their batches."""
+        if self.was_saved_before_validation:
+            self._logging["_batches_that_stepped"] += 1  # counted after the hook that it was saved in
+        for counts in self._epochs.values():
+            counts |= dict.fromkeys(counts, counts["ready"])
+        total = self._batches["total"]
+        total |= dict.fromkeys(total, total["ready"])
+        self._batches["current"] |= dict.fromkeys(self._batches["current"], 0)
+        self._batches["is_last_batch"] = False
 
     def rewind(self, micro_batch: int) -> None:
         """Go on with an earlier micro-batch of the epoch, as if it had been saved right before."""

@@ -25,9 +25,13 @@ class Replay:
     def ends(self, trainer: Any, batch_idx: int) -> bool:
         """Whether this micro-batch is the first that no validation had followed; switches validation on again."""
         if batch_idx >= self.until:
-            trainer.limit_val_batches = self._limit_val_batches
+            self.stop(trainer)
             return True
         return False
+
+    def stop(self, trainer: Any) -> None:
+        """Switch validation on again."""
+        trainer.limit_val_batches = self._limit_val_batches
 
 
 def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None:
@@ -61,6 +65,9 @@ def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None
         take_over(checkpoint)
     if replay is not None and progress.ready != before:
         replay.until = progress.ready  # where the stopped run validated is between other micro-batches
+    if progress.epoch_is_over and not progress.epoch_is_to_be_ended:
+        progress.finish_epoch()
+        replay = Replay(trainer, 0)
     return replay
 
 
