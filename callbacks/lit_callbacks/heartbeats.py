@@ -5,7 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch.distributed as dist
@@ -118,10 +118,11 @@ class Heartbeats:
         """What the thread gets for a request; None where the store is gone or does not answer in time."""
         future: Future[Any] = Future()
         self._requests.put((request, future))
-        try:
-            return future.result(seconds)
-        except (TimeoutError, RuntimeError):
-            return None
+        deadline = time.monotonic() + seconds
+        # Once the store is gone, the thread has ended and answers nothing.
+        while not future.done() and not self.is_store_gone and time.monotonic() < deadline:
+            wait([future], 0.05)
+        return None if not future.done() or future.exception() else future.result()
 
     def _run(self) -> None:
         while not self._is_over and not self.is_store_gone:

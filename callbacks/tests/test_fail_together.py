@@ -23,7 +23,7 @@ from lit_callbacks import FailTogether
 from lit_callbacks.heartbeats import OVER, Heartbeats, Silence, is_about_another_rank
 
 pytestmark = pytest.mark.processes
-TIMEOUT = 6
+TIMEOUT = 9
 
 
 class Trouble(Callback):
@@ -56,7 +56,9 @@ def fit(trouble: Trouble | None, **options: Any) -> None:
         "enable_checkpointing": False,
         "enable_progress_bar": False,
     }
-    callbacks = [FailTogether(grace_seconds=1, poll_seconds=0.1), *([trouble] if trouble else [])]
+    # A busy machine needs the difference between the end of silence and the timeout.
+    grace = 3 if trouble and trouble.kind == "stop" else 1
+    callbacks = [FailTogether(grace_seconds=grace, poll_seconds=0.1), *([trouble] if trouble else [])]
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=TIMEOUT))
     Trainer(accelerator="cpu", devices=3, strategy=strategy, callbacks=callbacks, **quiet, **options).fit(BoringModel())
 
@@ -83,22 +85,25 @@ def started(tmp_path: Path) -> Iterator[Any]:
 def test_all_others_end_within_the_timeout_of_a_stopped_rank(started: Any, rank: int) -> None:
     ranks = started("stop", rank)
     others = [other for other in range(3) if other != rank]
-    seconds = ranks.wait(others, TIMEOUT + 3)
-    assert seconds < TIMEOUT + 0.5  # those that wait in a collective would have raised after it
+    seconds = ranks.wait(others, TIMEOUT + 20)
+    assert seconds < TIMEOUT, ranks.output()  # those that wait in a collective would have raised after it
     assert [ranks.codes[other] for other in others] == [1, 1]
     for other in others:
         first = ranks.said_by(other).strip().splitlines()[0]
-        name = "the store of the process group has not answered for" if rank == 0 else "rank 1 gives no sign of life"
-        assert first.startswith(f"rank {other} stops: {name}"), ranks.output()
+        names = [
+            f"rank {rank} gives no sign of life",
+            *["the store of the process group has not answered"] * (rank == 0),
+        ]
+        assert first.startswith(tuple(f"rank {other} stops: {name}" for name in names)), ranks.output()
     os.kill(ranks.processes[rank], signal.SIGCONT)  # it finds that the others have gone
-    ranks.wait([rank], 10 if rank == 0 else 5)
+    ranks.wait([rank], 20)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_by_all_others(started: Any, rank: int) -> None:
     ranks = started("kill", rank)
     others = [other for other in range(3) if other != rank]
-    ranks.wait(others, 5)
+    ranks.wait(others, 20)
     name = (
         "rank 0, which holds the store of the process group, has gone" if rank == 0 else "rank 1 gives no sign of life"
     )
@@ -109,7 +114,7 @@ def test_a_killed_rank_is_named_by_all_others(started: Any, rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raises_is_named_by_all_others(started: Any, rank: int) -> None:
     ranks = started("raise", rank)
-    ranks.wait([0, 1, 2], 5)
+    ranks.wait([0, 1, 2], 20)
     assert ranks.said_by(rank).strip().splitlines()[0] == "ValueError: bad"
     for other in {0, 1, 2} - {rank}:
         assert f"rank {other} stops: rank {rank} failed: ValueError: bad" in ranks.said_by(other), ranks.output()
@@ -117,7 +122,7 @@ def test_a_rank_that_raises_is_named_by_all_others(started: Any, rank: int) -> N
 
 def test_a_rank_that_hangs_ends_with_one_that_fails(started: Any) -> None:
     ranks = started("hang", 0)
-    ranks.wait([0, 1, 2], 5)
+    ranks.wait([0, 1, 2], 20)
     assert list(ranks.codes.values()) == [1, 1, 1]
     assert "rank 0 stops: rank 2 failed: ValueError: bad" in ranks.said_by(0)
 
