@@ -256,7 +256,8 @@ def add_peft(
     quantisation.name_all_linear(model, peft)
     in_float32 = adapter_dtype == "float32"
     wrap = partial(get_peft_model, model, peft, autocast_adapter_dtype=in_float32)
-    with explained("model.peft", "mend its init_args"):
+    names = f"mend its init_args; the linear layers of {type(model).__name__} are {linear_layers(model)}"
+    with explained("model.peft", names):
         if late_casting.is_marked(model):
             wrapped = peft_methods.wrap_in_final_dtype(model, peft, wrap, in_float32)
         else:
