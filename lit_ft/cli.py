@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 failed during the run; 2 something in the recipe, the data
 (said before the long work starts); 130 stopped by Ctrl-C; 143 by SIGTERM.
 """
 
+import errno
 import logging
 import os
 import signal
@@ -185,6 +186,8 @@ def _report(error: Exception) -> NoReturn:
         if rank not in ("", "rank 0: "):  # all stop together
             sys.exit(error.exit_code)
         _fail(f"{error}; resume with the same command and --ckpt_path {error.checkpoint}", error.exit_code)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        _fail(f"{rank}error: {str(error.filename)[:100]!r}... is too long for a path; name a shorter one", 2)
     if isinstance(error, RecipeError | MisconfigurationException):  # the second is Lightning's word for the same
         _fail(f"{rank}error: {_in_one_line(error)}", 2)
     if (blamed := blame(error)) is not None:

@@ -45,6 +45,8 @@ def check_values(options: Namespace) -> None:
     Raises:
         RecipeError: it names the key.
     """
+    if (key := _key_of_null_character(options.as_dict())) is not None:
+        raise RecipeError(f"{key} holds a null character (\\x00), which no name or path may; take it out")
     trainer = options.get("trainer")
     if not isinstance(trainer, Namespace):
         raise RecipeError(
@@ -58,6 +60,14 @@ def check_values(options: Namespace) -> None:
         _check_classes(options.get(key), key)
     for key in ("callbacks", "logger", "strategy", "plugins"):
         _check_classes(trainer.get(key), f"trainer.{key}")
+
+
+def _key_of_null_character(value: Any, key: str = "") -> str | None:
+    if isinstance(value, str):
+        return key if "\x00" in value else None
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = (_key_of_null_character(item, f"{key}.{name}" if key else f"{name}") for name, item in inner)
+    return next((one for one in found if one is not None), None)
 
 
 def _check_classes(value: Any, key: str) -> None:
