@@ -6,6 +6,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
+from lit_ft.protocols import ChecksOrder, RecountsMicroBatches, RewindsPlaces
 
 
 class Replay:
@@ -37,10 +38,7 @@ class Replay:
 def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None:
     """Set a checkpoint back to the beginning of the optimizer step that it was written in.
 
-    A data module takes part by its methods: ``rewind(state, micro_batch, ready)`` sets a saved place of a training
-    loader back within its epoch, ``check_order(state)`` says whether the data has changed, ``begin_again(state)`` sets
-    a place to the beginning of its epoch then, and ``take_over(checkpoint)`` recounts where ranks or micro-batches have
-    changed.
+    A data module takes part by the protocols that it has: ``RewindsPlaces``, ``ChecksOrder``, ``RecountsMicroBatches``.
 
     Args:
         checkpoint: Lightning's, changed in place.
@@ -54,15 +52,15 @@ def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None
     state = checkpoint.get(type(data).__qualname__) or {}
     reopened = not state.get("is_over") and progress.reopen_epoch()
     replay = None
-    if (check_order := getattr(data, "check_order", None)) is not None and check_order(state):
+    if isinstance(data, ChecksOrder) and data.check_order(state):
         replay = _begin_again(progress, trainer, state)
     elif not progress.epoch_is_over:
         replay = _rewind(checkpoint, progress, trainer, state, reopened)
     if replay is None and (progress.validation_was_interrupted or _validation_is_due(progress, trainer, state)):
         progress.restart_validation()
     before = progress.ready
-    if (take_over := getattr(data, "take_over", None)) is not None:
-        take_over(checkpoint)
+    if isinstance(data, RecountsMicroBatches):
+        data.take_over(checkpoint)
     if replay is not None and progress.ready != before:
         replay.until = progress.ready  # where the stopped run validated is between other micro-batches
     if progress.epoch_is_over and not progress.epoch_is_to_be_ended:
@@ -78,10 +76,10 @@ def _rewind(
     accumulate = state.get("deal", {}).get("accumulate") or accumulation(trainer, progress.epoch)
     trained, ready = progress.trained, progress.ready
     start = trained // accumulate * accumulate
-    if (rewind := getattr(data, "rewind", None)) is not None:
+    if isinstance(data, RewindsPlaces):
         for place in (state, *progress.loader_states):
             if place:
-                rewind(place, start, ready)
+                data.rewind(place, start, ready)
     elif start < trained:
         rank_zero_warn(
             f"the checkpoint was written {trained - start} micro-batches into an optimizer step of {accumulate}, and "

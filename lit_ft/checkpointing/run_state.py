@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.manifest import write_durably
+from lit_callbacks.protocols import WritesAtTheEnd
 
 from lit_ft.checkpointing.selection import SESSION, UNLOGGED, candidates
 
@@ -80,8 +81,8 @@ class RunState(Callback):
         is_newer = trainer.strategy.broadcast(self._finished_step) != trainer.global_step
         rank_zero_info(f"the run was at its last step, {trainer.global_step:,}, already: nothing is left to train")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if (write := getattr(callback, "write_final", None)) is not None:
-                write(trainer, pl_module, only_missing=not is_newer)
+            if isinstance(callback, WritesAtTheEnd):
+                callback.write_final(trainer, pl_module, only_missing=not is_newer)
 
 
 def _metrics_about_to_be_logged(trainer: Trainer) -> dict[str, float] | None:

@@ -1,0 +1,19 @@
+"""What callbacks may be asked for beside Lightning's hooks."""
+
+from typing import Protocol, runtime_checkable
+
+from lightning.pytorch import LightningModule, Trainer
+
+
+@runtime_checkable
+class WritesAtTheEnd(Protocol):
+    """A callback that writes something when training ends, and writes it later where a killed run could not."""
+
+    def write_final(self, trainer: Trainer, pl_module: LightningModule, only_missing: bool = False) -> None:
+        """Write it; a collective.
+
+        Args:
+            trainer: of the run.
+            pl_module: as it was trained.
+            only_missing: leave out what is there.
+        """
