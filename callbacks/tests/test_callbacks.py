@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -310,6 +311,7 @@ def test_a_merge_that_is_killed_leaves_the_earlier_folder_or_the_new_one(tmp_pat
     from lit_callbacks.adapter_merger import save_merged
     from lit_callbacks.manifest import verify_manifest
     from lit_callbacks.whole_folder import put_back
+    from tqdm import tqdm
 
     folder, model = tmp_path / "merged", lora(llama())
     save_merged(model, folder)  # the first one imports much
@@ -318,6 +320,7 @@ def test_a_merge_that_is_killed_leaves_the_earlier_folder_or_the_new_one(tmp_pat
     seconds = time.monotonic() - start
     for moment in range(1, 7):
         if (process := os.fork()) == 0:
+            tqdm.set_lock(threading.RLock())  # its own is shared with this process, and a kill would leave it taken
             save_merged(model, folder)
             os._exit(0)
         time.sleep(seconds * moment / 6)
