@@ -9,12 +9,15 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 _PR_SET_PDEATHSIG = 1
 LONGEST_MESSAGE = 1_000
@@ -157,6 +160,7 @@ def _child(arguments: list[str], folder: Path, gib: int, parent: int) -> None:
         if os.getppid() != parent:
             os._exit(1)
         os.setsid()  # so that what it starts can be ended with it
+        tqdm.set_lock(threading.RLock())  # its own is shared with all forks, and a kill would leave it taken
         os.chdir(folder)
         for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
             os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)

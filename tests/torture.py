@@ -23,6 +23,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ import yaml
 from conftest import make_rows, make_tokenizer
 from ranks import free_port
 from torch.distributed.checkpoint import FileSystemWriter
+from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lit_ft import cli
@@ -170,6 +172,7 @@ class Life:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # goes with its parent
             if os.getppid() != parent:
                 os._exit(1)
+            tqdm.set_lock(threading.RLock())  # its own is shared with all forks, and a kill would leave it taken
             _redirect_output(self.log / f"output-{rank}")
             if case.ranks > 1:
                 os.environ |= _as_torchrun(rank, case.ranks, port)
