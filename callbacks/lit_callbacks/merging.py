@@ -67,6 +67,19 @@ def _name_in_base(name: str) -> str:
     return name
 
 
+def _buffers_of_base(base: nn.Module) -> dict[str, Tensor]:
+    """Copies of a base's persistent buffers by their published names, without those of adapters (VeRA's factors)."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [name for name, part in base.named_modules() if isinstance(part, BaseTunerLayer)]
+    return {
+        _name_in_base(name): buffer.clone()
+        for name, buffer in persistent_buffers(base)
+        if "modules_to_save" not in name
+        and not any(name.startswith(f"{layer}.") and not name.startswith(f"{layer}.base_layer.") for layer in layers)
+    }
+
+
 def find_model(module: nn.Module) -> Any:
     """The ``PeftModel`` within a module, else its ``PreTrainedModel``, else the module if it has ``save_adapter``.
 
@@ -173,7 +186,7 @@ def _write_merged(
         # Merged in the wider of both dtypes and rounded once: what is compared is then that rounding alone.
         _cast(trained, torch.promote_types(base.dtype, dtype), narrow=False)
     layout, ids = Layout.of(base), sample_ids(base, tokenizer)
-    buffers = {_name_in_base(n): b.clone() for n, b in persistent_buffers(base) if "modules_to_save" not in n}
+    buffers = _buffers_of_base(base)
     wanted = logits_of(trained, ids)
     trained_mib = base.get_memory_footprint() / 2**20
     with trained.disable_adapter():

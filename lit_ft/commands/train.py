@@ -73,6 +73,9 @@ def run(arguments: list[str]) -> None:
         TrainingCLI(arguments)
     finally:
         release_runs()
+        # They are for this run's processes alone; another run may follow in this one.
+        for variable in (RUN_DIR_VARIABLE, CHECKPOINT_VARIABLE):
+            os.environ.pop(variable, None)
 
 
 _HELP = {

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lit_callbacks import SpikeGuard
 from torch import Tensor, nn
 
@@ -42,14 +42,14 @@ class FiniteCheck:
         """Look at a value of the optimizer step that is under way.
 
         Args:
-            trainer: of the run; where its ``SpikeGuard`` skips such steps, nothing is done.
+            trainer: of the run; where it has a ``SpikeGuard``, which skips such steps or ends the run, nothing is done.
             what: name of the value.
             value: scalar, the same on all ranks.
 
         Raises:
             NotFinite: it, or an earlier one, is not finite.
         """
-        if _skips_bad_steps(trainer):
+        if any(isinstance(callback, SpikeGuard) for callback in getattr(trainer, "callbacks", [])):
             return
         step = trainer.global_step + 1
         self._look(trainer, [one for one in self._watched if one.step < step])
@@ -131,7 +131,8 @@ def check_split_base(strategy: Strategy, module: Any) -> None:
     Raises:
         RecipeError: it names a tensor, on the rank that has it.
     """
-    bad = next(not_finite(dict(module.named_parameters())), None)
+    packed = _packed_weights(module)
+    bad = next(not_finite({n: p for n, p in module.named_parameters() if n not in packed}), None)
     if not strategy.reduce_boolean_decision(bad is None, all=True):
         raise _of_base(getattr(module, "pretrained", ""), bad)
 
@@ -142,6 +143,13 @@ def _of_base(pretrained: str, bad: str | None) -> RecipeError:
         f"model.pretrained={pretrained!r}: {what} values that are NaN or infinite, so every loss would be NaN; "
         "download the model again, or name another checkpoint"
     )
+
+
+def _packed_weights(module: nn.Module) -> set[str]:
+    """Names of weights whose bytes are no numbers: 4-bit codes, which may be stored as floats to be split."""
+    from bitsandbytes.nn import Linear4bit
+
+    return {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, Linear4bit)}
 
 
 def not_finite(tensors: Mapping[str, Any]) -> Iterator[str]:
@@ -158,7 +166,7 @@ def _numbers_of(tensor: Any) -> Iterator[Tensor]:
     scales.append(getattr(getattr(state, "state2", None), "absmax", None))
     part = local(getattr(tensor, "ds_tensor", tensor)).detach()
     inner = part.__tensor_flatten__()[0] if hasattr(part, "__tensor_flatten__") else []  # torchao's
-    parts = [getattr(part, name) for name in inner] or [part]
+    parts = [] if state is not None else [getattr(part, name) for name in inner] or [part]
     yield from (one for one in [*parts, *scales] if isinstance(one, Tensor) and one.is_floating_point())
 
 
@@ -170,12 +178,6 @@ def _is_finite(tensor: Tensor) -> bool:
     # Both pass NaN on. It takes no memory, and on a CPU a twentieth of the time of isfinite().
     low, high = tensor.aminmax()
     return bool(low.isfinite() & high.isfinite())
-
-
-def _skips_bad_steps(trainer: Trainer) -> bool:
-    # DeepSpeed keeps gradients to itself, and takes the step whatever SpikeGuard says.
-    has_guard = any(isinstance(callback, SpikeGuard) for callback in getattr(trainer, "callbacks", []))
-    return has_guard and not isinstance(trainer.strategy, DeepSpeedStrategy)
 
 
 def _advice(trainer: Trainer) -> str:
