@@ -90,20 +90,25 @@ def try_out(optimizer: OptimizerCallable, skeleton: nn.Module, takes_step: bool)
     Args:
         optimizer: makes it from parameters.
         skeleton: the model, without weights.
-        takes_step: also take a step, with zeros for gradients; some look at their arguments only then.
+        takes_step: also take a step, with small gradients; some look at their arguments only then.
+
+    Raises:
+        ValueError: a step makes numbers that are not finite.
     """
     matrices = hidden_matrices(skeleton)
     kinds = dict.fromkeys((p in matrices, p.dim()) for p in skeleton.parameters() if p.requires_grad)
-    groups = [{"params": [nn.Parameter(torch.zeros([8] * dim))], MATRICES: kind} for kind, dim in kinds]
+    groups = [{"params": [nn.Parameter(torch.full([8] * dim, 0.1))], MATRICES: kind} for kind, dim in kinds]
     level = _logger.level
     _logger.setLevel(logging.WARNING)  # the whole one says what it trains
     try:
         built: Any = optimizer(groups)
         if takes_step:
             for group in groups:
-                group["params"][0].grad = torch.zeros_like(group["params"][0])  # type: ignore[index]
+                group["params"][0].grad = torch.full_like(group["params"][0], 1e-3)  # type: ignore[index]
             getattr(built, "train", lambda: None)()  # schedule-free ones ask for it
             built.step(lambda: torch.zeros(()))
+            if not all(group["params"][0].isfinite().all() for group in groups):  # type: ignore[index]
+                raise ValueError("a step makes weights infinite: is a learning rate or weight decay too large?")
     finally:
         _logger.setLevel(level)
     return built

@@ -70,6 +70,8 @@ def judge(code: int, arguments: list[str], stderr: str) -> tuple[str, str]:
         return f"died of {signal.Signals(-code).name}", _tail(stderr)
     if code == 0 or (code == 1 and arguments[0] in ("check", "verify") and not said):
         return "runs", ""
+    if code == 1 and len(said) == 1 and said[0].startswith("lit_ft: failed: NotFinite: "):
+        return "runs", ""  # until a loss or weight is not finite, as it says
     if code == 2 and len(said) == 1 and stderr.rstrip("\n").split("\n")[-1] == said[0]:
         line = said[0]
         is_clean = re.fullmatch(r"lit_ft: error: .{10,}", line) and not re.search(

@@ -76,9 +76,11 @@ def options() -> Known:
 
     parts = {"model": CausalLM, "data": TextDataModule, "trainer": Trainer, "source": Source}
     top = {"seed_everything": "int", "run_dir": "str", "merge": "bool", "ckpt_path": "str"}
-    return {name: typed_options(part) for name, part in parts.items()} | {
-        "": top | dict.fromkeys(["optimizer", "lr_scheduler", *parts], "Any")
-    }
+    found = {name: typed_options(part) for name, part in parts.items()}
+    found["trainer"] = {
+        name: kind for name, kind in found["trainer"].items() if name != "num_nodes"
+    }  # it waits for them
+    return found | {"": top | dict.fromkeys(["optimizer", "lr_scheduler", *parts], "Any")}
 
 
 @functools.cache

@@ -548,6 +548,7 @@ def test_damaged_folders(tmp_path: Path, inputs: tuple[Path, str, str]) -> None:
         (0, "done\n", "runs"),
         (2, "Seed set to 42\nlit_ft: error: data.path is not set; name it\n", "refused"),
         (1, "lit_ft: failed: TypeError: a\n", "exit 1"),
+        (1, "lit_ft: failed: NotFinite: the loss of step 3 is nan: lower it\n", "runs"),
         (0, "Traceback (most recent call last):\n  a\n", "traceback"),
         (2, "lit_ft: error: one line is said\nand another\n", "not one line"),
         (2, "lit_ft: error: \x1b[31mred, and long enough\n", "not a clean line"),

@@ -29,6 +29,10 @@ CASES: dict[str, tuple[str, str]] = {
         "optimizer: {class_path: bitsandbytes.optim.AdamW8bit, init_args: {min_8bit_size: x}}",
         "optimizer: TypeError: ",
     ),
+    "a step that goes to infinity": (
+        "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1.0e-3, weight_decay: .inf}}",
+        "optimizer: ValueError: a step makes weights infinite",
+    ),
     "sparse gradients": ("optimizer: {class_path: torch.optim.SparseAdam}", "optimizer: RuntimeError: SparseAdam does"),
     "a schedule": (
         "lr_scheduler: {class_path: torch.optim.lr_scheduler.OneCycleLR, init_args: {max_lr: 1}}\n"
@@ -91,6 +95,7 @@ def test_a_recipe_that_is_no_text(capsys: Any, tmp_path: Path) -> None:
 
 def test_messages_are_short(capsys: Any, tmp_path: Path, model_folder: str) -> None:
     sources = [{"path": "a.json", "nam": i, "text": "x" * 500} for i in range(50)]
+    assert len(run(capsys, "fit", f"--trainer.{'x' * 3000}", "1", code=2)) < 300
     lines = run(capsys, "fit", "--model.pretrained", model_folder, "--data.sources", json.dumps(sources), code=2)
     assert "unknown option 'nam'" in lines
     assert max(map(len, lines.splitlines())) < 700

@@ -164,7 +164,7 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
         # The whole name, or the section that it begins with: `optimiser.class_path` is a misspelt `optimizer`.
         near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
         advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
-        return (f"{key}: " if key else "") + f"unknown option {name!r}; {advice}"
+        return (f"{key}: " if key else "") + f"unknown option {shortened(name, 100)!r}; {advice}"
     if (missing := re.search(r"No module named '([\w.]+)'", message)) is not None:
         return (f"{key}: " if key else "") + _how_to_install(missing[1])
     reasons = _reasons(re.sub(r'Parser key "[\w.]+":', "\n", message))
