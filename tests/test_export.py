@@ -391,11 +391,8 @@ def test_an_export_says_which_step_it_is(lit_ft: Any, fit: Any) -> None:
 
 
 @pytest.mark.parametrize("command", ["validate", "fit"])
-def test_a_copied_run_goes_on_from_its_own_checkpoints(
-    lit_ft: Any, fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_a_copied_run_goes_on_from_its_own_checkpoints(lit_ft: Any, fit: Any, tmp_path: Path, command: str) -> None:
     run, copy = fit(), tmp_path / "copy"
-    monkeypatch.delenv("LIT_FT_RUN_DIR")
     shutil.copytree(run, copy)
     shutil.rmtree(run)
     options = ["--trainer.max_steps", "3"] if command == "fit" else []
