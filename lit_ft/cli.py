@@ -188,6 +188,9 @@ def _report(error: Exception) -> NoReturn:
         _fail(f"{error}; resume with the same command and --ckpt_path {error.checkpoint}", error.exit_code)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         _fail(f"{rank}error: {str(error.filename)[:100]!r}... is too long for a path; name a shorter one", 2)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        what = f"{error.filename!r}" if error.filename else "a file"
+        _fail(f"{rank}error: {what} could not be written: {error.strerror}; make room, or write elsewhere", 2)
     if isinstance(error, RecipeError | MisconfigurationException):  # the second is Lightning's word for the same
         _fail(f"{rank}error: {_in_one_line(error)}", 2)
     if (blamed := blame(error)) is not None:

@@ -2,16 +2,18 @@
 
 import csv
 import io
+import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lit_callbacks.manifest import write_durably
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
@@ -20,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from lit_ft import prompt_learning
 from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.causal_lm import CausalLM
+from lit_ft.checkpointing.failures import explain_failed_write
 from lit_ft.checkpoints_io import WeightCount
 from lit_ft.data.batching import RowLoader
 from lit_ft.data.streaming import StreamLoader
@@ -202,10 +205,19 @@ class _MetricsFile(ExperimentWriter):
             )
 
     def save(self) -> None:
-        """Write what was logged since the last time."""
-        if not self.metrics:
-            return
+        """Write what was logged since the last time.
+
+        Raises:
+            RecipeError: it cannot be written.
+        """
         path = Path(self.metrics_file_path)
+        if self.metrics:
+            with explain_failed_write(path):
+                self._append(path)
+
+    def _append(self, path: Path) -> None:
+        if self.metrics_keys and not path.is_file() and path.parent.is_dir():
+            rank_zero_warn(f"{path} was removed while the run ran, with the rows before this one; a new one is begun")
         rows: list[dict[str, Any]] = list(self.metrics)
         columns = sorted({*self.metrics_keys, *(key for row in rows for key in row)})
         if columns != self.metrics_keys or not path.is_file():
@@ -213,13 +225,24 @@ class _MetricsFile(ExperimentWriter):
             self.metrics_keys = columns
             self._replace([*earlier, *rows])
         else:
-            with path.open("a", encoding="utf-8", newline="") as file:
-                file.write(_as_csv(columns, rows))
+            _append_all_or_nothing(path, _as_csv(columns, rows))
         self.metrics = []
 
     def _replace(self, rows: list[dict[str, Any]]) -> None:
         text = _as_csv(self.metrics_keys, [dict(zip(self.metrics_keys, self.metrics_keys, strict=True)), *rows])
         write_durably(Path(self.metrics_file_path), text)
+
+
+def _append_all_or_nothing(path: Path, text: str) -> None:
+    size = path.stat().st_size
+    try:
+        with path.open("a", encoding="utf-8", newline="") as file:
+            file.write(text)
+    except OSError:
+        # A full disk takes a part of a row, and Lightning writes once more when the run fails.
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 def _as_csv(columns: list[str], rows: list[dict[str, Any]]) -> str:
@@ -229,10 +252,11 @@ def _as_csv(columns: list[str], rows: list[dict[str, Any]]) -> str:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file, each with the values that it has; a last one that a kill has cut short is left out."""
+    """Rows of a metrics file, each with the values that it has; cut ones (kill, full disk) are left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = csv.DictReader(line for line in lines if line.endswith("\n"))
-    return [{key: value for key, value in row.items() if value != ""} for row in rows]
+    columns, *rows = list(csv.reader(line for line in lines if line.endswith("\n"))) or [[]]
+    complete = [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
+    return [{key: value for key, value in row.items() if value != ""} for row in complete]
 
 
 def _rows_before(
@@ -266,6 +290,20 @@ class StepEvents(TensorBoardLogger):
             metrics: numbers or scalars by their names.
             step: that they are of.
         """
+        with explain_failed_write(Path(self.log_dir)):
+            self._write(metrics, step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write what has not been written.
+
+        Args:
+            status: how the run has ended.
+        """
+        with explain_failed_write(Path(self.log_dir)):
+            super().finalize(status)
+
+    def _write(self, metrics: Mapping[str, Any], step: int | None) -> None:
         file = self.experiment.file_writer
         if file is None or self._prefix or not all(isinstance(v, int | float | Tensor) for v in metrics.values()):
             super().log_metrics(metrics, step)

@@ -57,6 +57,26 @@ def lock_run(root: Path) -> None:
     _held[path] = file
 
 
+def check_still_there(root: Path) -> None:
+    """See that a run folder is still the one that this process holds; nothing is said of one that it does not hold.
+
+    Args:
+        root: of the run.
+
+    Raises:
+        RecipeError: it was removed, or another one has taken its name.
+    """
+    path = root.resolve() / ".lock"
+    if (file := _held.get(path)) is None:
+        return
+    # The number of a file that is open is given to no other, so a new folder's lock is never taken for this one's.
+    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        raise RecipeError(
+            f"run_dir={str(root)!r} was removed or replaced while the run ran ({path.name} is not the run's own): what "
+            "it held is gone, so the run ends; put it back and resume with --ckpt_path last, or start again"
+        )
+
+
 def release_runs() -> None:
     """Let other processes have the run folders that this one holds."""
     while _held:

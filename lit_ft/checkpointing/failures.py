@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written or read, in one line."""
+"""Checkpoints and logs that cannot be written or read, in one line."""
 
 import shutil
 from collections.abc import Iterator
@@ -45,6 +45,30 @@ def explain_failed_load(path: Path) -> Iterator[None]:
     except (OSError, CheckpointException) as error:
         raise RecipeError(
             f"checkpoint {str(path)!r} could not be read: {_reason(error)}; --ckpt_path last takes the newest good one"
+        ) from error
+
+
+@contextmanager
+def explain_failed_write(path: Path) -> Iterator[None]:
+    """Turn errors of the system into one line that names the file or folder.
+
+    Args:
+        path: what is written in a run's folder.
+
+    Raises:
+        RecipeError: the disk is full or read-only, or the folder was removed while the run ran.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not path.parent.is_dir():
+            raise RecipeError(
+                f"{str(path)!r} could not be written: its folder was removed while the run ran; put it back and resume "
+                "with --ckpt_path last, or start again"
+            ) from error
+        raise RecipeError(
+            f"{str(path)!r} could not be written: {_reason(error)}; checkpoints written before are kept; make room or "
+            "make it writable again, then resume with --ckpt_path last"
         ) from error
 
 

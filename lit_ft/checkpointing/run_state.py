@@ -10,6 +10,7 @@ from lit_callbacks.manifest import write_durably
 from lit_callbacks.protocols import WritesAtTheEnd
 
 from lit_ft.checkpointing.selection import SESSION, UNLOGGED, candidates
+from lit_ft.run_lock import check_still_there
 
 
 class RunState(Callback):
@@ -53,6 +54,7 @@ class RunState(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Number the checkpoint by the start or resumption that wrote it; keep the metrics that are logged after it."""
+        self._check_folder(trainer)
         checkpoint[SESSION] = self._session
         if (metrics := _metrics_about_to_be_logged(trainer)) is not None:
             checkpoint[UNLOGGED] = metrics
@@ -70,6 +72,15 @@ class RunState(Callback):
         for logger in trainer.loggers if metrics else []:
             logger.log_metrics(dict(metrics or {}), step=trainer.global_step - 1)
             logger.save()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See that the folder is there, before the adapter and the merged model are written to it."""
+        self._check_folder(trainer)
+
+    def _check_folder(self, trainer: Trainer) -> None:
+        # A checkpoint's folder is made where it is missing: the run would end well without what it wrote before.
+        if trainer.is_global_zero:
+            check_still_there(self.marker.parent)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Mark the run as finished."""
