@@ -316,6 +316,21 @@ def test_a_hung_rank_ends_the_run_after_the_timeout(tmp_path: Path, started: Sta
     assert "rank 1 stops: rank 0 " in output
 
 
+@pytest.mark.parametrize(
+    "size",
+    ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)],
+)
+def test_a_stopped_rank_of_a_split_model_ends_the_run_within_the_timeout(
+    tmp_path: Path, started: Started, arguments: list[str], size: str
+) -> None:
+    options = ["--trainer.strategy", "lit_ft.strategies.ModelParallelStrategy", f"--trainer.strategy.{size}", "2"]
+    output = trouble(started, tmp_path, arguments, "stop", *options, "--trainer.strategy.timeout", "0:00:20")
+    assert time.time() - (tmp_path / "mark").stat().st_mtime < 20, output
+    assert re.search(r"^rank 0 stops: rank 1 gives no sign of life for 1\d s: killed, stopped, or", output, re.M), (
+        output
+    )
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_zero2"])
 def test_the_timeout_is_an_option(capsys: Any, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     recipes = Path(TESTS).parent / "recipes"

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 
 class Trouble(Callback):
-    """On one rank, before a step: raise, die as if out of memory, or hang."""
+    """On one rank, before a step: raise, die as if out of memory, be stopped, or hang."""
 
     def __init__(self, kind: str, mark: str, rank: int = 1, step: int = 4) -> None:
         self.kind, self.mark, self.rank, self.step = kind, mark, rank, step
@@ -21,6 +21,6 @@ class Trouble(Callback):
         Path(self.mark).touch()
         if self.kind == "raise":
             raise ValueError("the row is bad")
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
         time.sleep(600)
