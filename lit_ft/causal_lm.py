@@ -40,7 +40,7 @@ from lit_ft.adapter_start import Start
 from lit_ft.attention import block_masks
 from lit_ft.base_fingerprint import Fingerprint, check_same_base, fingerprint, write_fingerprint
 from lit_ft.checkpointing.buffers import BufferWatch
-from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
+from lit_ft.checkpointing.resume import Replay, go_back_to_a_step, number_logged_steps
 from lit_ft.checkpoints_io import Shapes, WeightCount, check_fit, shapes_of, trainable_shapes
 from lit_ft.errors import RecipeError
 from lit_ft.generation import generate_answers
@@ -581,6 +581,7 @@ class CausalLM(ScheduleFreeModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Validate again from here on, where a resumed run has trained again what it had trained before."""
         super().on_train_batch_start(batch, batch_idx)
+        number_logged_steps(self.trainer)
         if self._replay is not None and self._replay.ends(self.trainer, batch_idx):
             self._replay = None
 

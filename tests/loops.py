@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,7 +56,7 @@ class Run:
         os.environ["PL_GLOBAL_SEED"] = str(SEED)
         module, data = self.module_and_data()
         data.resume_data = resume_data
-        watch = Watch()
+        watch, logged = Watch(), Logged()
         callbacks: list[Callback] = [watch]
         if self.schedule:
             callbacks.append(GradientAccumulationScheduler(dict(self.schedule)))
@@ -63,7 +64,8 @@ class Run:
             "accelerator": "cpu",
             "devices": self.ranks,
             "strategy": "ddp" if self.ranks > 1 else "auto",
-            "logger": False,
+            "logger": logged,
+            "log_every_n_steps": 1,
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
@@ -78,7 +80,9 @@ class Run:
         except Stopped:
             assert stop is not None
         weights = {name: p.detach().clone() for name, p in module.trainable_parameters().items()}
-        return Outcome(weights, watch.losses, watch.norms, watch.validations, fit.current_epoch, fit.global_step)
+        return Outcome(
+            weights, watch.losses, watch.norms, watch.validations, fit.current_epoch, fit.global_step, logged.losses
+        )
 
 
 @dataclass
@@ -91,6 +95,20 @@ class Outcome:
     """Steps taken before, and loss."""
     epoch: int
     step: int
+    logged: dict[tuple[str, int], float]
+    """Losses by their name and the step that they were logged with."""
+
+
+class Logged(DummyLogger):
+    """Keeps the losses that a trainer logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[tuple[str, int], float] = {}
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        assert step is not None
+        self.losses |= {(name, step): metrics[name] for name in ("train/loss", "val/loss") if name in metrics}
 
 
 class Watch(Callback):

@@ -61,6 +61,7 @@ def assert_resumed_equals(run: Run, folder: Path, moment: str, number: int, **tr
         assert torch.equal(after.weights[name], tensor), name
     assert before.losses | after.losses == whole.losses
     assert before.norms | after.norms == whole.norms
+    assert after.logged.items() <= whole.logged.items()
     if len(before.validations) + len(after.validations) > len(whole.validations):
         assert moment == "should_stop"  # where training ends, Lightning validates once more
         before.validations.pop()

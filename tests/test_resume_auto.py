@@ -47,6 +47,22 @@ def killed_in(owner: Any, name: str) -> Callable[[], None]:
     return lambda: setattr(owner, name, die)
 
 
+def killed_before_save(number: int) -> Callable[[], None]:
+    """Has a process killed before it writes a checkpoint, counted from 1."""
+
+    def prepare() -> None:
+        save, left = AnyCheckpointIO.save_checkpoint, iter(range(number - 1))
+
+        def save_or_die(*arguments: Any, **options: Any) -> None:
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            save(*arguments, **options)
+
+        AnyCheckpointIO.save_checkpoint = save_or_die  # type: ignore[method-assign]
+
+    return prepare
+
+
 def steps(run: Path) -> list[int]:
     with (run / "metrics.csv").open(newline="") as file:
         return [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
@@ -157,6 +173,19 @@ def test_ten_kills_lose_nothing(tmp_path: Path, recipe: Path, name: str, kills: 
     result = torture(name, kills, recipe, tmp_path / "torture", random.Random(0))
     assert result.kills == kills
     assert result.wrong == 0
+
+
+@pytest.mark.processes
+def test_steps_are_logged_by_their_numbers_after_several_resumptions(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, accumulate=2), tmp_path / "run"
+    arguments = ["fit", "--config", str(recipe), "--run_dir", str(run), "--resume", "auto", "--trainer.devices", "1"]
+    # At an epoch's end (12 files), two steps later (4), and within the step after it (1, by itself).
+    for number, left in enumerate([13, 5, 2]):
+        life = Life(CASES["one"], arguments, tmp_path / f"log-{number}", prepare=killed_before_save(left))
+        assert life.wait()
+    last = Life(CASES["one"], arguments, tmp_path / "log-last")
+    assert not last.wait()
+    assert steps(run) == list(range(24))
 
 
 # --- metrics.csv -----------------------------------------------------------------------------------------

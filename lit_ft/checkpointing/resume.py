@@ -69,6 +69,18 @@ def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None
     return replay
 
 
+def number_logged_steps(trainer: Any) -> None:
+    """Log the running step under the number of steps before it.
+
+    Lightning counts logged steps apart from ``global_step``, and after some resumptions of a resumed run it is one
+    behind: two steps are then logged under one number.
+
+    Args:
+        trainer: that is about to train on a micro-batch.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
 def _rewind(
     checkpoint: dict[str, Any], progress: FitProgress, trainer: Any, state: dict[str, Any], reopened: bool
 ) -> Replay | None:
