@@ -1,7 +1,8 @@
 """Fits that are stopped at any moment and resumed, and a plain training loop over the same samples."""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lit_ft import CausalLM, TextDataModule
 from lit_ft.data.mixing import Mixing
 from lit_ft.data.sources import Source
 from lit_ft.data.streaming import MixedRows
+from lit_ft.gradients import local
 
 LEARNING_RATE = 0.02
 SEED = 3
@@ -30,6 +32,8 @@ class Run:
     sources: list[tuple[str, int]]
     val_path: str | None = None
     ranks: int = 1
+    strategy: Callable[[], Any] | None = None
+    """Makes that of several ranks; None is DDP."""
     data: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     schedule: dict[int, int] | None = None
@@ -63,7 +67,7 @@ class Run:
         options = {
             "accelerator": "cpu",
             "devices": self.ranks,
-            "strategy": "ddp" if self.ranks > 1 else "auto",
+            "strategy": self.strategy() if self.strategy else "ddp" if self.ranks > 1 else "auto",
             "logger": logged,
             "log_every_n_steps": 1,
             "enable_checkpointing": False,
@@ -79,7 +83,7 @@ class Run:
             fit.fit(module, data, ckpt_path=ckpt_path)
         except Stopped:
             assert stop is not None
-        weights = {name: p.detach().clone() for name, p in module.trainable_parameters().items()}
+        weights = {name: local(p.detach()).clone() for name, p in module.trainable_parameters().items()}
         return Outcome(
             weights, watch.losses, watch.norms, watch.validations, fit.current_epoch, fit.global_step, logged.losses
         )
@@ -88,6 +92,7 @@ class Run:
 @dataclass
 class Outcome:
     weights: dict[str, Tensor]
+    """This rank's parts of them."""
     losses: dict[int, float]
     """Of each optimizer step that this process took, by its number from 1."""
     norms: dict[int, float]
@@ -139,12 +144,12 @@ class Stopped(Exception):
 class Stop(Callback):
     """Saves at a moment, and ends the run there."""
 
-    def __init__(self, moment: str, number: int, path: Path) -> None:
+    def __init__(self, moment: str, number: float, path: Path) -> None:
         """Choose the moment.
 
         Args:
-            moment: ``batch``, ``backward``, ``validation``, ``validation_batch`` or ``should_stop``.
-            number: which one, counted from 1.
+            moment: ``batch``, ``backward``, ``validation``, ``validation_batch``, ``should_stop`` or ``max_time``.
+            number: which one, counted from 1; in ``max_time``, seconds of each micro-batch.
             path: the checkpoint.
         """
         self.moment, self.left, self.path, self._saves_at_end = moment, number, str(path), False
@@ -159,11 +164,13 @@ class Stop(Callback):
         if self._count(trainer, "batch"):  # as train_time_interval and SLURM do
             trainer.save_checkpoint(self.path)
             raise Stopped
-        if self._count(trainer, "should_stop"):  # as early stopping and max_time do
+        if self._count(trainer, "should_stop"):  # as early stopping does
             trainer.should_stop = self._saves_at_end = True
+        if self.moment == "max_time":
+            time.sleep(self.left)
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        if self._saves_at_end:
+        if self._saves_at_end or (self.moment == "max_time" and trainer.should_stop):
             trainer.save_checkpoint(self.path)
             raise Stopped
 

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ranks import on_ranks
 from torch.utils.data import DataLoader
 
 from lit_ft import CausalLM, RecipeError
+from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ _WHOLE: dict[str, Outcome] = {}
 
 def whole_run(run: Run, folder: Path) -> Outcome:
     """The run that is not stopped; equal ones are run once."""
-    key = repr((run.data, run.trainer, run.schedule, [count for _, count in run.sources]))
+    key = repr((run.ranks, run.strategy, run.data, run.trainer, run.schedule, [count for _, count in run.sources]))
     if key not in _WHOLE:
         _WHOLE[key] = run.fit(folder / "whole")
     return _WHOLE[key]
@@ -51,7 +54,7 @@ def assert_equals_the_plain_loop(run: Run, folder: Path, epochs: int) -> None:
         torch.testing.assert_close(tensor, weights[name], atol=2e-6, rtol=1e-4, msg=name)
 
 
-def assert_resumed_equals(run: Run, folder: Path, moment: str, number: int, **trainer: Any) -> None:
+def assert_resumed_equals(run: Run, folder: Path, moment: str, number: float, **trainer: Any) -> None:
     whole = whole_run(run, folder)
     path = folder / f"{moment}{number}.ckpt"
     before = run.fit(folder / "stopped", Stop(moment, number, path), **trainer)
@@ -63,7 +66,7 @@ def assert_resumed_equals(run: Run, folder: Path, moment: str, number: int, **tr
     assert before.norms | after.norms == whole.norms
     assert after.logged.items() <= whole.logged.items()
     if len(before.validations) + len(after.validations) > len(whole.validations):
-        assert moment == "should_stop"  # where training ends, Lightning validates once more
+        assert moment in ("should_stop", "max_time")  # where training ends, Lightning validates once more
         before.validations.pop()
     assert before.validations + after.validations == whole.validations
 
@@ -126,6 +129,37 @@ def test_two_ranks_go_on_from_within_an_optimizer_step(make_run: Any, tmp_path: 
         assert_resumed_equals(run, tmp_path, "backward", 7)
 
     on_ranks(2, compare)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "strategy", [FSDPStrategy, partial(ModelParallelStrategy, pipeline_parallel_size=2)], ids=["fsdp", "pp2"]
+)
+def test_a_split_model_goes_on_from_within_an_optimizer_step(make_run: Any, tmp_path: Path, strategy: Any) -> None:
+    run = make_run(trainer=WINDOWS, ranks=2, strategy=strategy)
+
+    def compare() -> None:
+        assert_resumed_equals(run, tmp_path, "validation", 1)
+        assert_resumed_equals(run, tmp_path, "batch", 7)
+
+    on_ranks(2, compare)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_max_time_has_stopped_goes_on_as_if_it_had_not(make_run: Any, tmp_path: Path, ranks: int) -> None:
+    # Of 22 micro-batches of a tenth of a second the limit allows at most ten; how many of a window's four is chance.
+    run = make_run(trainer=WINDOWS, ranks=ranks, data={"micro_batch_size": 2 // ranks})
+    limit = {"max_time": timedelta(seconds=1)}
+
+    def compare() -> None:
+        assert_resumed_equals(run, tmp_path, "max_time", 0.1, **limit)
+        path = tmp_path / "max_time0.1.ckpt"
+        again = run.fit(tmp_path, ckpt_path=str(path), **limit)  # the time is that of the whole run
+        assert again.losses == {}
+        assert 0 <= again.step < whole_run(run, tmp_path).step
+
+    on_ranks(ranks, compare)
 
 
 def test_data_that_cannot_go_back_is_warned_of(
@@ -199,6 +233,22 @@ def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_
     run = make_run((13, 8), data=data, trainer={"max_epochs": 3, **options}, schedule=schedule)
     assert_equals_the_plain_loop(run, tmp_path, 3)
     assert_resumed_equals(run, tmp_path, "batch", 1 if "overfit_batches" in options else 7)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("streaming", "options", "schedule"), cases())
+def test_under_each_option_two_ranks_do_the_same(
+    make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
+) -> None:
+    # Half the micro-batch: a rank has as many of them in an epoch as one process has.
+    data = {"streaming": streaming, "shuffle_buffer": 9, "micro_batch_size": 1}
+    run = make_run((13, 8), data=data, trainer={"max_epochs": 3, **options}, schedule=schedule, ranks=2)
+
+    def compare() -> None:
+        assert_equals_the_plain_loop(run, tmp_path, 3)
+        assert_resumed_equals(run, tmp_path, "batch", 1 if "overfit_batches" in options else 7)
+
+    on_ranks(2, compare)
 
 
 # --- resumed on other data -------------------------------------------------------------------------
