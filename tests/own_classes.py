@@ -19,3 +19,15 @@ class OwnModule(LightningModule):
 class OwnData(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         return DataLoader(torch.ones(8, 3), batch_size=2)
+
+
+class SeveralValidationSets(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        ids = torch.arange(3, 27).reshape(2, 12)
+        return DataLoader([{"input_ids": row, "labels": row} for row in ids])
+
+    def val_dataloader(self) -> list[DataLoader]:
+        return [self.train_dataloader(), self.train_dataloader()]
+
+    def test_dataloader(self) -> DataLoader:
+        return self.train_dataloader()

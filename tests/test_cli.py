@@ -179,6 +179,20 @@ def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path, monkeypatch:
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
 
 
+@pytest.mark.parametrize("command", ["validate", "fit"])
+def test_data_with_several_validation_loaders_are_refused_before_training(
+    capsys: Any, tmp_path: Path, model_folder: str, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("LIT_FT_ALLOW_CODE", "")
+    arguments = ["--model.pretrained", model_folder, "--data", "own_classes.SeveralValidationSets"]
+    arguments += ["--allow_code", "own_classes", "--trainer.accelerator", "cpu", "--run_dir", str(tmp_path / "run")]
+    arguments += ["--trainer.num_sanity_val_steps", "0"] if command == "fit" else []
+    refused = run(capsys, command, *arguments, code=2)
+    assert "error: data: SeveralValidationSets.val_dataloader gives 2 loaders, and CausalLM takes one; ret" in refused
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+    run(capsys, "test", *arguments)
+
+
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "missing file": (["--data.path", "nope.json"], "'nope.json' does not exist; give a file, a folder, a glob"),
     "misspelt model option": (

@@ -11,6 +11,7 @@ import pytest
 from conftest import make_rows, make_tokenizer
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.data.batching import RowLoader
 from lit_ft.data.samples import Samples
 from lit_ft.data.sources import Source
 
@@ -164,7 +165,9 @@ def test_validation_loss_of_a_source_is_that_of_the_source_alone(
     sources = three_sources(write_rows)
     module = CausalLM(model_folder)
     data = TextDataModule(val_sources=sources, micro_batch_size=3, packing=packing, max_length=128)
-    together = make_trainer().validate(module, data, verbose=False)[0]
+    trainer = make_trainer()
+    together = trainer.validate(module, data, verbose=False)[0]
+    assert isinstance(trainer.val_dataloaders, RowLoader)  # one, however many sources
     for source in sources:
         alone = make_trainer().validate(module, TextDataModule(val_path=source.path), verbose=False)[0]
         assert together[f"val/loss/{source.name}"] == pytest.approx(alone["val/loss"], rel=1e-6)

@@ -2,14 +2,16 @@
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 
 from lit_ft.errors import RecipeError
 
@@ -109,3 +111,28 @@ def _shown(value: Any) -> str:
     except TypeError:
         text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def allow_one_loader(data: LightningDataModule) -> None:
+    """Have a data module refused that gives several loaders to evaluate on, when the Trainer asks for them.
+
+    Lightning asks after the weights are loaded, and before it trains. Its own refusal names the module's code.
+    """
+    for name in ("val_dataloader", "test_dataloader"):
+        setattr(data, name, _only_one(getattr(data, name), f"{type(data).__name__}.{name}"))
+
+
+def _only_one(make: Callable[[], Any], name: str) -> Callable[[], Any]:
+    @wraps(make)  # by which Lightning tells whether the data module has the method
+    def made() -> Any:
+        loaders = make()
+        combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
+        if len(combined.flattened) > 1:
+            raise RecipeError(
+                f"data: {name} gives {len(combined.flattened)} loaders, and CausalLM takes one; return one over all "
+                "rows (torch.utils.data.ConcatDataset), or use lit_ft.TextDataModule with data.val_sources, which "
+                "gives each source a loss of its own"
+            )
+        return loaders
+
+    return made

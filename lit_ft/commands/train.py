@@ -46,7 +46,7 @@ from lit_ft.checkpoints_io import (
     trainable_shapes,
 )
 from lit_ft.commands.allowed_code import check_unpickling
-from lit_ft.commands.recipe_checks import check_files, check_values
+from lit_ft.commands.recipe_checks import allow_one_loader, check_files, check_values
 from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class, shortened
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
@@ -382,6 +382,7 @@ class TrainingCLI(LightningCLI):
                     "leave merge out, and after training: python -m lit_ft export --run RUN --merge --quantized-base "
                     "dequantize (or keep)"
                 )
+            allow_one_loader(self.datamodule)
         if isinstance(self.datamodule, TextDataModule):
             self.datamodule.load(getattr(self.model, "tokenizer", None), stage)
             if stage == "fit" and self.options.ckpt_path is not None:
