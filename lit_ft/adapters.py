@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.manifest import ManifestError, verify_manifest
+from lit_callbacks.manifest import ManifestError, read_manifest, verify_manifest
 from lit_callbacks.whole_folder import put_back
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import PreTrainedModel
@@ -113,14 +113,21 @@ class Adapter:
                 )
 
 
-def check_unchanged(folder: Path) -> None:
+def check_unchanged(folder: Path, most_bytes: int | None = None) -> None:
     """Compare an exported folder with its manifest; one without a manifest passes, as other programs write none.
+
+    Args:
+        folder: of an adapter or a model.
+        most_bytes: the SHA-256 sums of a larger folder's files are not compared, only their sizes, and a line says so;
+            None compares all.
 
     Raises:
         RecipeError: files are missing or have changed; texts (``*.md``) may.
     """
     try:
-        differences = verify_manifest(folder, only=lambda name: not name.endswith(".md"))
+        size = sum(entry.size for entry in read_manifest(folder)["files"].values())
+        with_sums = most_bytes is None or size <= most_bytes
+        differences = verify_manifest(folder, only=lambda name: not name.endswith(".md"), with_sums=with_sums)
     except FileNotFoundError:
         return
     except ManifestError as error:
@@ -129,6 +136,11 @@ def check_unchanged(folder: Path) -> None:
         raise RecipeError(
             f"{str(folder)!r} is not what was exported ({differences}); export it again, or remove its manifest.json "
             "if it was changed on purpose"
+        )
+    if not with_sums:
+        rank_zero_info(
+            f"{folder}: {size / 2**30:,.1f} GiB are compared with manifest.json by size alone; python -m lit_ft verify "
+            f"{folder} compares their bytes"
         )
 
 

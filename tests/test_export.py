@@ -372,6 +372,24 @@ def test_a_flipped_bit_in_an_adapter_or_its_base_is_found(lit_ft: Any, fit: Any,
     assert "manifest.json is no readable manifest" in lit_ft(*export, "--base", run / "merged", code=2)
 
 
+def test_fit_and_validate_compare_a_merged_base_with_its_manifest(
+    lit_ft: Any, fit: Any, tmp_path: Path, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged = fit("--merge") / "merged"
+    flip(merged / "model.safetensors")
+    more = ["--model.pretrained", merged, "--data.val_path", write_rows(count=4, name="val.json")]
+    arguments = [*recipe(tmp_path, str(merged), write_rows(), max_steps=1)[1:], *more]
+    refused = "merged' is not what was exported (with other bytes: model.safetensors); export it again, or remove its"
+    for command in ("fit", "validate"):
+        assert refused in lit_ft(command, *arguments, "--run_dir", tmp_path / "of-merged", code=2)
+    monkeypatch.setattr("lit_ft.commands.train.HASHED_BASE_BYTES", 0)
+    said = lit_ft("validate", *arguments, "--run_dir", tmp_path / "of-merged")
+    assert f"GiB are compared with manifest.json by size alone; python -m lit_ft verify {merged} compares" in said
+    with (merged / "model.safetensors").open("ab") as file:
+        file.write(b"1")
+    assert "of another size: model.safetensors" in lit_ft("validate", *arguments, code=2)
+
+
 def test_an_export_says_which_step_it_is(lit_ft: Any, fit: Any) -> None:
     run = fit("--trainer.log_every_n_steps", "1")
     last = run / "checkpoints" / "last.ckpt"

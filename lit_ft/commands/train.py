@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from lit_ft.adapters import check_unchanged
 from lit_ft.base_fingerprint import check_same_base
 from lit_ft.causal_lm import CausalLM
 from lit_ft.checkpointing import replacement
@@ -60,6 +61,8 @@ from lit_ft.run_lock import lock_run, release_runs
 
 BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)
 """What classes of a recipe raise of their arguments."""
+HASHED_BASE_BYTES = 16 * 2**30
+"""Of a base whose sums are compared before it is loaded: some seconds, four files at a time."""
 RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
 """Tells the processes that Lightning starts which folder the first one chose."""
 CHECKPOINT_VARIABLE = "LIT_FT_CKPT_PATH"
@@ -364,6 +367,7 @@ class TrainingCLI(LightningCLI):
         if (check := getattr(self.trainer.strategy, "check", None)) is not None:
             check(self.trainer, self.model, self.datamodule)
         if isinstance(self.model, CausalLM):
+            self._check_base(self.model)
             if self.options.ckpt_path is not None:
                 self.model.start = saved_start(self.options.ckpt_path)
             skeleton = self.model.check()
@@ -388,6 +392,16 @@ class TrainingCLI(LightningCLI):
             if stage == "fit" and self.options.ckpt_path is not None:
                 self.datamodule.resume_data = self.options.resume_data
                 self.datamodule.check_order(saved_data(self.options.ckpt_path, type(self.datamodule).__qualname__))
+
+    @staticmethod
+    def _check_base(model: CausalLM) -> None:
+        """Compare a base that ``export`` or ``merge`` has written with its manifest.
+
+        Sizes are compared on all ranks; SHA-256 sums on rank 0, of folders up to ``HASHED_BASE_BYTES``. What follows
+        reads the same bytes, from the system's memory by then.
+        """
+        if model.init == "pretrained":
+            check_unchanged(Path(model.pretrained).expanduser(), HASHED_BASE_BYTES if is_rank_zero() else 0)
 
     def _try_optimizer(self, skeleton: nn.Module) -> None:
         """Build optimizer and schedule for a few numbers: they may refuse their arguments, before weights load."""
