@@ -49,6 +49,7 @@ from lit_ft.losses import TokenLoss, loss_weight, token_cross_entropy, tokens_pe
 from lit_ft.metrics import SourceMeans, TokenMean
 from lit_ft.model import rotary_embedding, size_check
 from lit_ft.optimizers import configure_optimizers
+from lit_ft.render_limits import render_chat
 from lit_ft.rows import Row, as_row, lay_end_to_end
 from lit_ft.schedule_free import ScheduleFreeModule
 from lit_ft.training import router_loss
@@ -508,6 +509,14 @@ class CausalLM(ScheduleFreeModule):
         Where weights are split over ranks, every rank must call it equally often, some with no prompts if need be.
         """
         return generate_answers(self.model, self.base_model, self.tokenizer, prompts, max_new_tokens)
+
+    def render_prompt(self, messages: list[dict[str, Any]]) -> str:
+        """A prompt for ``answer`` from the turns of a conversation, by the chat template.
+
+        Raises:
+            RecipeError: the template takes more time or memory than one conversation may.
+        """
+        return render_chat(self.tokenizer, messages, generation=True)
 
     def text_loss(self, texts: Sequence[str]) -> tuple[Tensor, int]:
         """Summed cross-entropy of plain texts in nats, and their number of predicted tokens."""

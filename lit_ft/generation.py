@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lit_ft.attention import PACKED
 from lit_ft.errors import RecipeError
-from lit_ft.render_limits import Rendering
+from lit_ft.render_limits import render_chat
 
 
 @contextmanager
@@ -63,8 +63,7 @@ def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     answer = "probe answer"
     turns = [{"role": "user", "content": "probe question"}, {"role": "assistant", "content": answer}]
     try:
-        with Rendering(f"the chat template of {tokenizer.name_or_path!r}"):
-            closing = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(answer)[2]
+        closing = render_chat(tokenizer, turns).rpartition(answer)[2]
     except RecipeError:
         raise
     except Exception:  # whatever a foreign template raises: it renders no plain answers, and says nothing of their end

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from jinja2.defaults import DEFAULT_FILTERS
 from jinja2.filters import do_round
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError
 
@@ -103,6 +104,24 @@ class Rendering:
             limits.__exit__(None, None, None)
         if isinstance(error, MemoryError):
             raise _refused(self._template, f"takes over {BYTES / 2**30:g} GiB of memory") from error
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], generation: bool = False) -> str:
+    """The text of a conversation by a tokenizer's chat template, within the limits.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: each with ``role`` and ``content``.
+        generation: add the opening of the assistant's turn.
+
+    Raises:
+        RecipeError: the limit that was passed.
+    """
+    name = f"the chat template of {tokenizer.name_or_path!r}"
+    with Rendering(name):
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation))
+    check_length(name, text, len(str(messages)))
+    return text
 
 
 def check_length(template: str, text: str, contents: int) -> None:

@@ -18,7 +18,7 @@ from ranks import on_ranks
 from lit_ft import cli, split_checkpoints
 from lit_ft.checkpointing import checksum, replacement
 from lit_ft.checkpointing.integrity import DamagedCheckpoint, check_intact
-from lit_ft.checkpointing.selection import newest_good
+from lit_ft.checkpointing.selection import newest_good, newest_of
 from lit_ft.checkpoints_io import AnyCheckpointIO
 from lit_ft.errors import RecipeError
 
@@ -245,6 +245,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     good.unlink()
     with pytest.raises(RecipeError, match=r"no checkpoint in .* is good \(last.ckpt"):
         newest_good(tmp_path)
+
+
+def test_the_newest_of_some_checkpoints_is_that_of_the_latest_step(tmp_path: Path) -> None:
+    paths = [save_file(tmp_path / f"step={step}.ckpt", step) for step in (1, 2, 3, 4)]
+    torch.save({"state_dict": {}, "global_step": 9}, tmp_path / "weights.ckpt")  # no run resumes from it
+    os.utime(paths[0], (2e9, 2e9))  # as a copy has it
+    paths[3].write_bytes(b"damaged")
+    assert newest_of([*paths, tmp_path / "weights.ckpt"]) == paths[2]
+    assert newest_of([paths[3]]) is None
 
 
 # --- failures ----------------------------------------------------------------------------------------------

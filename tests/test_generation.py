@@ -12,7 +12,7 @@ from lit_callbacks import ForgettingProbe, SampleGenerations
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_ft import CausalLM, ExactMatch, TextDataModule
+from lit_ft import CausalLM, ExactMatch, TextDataModule, render_limits
 from lit_ft.generation import closing_tokens, stop_ids
 
 
@@ -111,6 +111,21 @@ def test_a_raw_prompt_begins_as_raw_text_does_in_training(
     assert [line["prompt"] for line in lines] == texts * 2
     assert lines[2]["answer"] == lines[3]["answer"] == module.answer(texts[1:], 5)[0]
     assert module.answer(texts[:1], 5)[0] != lines[2]["answer"]
+
+
+def test_a_template_without_an_end_ends_the_samples_and_not_the_run(
+    make_trainer: Any, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render_limits, "SECONDS", 0.2)
+    module = CausalLM(model_folder)
+    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    module.tokenizer.chat_template = f"{{% if messages[0].content == 'now' %}}{loops}{{% endif %}}{plain}"
+    assert module.render_prompt([{"role": "user", "content": "x"}]) == "x"
+    trainer = make_trainer(max_steps=1, callbacks=[SampleGenerations(["now"], chat=True)])
+    with pytest.warns(UserWarning, match=r"stops asking \(RecipeError: the chat template of .* takes over 0.2 seconds"):
+        trainer.fit(module, TextDataModule(write_rows([{"text": "a book"}])))
+    assert trainer.global_step == 1
 
 
 def test_forgetting_is_measured_in_fp32_under_half_precision(

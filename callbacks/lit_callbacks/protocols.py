@@ -1,6 +1,6 @@
-"""What callbacks may be asked for beside Lightning's hooks."""
+"""What callbacks and modules may be asked for beside Lightning's hooks."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -16,4 +16,16 @@ class WritesAtTheEnd(Protocol):
             trainer: of the run.
             pl_module: as it was trained.
             only_missing: leave out what is there.
+        """
+
+
+@runtime_checkable
+class RendersPrompts(Protocol):
+    """A module that renders conversations itself, as within limits on what a chat template may take."""
+
+    def render_prompt(self, messages: list[dict[str, Any]]) -> str:
+        """The text of a conversation, with the opening of the assistant's turn.
+
+        Args:
+            messages: each with ``role`` and ``content``.
         """

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_callbacks.evaluating import EveryNSteps, evaluating, on_all_ranks, written
 from lit_callbacks.log_text import log_text
+from lit_callbacks.protocols import RendersPrompts
 from lit_callbacks.step_lines import add_lines, take_back
 
 Generate = Callable[[LightningModule, Sequence[str]], Sequence[str]]
@@ -40,7 +41,8 @@ class SampleGenerations(Callback):
                 the module's ``tokenizer`` puts before raw text (BOS), if it does.
             every_n_steps: optimiser steps between answers.
             max_new_tokens: longest answer, for the module's own ``answer``.
-            chat: each prompt is a user's turn, put into the chat template of the module's ``tokenizer``.
+            chat: each prompt is a user's turn, rendered by the module's ``render_prompt`` where it has one, else by the
+                chat template of its ``tokenizer``.
             generate: answers; None is the module's method ``answer(prompts, max_new_tokens)``.
             path: the file; None is ``samples.jsonl`` in ``trainer.default_root_dir``.
 
@@ -106,7 +108,9 @@ class SampleGenerations(Callback):
         if not self.chat:
             opening = _opening(getattr(module, "tokenizer", None)) if self.generate is None else ""
             return [prompt if prompt.startswith(opening) else opening + prompt for prompt in self.prompts]
-        turns = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
+        turns: list[list[dict[str, Any]]] = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
+        if isinstance(module, RendersPrompts):
+            return [module.render_prompt(turn) for turn in turns]
         return [module.tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
 
     def _write(self, trainer: Trainer, write: Callable[[], Any]) -> None:

@@ -1,5 +1,7 @@
 """The newest good checkpoint of a folder."""
 
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +79,20 @@ def newest_good(folder: Path) -> Path:
         damages = "; ".join(f"{one.path.name}: {one.damage}" for one in damaged)
         raise RecipeError(f"no checkpoint in {folder} is good ({damages}); start anew with another --run_dir")
     raise RecipeError(f"there is no checkpoint to resume from in {folder}")
+
+
+def newest_of(paths: Iterable[Path]) -> Path | None:
+    """The newest of some checkpoints that can be read and resumed from; their bytes are not compared.
+
+    Args:
+        paths: of files and folders.
+    """
+    found: list[Candidate] = []
+    for path in paths:
+        with suppress(DamagedCheckpoint):
+            if (position := position_of(path)) is not None:
+                found.append(Candidate(position, path))
+    return max(found).path if found else None
 
 
 def position_of(path: Path) -> Position | None:

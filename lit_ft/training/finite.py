@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import Strategy
 from lit_callbacks import SpikeGuard
 from torch import Tensor, nn
 
+from lit_ft.checkpointing.selection import newest_of
 from lit_ft.errors import RecipeError
 from lit_ft.gradients import local
 
@@ -194,5 +195,5 @@ def _newest_checkpoint(trainer: Trainer) -> Path | None:
     callbacks: list[Any] = list(trainer.checkpoint_callbacks)
     names = [getattr(one, name, "") for one in callbacks for name in ("last_model_path", "best_model_path")]
     names += [name for one in callbacks for name in getattr(one, "best_k_models", {})]
-    paths = [Path(name) for name in [*names, str(trainer.ckpt_path or "")] if name and Path(name).exists()]
-    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
+    names.append(str(trainer.ckpt_path or ""))
+    return newest_of({Path(name) for name in names if name and Path(name).exists()})
