@@ -14,6 +14,7 @@ from lit_callbacks import AdapterMerger
 from safetensors.torch import load_file
 from torture import CASES, Case, Life, outcome, torture, write_recipe
 
+from lit_ft import CausalLM
 from lit_ft.checkpointing import replacement
 from lit_ft.checkpointing.selection import newest_good, position_of
 from lit_ft.checkpoints_io import AnyCheckpointIO
@@ -86,6 +87,48 @@ def test_a_run_killed_before_its_adapter_writes_it_when_it_is_resumed(tmp_path: 
         assert torch.equal(adapter["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"], saved)
     assert (run / "finished.json").exists()
     assert steps(run) == [0, 1, 2, 3]
+
+
+def killed_in_the_validation_after(step: int) -> Callable[[], None]:
+    def prepare() -> None:
+        finish = CausalLM.on_validation_epoch_end
+
+        def die_or_finish(module: CausalLM) -> None:
+            if module.trainer.global_step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            finish(module)
+
+        CausalLM.on_validation_epoch_end = die_or_finish  # type: ignore[method-assign]
+
+    return prepare
+
+
+def validation_losses(run: Path) -> list[tuple[int, float]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return [(int(row["step"]), float(row["val/loss"])) for row in csv.DictReader(file) if row["val/loss"]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "limit", [["--trainer.max_steps", "4"], ["--trainer.max_steps", "-1", "--trainer.max_epochs", "1"]]
+)
+def test_a_run_killed_in_its_last_validation_makes_up_for_it(tmp_path: Path, recipe: Path, limit: list[str]) -> None:
+    options = ["--data.val_fraction", "0.2", "--trainer.val_check_interval", "2", "--trainer.limit_train_batches", "4"]
+    options += ["--resume", "auto", *limit, "--run_dir"]
+    assert fit(tmp_path, recipe, *options, str(tmp_path / "whole"))[0] == {0}
+    wanted = validation_losses(tmp_path / "whole")
+    assert [step for step, _ in wanted] == [1, 3]
+    run = tmp_path / "run"
+    codes, _ = fit(tmp_path, recipe, *options, str(run), prepare=killed_in_the_validation_after(4))
+    assert codes == {-signal.SIGKILL}
+    assert validation_losses(run) == wanted[:1]
+    codes, said = fit(tmp_path, recipe, *options, str(run))
+    assert codes == {0}, said
+    assert validation_losses(run) == wanted
+    assert steps(run) == [0, 1, 2, 3]
+    assert (run / "adapter" / "adapter_model.safetensors").exists()
+    codes, said = fit(tmp_path, recipe, *options, str(run))
+    assert codes == {0}, said
 
 
 @pytest.mark.processes
