@@ -1,6 +1,7 @@
 """Runs a function in several processes that form a group, and brings back what each returned."""
 
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -59,6 +60,8 @@ def _start(
         return process
     code = 1
     try:
+        # A collection would visit, and so copy, all that this process shares with its parent.
+        gc.freeze()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
