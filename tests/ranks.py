@@ -22,6 +22,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process, which ``parent`` has forked, as soon as that one ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def on_ranks(
     world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300, local_world: int | None = None
 ) -> list[Any]:
@@ -62,9 +69,7 @@ def _start(
     try:
         # A collection would visit, and so copy, all that this process shares with its parent.
         gc.freeze()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        end_with_parent(parent)
         os.environ |= {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from conftest import make_tokenizer
+from forked_commands import ForkedCommand
 from ranks import free_port
 from test_processes import ENVIRONMENT, assert_same_run, losses, recipe
 
@@ -31,18 +32,25 @@ class Started:
     """Processes in sessions of their own, which write to files: one that outlives its run shows, and holds nothing."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.processes = folder, list[subprocess.Popen[bytes]]()
+        self.folder, self.processes = folder, list[subprocess.Popen[bytes] | ForkedCommand]()
 
-    def start(self, *command: str, **environment: str) -> None:
-        file = self.folder / f"output-{len(self.processes)}"
+    def start(self, *arguments: str, network: str | None = None, **environment: str) -> None:
+        """``python -m lit_ft ARGUMENTS``, forked, in a network namespace where one is named."""
+        with self._file().open("wb") as out:
+            self.processes.append(ForkedCommand(arguments, network=network, **self._options(out, environment)))
+
+    def start_cold(self, *command: str, **environment: str) -> None:
+        """A command that imports all that it needs."""
+        with self._file().open("wb") as out:
+            self.processes.append(subprocess.Popen(command, **self._options(out, environment)))
+
+    def _file(self) -> Path:
+        return self.folder / f"output-{len(self.processes)}"
+
+    def _options(self, out: IO[bytes], environment: dict[str, str]) -> dict[str, Any]:
         path = os.pathsep.join([TESTS, *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
         environment = {**ENVIRONMENT, "PYTHONPATH": path, "LIT_FT_ALLOW_CODE": "trouble", **environment}
-        with file.open("wb") as out:
-            self.processes.append(
-                subprocess.Popen(
-                    command, cwd=self.folder, env=environment, stdout=out, stderr=out, start_new_session=True
-                )
-            )
+        return {"cwd": self.folder, "env": environment, "stdout": out, "stderr": out, "start_new_session": True}
 
     def alive(self) -> list[str]:
         sessions = ",".join(str(process.pid) for process in self.processes)
@@ -77,10 +85,6 @@ def started(tmp_path: Path) -> Iterator[Started]:
     processes = Started(tmp_path)
     yield processes
     processes.kill()
-
-
-def lit_ft(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "lit_ft", *arguments]
 
 
 @pytest.fixture
@@ -129,8 +133,8 @@ def only_run(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nodes() -> Iterator[tuple[str, list[list[str]], dict[str, str]]]:
-    """The first node's address, what a command begins with on each of two nodes, and their environment.
+def nodes() -> Iterator[tuple[str, list[str | None], dict[str, str]]]:
+    """The first node's address, the network namespace of each of two nodes, and their environment.
 
     Two network namespaces joined by a virtual cable where the system allows it, else both on loopback.
     """
@@ -147,9 +151,9 @@ def nodes() -> Iterator[tuple[str, list[list[str]], dict[str, str]]]:
         made = False
     print(f"two nodes are two {'network namespaces' if made else 'launchers on loopback'}")
     if made:
-        yield "10.77.0.1", [["ip", "netns", "exec", name] for name in names], {"GLOO_SOCKET_IFNAME": "wire"}
+        yield "10.77.0.1", [*names], {"GLOO_SOCKET_IFNAME": "wire"}
     else:
-        yield "127.0.0.1", [[], []], {}
+        yield "127.0.0.1", [None, None], {}
     for name in names:
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
@@ -166,15 +170,15 @@ def nodes() -> Iterator[tuple[str, list[list[str]], dict[str, str]]]:
 def test_two_nodes_equal_one_process(
     tmp_path: Path, started: Started, arguments: list[str], whole: Path, nodes: Any, strategy: list[str], each: int
 ) -> None:
-    address, prefixes, environment = nodes
+    address, networks, environment = nodes
     counts = {"num_nodes": 2, "devices": each, "accumulate_grad_batches": 2 // each}
     options = [*strategy, *(text for name, value in counts.items() for text in (f"--trainer.{name}", str(value)))]
 
     def run(*more: str) -> None:
         port = str(free_port())
-        for rank, prefix in enumerate(prefixes):
+        for rank, network in enumerate(networks):
             place = {"MASTER_ADDR": address, "MASTER_PORT": port, "NODE_RANK": str(rank)}
-            started.start(*prefix, *lit_ft(*arguments, *options, *more), **environment, **place)
+            started.start(*arguments, *options, *more, network=network, **environment, **place)
             # Each node's clock gives the folder another name.
             time.sleep(1.1)
         started.succeed()
@@ -202,7 +206,7 @@ def test_torchrun_equals_one_process(tmp_path: Path, started: Started, arguments
         "--master-port",
         str(free_port()),
     ]
-    started.start(*torchrun, "-m", "lit_ft", *arguments, *options)
+    started.start_cold(*torchrun, "-m", "lit_ft", *arguments, *options)
     started.succeed()
     assert_same_run(only_run(tmp_path), whole, 1e-5)
 
@@ -220,7 +224,7 @@ def test_slurm_equals_one_process(tmp_path: Path, started: Started, arguments: l
     options = [*DDP, "--trainer.devices", "2", "--trainer.accumulate_grad_batches", "2"]
     port = free_port()
     for rank in range(2):
-        started.start(*lit_ft(*arguments, *options), **slurm(rank, 2, port))
+        started.start(*arguments, *options, **slurm(rank, 2, port))
         time.sleep(1.1)
     started.succeed()
     assert_same_run(only_run(tmp_path), whole, 1e-5)
@@ -270,7 +274,7 @@ def trouble(
     counts = ["--trainer.devices", "2", "--trainer.accumulate_grad_batches", "2", "--run_dir", str(tmp_path / "run")]
     port = free_port()
     for place in [slurm(rank, 2, port) for rank in range(2)] if by_hand else [{}]:
-        started.start(*lit_ft(*arguments, *counts, *options, *harm), **place)
+        started.start(*arguments, *counts, *options, *harm, **place)
     deadline = time.monotonic() + 120
     while not mark.exists():
         assert time.monotonic() < deadline, started.output()
@@ -362,7 +366,7 @@ def test_whose_fault(text: str, said: str | None) -> None:
 
 
 def test_bandwidth_of_two_processes(started: Started) -> None:
-    started.start(*lit_ft("bandwidth", "--sizes_mib", "[1,2]", "--repeats", "3", "--parameters", "1e9"))
+    started.start("bandwidth", "--sizes_mib", "[1,2]", "--repeats", "3", "--parameters", "1e9")
     output = started.succeed()
     rows = re.findall(r"^ +([12]) (all-reduce|all-gather|reduce-scatter) +([\d.]+) +([\d.]+) +([\d.]+)$", output, re.M)
     assert len(rows) == 6

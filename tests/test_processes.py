@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 import yaml
 from conftest import record_difference
+from forked_commands import ForkedCommand, run_forked
 
 pytestmark = pytest.mark.processes
 
@@ -46,14 +46,8 @@ def recipe(tmp_path: Path, model_folder: str, data: str | None, **trainer: Any) 
     return ["fit", "--config", str(path)]
 
 
-def lit_ft(*arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lit_ft", *arguments],
-        env=ENVIRONMENT,
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-    )
+def lit_ft(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return run_forked(*arguments, env=ENVIRONMENT)
 
 
 def losses(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
@@ -105,22 +99,17 @@ def test_two_ranks_equal_one_process(tmp_path: Path, model_folder: str, write_ro
 
 def stop_after(run_dir: Path, arguments: list[str], steps: int, number: signal.Signals, ranks: int = 1) -> str:
     """Start a run, send it a signal once it has logged some steps; returns what it wrote."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lit_ft", *arguments, "--run_dir", str(run_dir)],
-        env=ENVIRONMENT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+    said = run_dir.with_name("said")
+    with said.open("wb") as errors:
+        process = ForkedCommand([*arguments, "--run_dir", str(run_dir)], env=ENVIRONMENT, stderr=errors)
     deadline = time.monotonic() + 120
     while not (run_dir / "metrics.csv").is_file() or len(losses(run_dir)) < steps:
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None, said.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + number, errors
-    return errors
+    assert process.wait(120) == 128 + number, said.read_text()
+    return said.read_text()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from forked_commands import run_forked
 from ranks import on_ranks
 
 from lit_ft.cli import main
@@ -116,10 +117,11 @@ def test_pretraining_runs(tmp_path: Path) -> None:
     base = tmp_path / "base"
     generator = REPOSITORY / "recipes" / "data" / "generate.py"
     subprocess.run([sys.executable, str(generator), "pretrain", "--out", str(base), "--documents", "2000"], check=True)
-    done = fit(
-        "recipes/pretrain_tiny.yaml",
+    done = run_forked(
+        *("fit", "--config", "recipes/pretrain_tiny.yaml"),
         *("--model.pretrained", str(base), "--data.path", str(base / "corpus.jsonl")),
         *("--run_dir", str(tmp_path / "run"), "--trainer.max_steps", "20", "--lr_scheduler.warmup", "5"),
+        cwd=REPOSITORY,
     )
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
@@ -127,20 +129,11 @@ def test_pretraining_runs(tmp_path: Path) -> None:
     assert losses[-1] < 6.5
 
 
-def fit(recipe: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lit_ft", "fit", "--config", recipe, *options],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-
-
 @pytest.mark.slow
 def test_quickstart(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = fit("recipes/quickstart.yaml", "--run_dir", str(run_dir))
+    command = [sys.executable, "-m", "lit_ft", "fit", "--config", "recipes/quickstart.yaml", "--run_dir", str(run_dir)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     scores = re.findall(r"val/exact_match (before|after) training: ([\d.]+)%", done.stderr)
     assert [when for when, _ in scores] == ["before", "after"]
@@ -154,11 +147,12 @@ def test_quickstart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["qwen", "full"])
 def test_qwen_recipes_run_on_another_model(tmp_path: Path, model_folder: str, write_rows: Any, recipe: str) -> None:
     data = str(HUANHUAN) if HUANHUAN.is_file() else write_rows()
-    done = fit(
-        f"recipes/{recipe}.yaml",
+    done = run_forked(
+        *("fit", "--config", f"recipes/{recipe}.yaml"),
         *("--model.pretrained", model_folder, "--data.path", data, "--data.system", "你是甄嬛。"),
         *("--run_dir", str(tmp_path / "run"), "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "6"),
         *("--trainer.accelerator", "cpu"),
+        cwd=REPOSITORY,
     )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "run" / "checkpoints").glob("epoch=0-step=*.ckpt"))

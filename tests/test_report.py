@@ -1,13 +1,12 @@
 """``report``, and the page that ``fit`` writes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import make_rows
+from forked_commands import run_forked
 from test_cli import clean_environment, run  # noqa: F401 (the fixture holds here too)
 from test_processes import recipe
 
@@ -21,8 +20,7 @@ def finished(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "init_args": {"prompts": ["Hello"], "max_new_tokens": 3},
     }
     arguments = recipe(folder, model_folder, str(folder / "rows.json"), max_steps=4, callbacks=[answers])
-    command = [sys.executable, "-m", "lit_ft", *arguments, "--run_dir", str(folder / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_forked(*arguments, "--run_dir", str(folder / "run"))
     assert done.returncode == 0, done.stderr
     assert f"report: {folder / 'run' / 'report.html'}" in done.stdout + done.stderr
     return folder / "run"

@@ -1,0 +1,195 @@
+"""``python -m lit_ft`` in a fork of the test's process, whose imports are made: a cold start spends seconds on them.
+
+A fork has its own arguments, environment, folder, session, output and exit handlers, and runs the module as ``-m``
+does. Where a command starts others of its kind, as Lightning's launcher does, those are forks too.
+"""
+
+import atexit
+import contextvars
+import ctypes
+import gc
+import logging
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from ranks import end_with_parent
+
+import lit_ft.commands.train  # noqa: F401  # what a fit imports
+
+COLD_POPEN = subprocess.Popen
+_CLONE_NEWNET = 0x40000000
+
+
+class ForkedCommand:
+    """``python -m lit_ft ARGUMENTS`` in a fork, with what tests and launchers use of ``subprocess.Popen``."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        stdout: IO[bytes] | None = None,
+        stderr: IO[bytes] | None = None,
+        start_new_session: bool = False,
+        network: str | None = None,
+        dies_with_parent: bool = True,
+    ) -> None:
+        """Start it.
+
+        Args:
+            arguments: what follows ``python -m lit_ft``.
+            env: all environment variables; None inherits.
+            cwd: the folder to run in; None inherits.
+            stdout: a file to write to; None inherits, and so does ``stderr``.
+            stderr: a file to write to.
+            start_new_session: whether it leads a session of its own.
+            network: name of the network namespace (``ip netns``) to enter.
+            dies_with_parent: whether it is killed when this process ends.
+        """
+        self.args = [sys.executable, "-m", "lit_ft", *arguments]
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                if dies_with_parent:
+                    end_with_parent(parent)
+                if start_new_session:
+                    os.setsid()
+                if network is not None:
+                    _enter_network(network)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                for number, file in ((1, stdout), (2, stderr)):
+                    if file is not None:
+                        os.dup2(file.fileno(), number)
+                os.chdir(cwd or ".")
+                if env is not None:
+                    os.environ.clear()
+                    os.environ.update(env)
+                contextvars.Context().run(_run, list(arguments))
+            finally:
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the signal that ended it; None while it runs."""
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """``poll`` until it has ended, at most for ``timeout`` seconds."""
+        deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_forked(
+    *arguments: str, env: Mapping[str, str] | None = None, cwd: str | Path | None = None, timeout: float = 180
+) -> "subprocess.CompletedProcess[str]":
+    """``subprocess.run(["python", "-m", "lit_ft", *arguments], capture_output=True, text=True)`` in a fork."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        command = ForkedCommand(arguments, env=env, cwd=cwd, stdout=out, stderr=errors)
+        try:
+            code = command.wait(timeout)
+        finally:
+            command.kill()
+            command.wait()
+        texts = []
+        for file in (out, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return subprocess.CompletedProcess(command.args, code, *texts)
+
+
+def _run(arguments: list[str]) -> NoReturn:
+    """Run the module in this fork as ``python -m`` runs it in a process of its own, and end the process."""
+    gc.freeze()
+    atexit._clear()  # the handlers of the test's process; there is no public way
+    for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _write_to_descriptors()
+    # Lightning reads the rank when it is imported.
+    rank_zero_only.rank = next(  # type: ignore[attr-defined]
+        (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), 0
+    )
+    subprocess.Popen = _Popen  # type: ignore[misc]
+    sys.argv = ["lit_ft", *arguments]
+    code: Any = 0
+    try:
+        runpy.run_module("lit_ft", run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        code = 1
+        traceback.print_exc()
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()  # the command's own
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _write_to_descriptors() -> None:
+    """Have output, warnings and logs go to descriptors 1 and 2, not to where pytest collects them."""
+    # These outlive the objects: those of a fork's fork would else close what they are replaced with.
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, buffering=1, closefd=False)  # noqa: SIM115
+        for number, mode in enumerate("rww")
+    )
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    warnings.showwarning = lambda *told, **options: sys.stderr.write(warnings.formatwarning(*told[:4]))
+    logging.root.handlers.clear()
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", []):
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
+
+
+def _enter_network(name: str) -> None:
+    with open(f"/var/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"network namespace {name} cannot be entered")
+
+
+class _Popen(COLD_POPEN):  # type: ignore[misc, type-arg]
+    """``subprocess.Popen``, but a fork where the command is ``python -m lit_ft``."""
+
+    def __new__(cls, command: Any, **options: Any) -> Any:
+        if list(command[:2]) == [sys.executable, "-m"] and command[2] in ("lit_ft", "lit_ft.__main__"):
+            return ForkedCommand(command[3:], dies_with_parent=False, **options)
+        return super().__new__(cls)
