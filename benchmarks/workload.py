@@ -59,7 +59,7 @@ class Work(NamedTuple):
 def prepare(folder: Path, shape: str, data: str, rows: int) -> Work:
     """Write a model with random weights, unless it is there, and the first rows of a data set, tokenised."""
     from lit_ft import TextDataModule
-    from lit_ft.loading import load_tokenizer
+    from lit_ft.model.loading import load_tokenizer
 
     source = json.loads(Path(data).read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)

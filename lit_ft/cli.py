@@ -18,7 +18,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-from lit_ft.commands.allowed_code import take_option
+from lit_ft.recipe.allowed_code import take_option
 
 COMMANDS = {
     "fit": ("lit_ft.commands.train", "train a model"),
@@ -124,7 +124,9 @@ class _EscapedRecord(logging.LogRecord):
 
 
 def _printable(text: str) -> str:
-    from lit_callbacks.printable import printable  # not at the top: it takes torch with it, which --help does not
+    from lit_callbacks.output.printable import (
+        printable,  # not at the top: it takes torch with it, which --help does not
+    )
 
     return printable(text)
 
@@ -176,10 +178,10 @@ def _did_you_mean(name: str) -> str:
 
 def _report(error: Exception) -> NoReturn:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
-    from lit_callbacks.graceful_stop import StopRequested
+    from lit_callbacks.lifecycle.graceful_stop import StopRequested
 
     from lit_ft.errors import RecipeError
-    from lit_ft.launching import blame, rank_prefix
+    from lit_ft.run.launching import blame, rank_prefix
 
     rank = rank_prefix()
     if isinstance(error, StopRequested):

@@ -72,7 +72,7 @@ def options() -> Known:
     from lightning.pytorch import Trainer
 
     from lit_ft import CausalLM, TextDataModule
-    from lit_ft.data.sources import Source
+    from lit_ft.data.text.sources import Source
 
     parts = {"model": CausalLM, "data": TextDataModule, "trainer": Trainer, "source": Source}
     top = {"seed_everything": "int", "run_dir": "str", "merge": "bool", "ckpt_path": "str"}

@@ -114,6 +114,6 @@ CLASSES = """
     peft.LNTuningConfig peft.HRAConfig peft.BoneConfig peft.TrainableTokensConfig transformers.BitsAndBytesConfig
     transformers.GPTQConfig transformers.TorchAoConfig transformers.Trainer transformers.AutoModelForCausalLM
     schedulefree.SGDScheduleFree bitsandbytes.optim.Adam8bit torchmetrics.MeanMetric lit_ft lit_ft. .CausalLM
-    CausalLM lit_ft.causal_lm lit_ft.loading.load_base torch.optim Trainer ddp
+    CausalLM lit_ft.training.causal_lm lit_ft.model.loading.load_base torch.optim Trainer ddp
 """.split()
 """Names of classes, of other things and of nothing, in packages whose code may run."""

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_ft import CausalLM, TextDataModule
-from lit_ft.data.mixing import Mixing
-from lit_ft.data.sources import Source
-from lit_ft.data.streaming import MixedRows
-from lit_ft.gradients import local
+from lit_ft.data.loaders.mixing import Mixing
+from lit_ft.data.loaders.streaming import MixedRows
+from lit_ft.data.text.sources import Source
+from lit_ft.gradient_norm import local
 
 LEARNING_RATE = 0.02
 SEED = 3

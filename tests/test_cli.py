@@ -223,7 +223,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
 def test_mistakes_are_one_line_and_exit_2_before_any_weights(
     capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lit_ft.loading.load_base", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("lit_ft.model.loading.load_base", lambda *_: pytest.fail("weights were loaded"))
     options, message = MISTAKES[name]
     arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=1)
     lines = run(capsys, *arguments, "--run_dir", str(tmp_path / "run"), *options, code=2)
@@ -238,7 +238,7 @@ def test_checkpoints_that_do_not_fit(
 ) -> None:
     arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=1)
     run(capsys, *arguments, "--run_dir", str(tmp_path / "run"))
-    monkeypatch.setattr("lit_ft.loading.load_base", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("lit_ft.model.loading.load_base", lambda *_: pytest.fail("weights were loaded"))
     resume = [*arguments, "--run_dir", str(tmp_path / "run"), "--ckpt_path"]
     lines = run(capsys, *resume, "last", "--model.peft.r", "8", code=2)
     assert "the checkpoint does not fit the model: 8 of 8 trainable weights differ" in lines

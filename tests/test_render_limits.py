@@ -11,7 +11,7 @@ import pytest
 from conftest import make_tokenizer
 
 from lit_ft import RecipeError, TextDataModule, render_limits
-from lit_ft.data.templates import ChatTemplate
+from lit_ft.data.text.chat_template import ChatTemplate
 
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}" * 1

@@ -42,10 +42,10 @@ from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lit_ft import cli
-from lit_ft.checkpointing import checksum, replacement
-from lit_ft.checkpointing.integrity import DamagedCheckpoint, check_intact
 from lit_ft.checkpointing.selection import newest_good, position_of
-from lit_ft.checkpoints_io import AnyCheckpointIO
+from lit_ft.checkpointing.storage import checksum, replacement
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.checkpointing.storage.integrity import DamagedCheckpoint, check_intact
 from lit_ft.commands import train  # noqa: F401  # loaded before the runs are forked
 
 IN_A_SAVE: list[tuple[Any, str]] = [

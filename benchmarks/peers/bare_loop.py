@@ -13,7 +13,7 @@ from peft import LoraConfig
 
 from benchmarks.peers.job import LEARNING_RATE, WEIGHT_DECAY, Job, Measured, serve
 from lit_ft import CausalLM
-from lit_ft.rows import Row, lay_end_to_end
+from lit_ft.packed_batch import Row, lay_end_to_end
 
 
 def windows(job: Job) -> Iterator[list[Row]]:

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lit_callbacks import AdapterMerger, MemoryProfiler, ThroughputMonitor
-from lit_callbacks.throughput_monitor import PARTS
+from lit_callbacks.throughput.throughput_monitor import PARTS
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor

@@ -19,10 +19,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerations, SpikeGuard
-from lit_callbacks.forgetting_probe import GENERAL_TEXT
-from lit_callbacks.ledger_files import read_visits
-from lit_callbacks.report_data import RunData, read_run
-from lit_callbacks.step_lines import read_lines
+from lit_callbacks.evaluation.forgetting_probe import GENERAL_TEXT
+from lit_callbacks.loss_ledger.ledger_files import read_visits
+from lit_callbacks.output.step_lines import read_lines
+from lit_callbacks.report.report_data import RunData, read_run
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image

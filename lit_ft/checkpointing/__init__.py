@@ -1,1 +1,1 @@
-"""Checkpoints that survive kills and damage, and runs that go on from one as if they had not stopped."""
+"""Checkpoints that survive kills and damage, and runs that are resumed from them."""

@@ -2,7 +2,7 @@
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lit_callbacks.gather import persistent_buffers
+from lit_callbacks.distributed.gather import persistent_buffers
 from torch import Tensor, nn
 
 

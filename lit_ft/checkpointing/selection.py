@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.checkpointing import replacement
-from lit_ft.checkpointing.integrity import META, DamagedCheckpoint, check_intact
+from lit_ft.checkpointing.storage import replacement
+from lit_ft.checkpointing.storage.integrity import META, DamagedCheckpoint, check_intact
 from lit_ft.errors import RecipeError
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from lit_callbacks.manifest import MANIFEST, ManifestError, verify_manifest
+from lit_callbacks.export.manifest import MANIFEST, ManifestError, verify_manifest
 
-from lit_ft.checkpointing.integrity import META, DamagedCheckpoint, check_intact
+from lit_ft.checkpointing.storage.integrity import META, DamagedCheckpoint, check_intact
 from lit_ft.errors import RecipeError
 
 

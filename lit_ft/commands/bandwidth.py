@@ -21,8 +21,8 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lit_ft.commands.recipe_parser import RecipeParser
 from lit_ft.errors import RecipeError
+from lit_ft.recipe.parser import RecipeParser
 
 WARM_UP = 3
 """Exchanges before the measured ones: connections are made and buffers allocated in them."""

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from lit_callbacks.printable import printable
+from lit_callbacks.output.printable import printable
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lit_ft.causal_lm import CausalLM
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.data.inspection import Report, histogram, inspect_split, steps_of, stretches
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
-from lit_ft.loading import load_config
-from lit_ft.reporting import show_progress_on_terminals_only
-from lit_ft.rows import lay_end_to_end
+from lit_ft.model.loading import load_config
+from lit_ft.packed_batch import lay_end_to_end
+from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.console import show_progress_on_terminals_only
 
 STREAMED_ROWS = 10_000
 """Rows per source that are looked at where the recipe streams."""

@@ -6,15 +6,15 @@ from typing import Literal
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.commands.recipe_parser import RecipeParser
-from lit_ft.data.indexed import IndexedWriter
-from lit_ft.data.rendering import Supervise
-from lit_ft.data.samples import Samples
-from lit_ft.data.sources import FormatName
+from lit_ft.data.text.rendering import Supervise
+from lit_ft.data.text.sources import FormatName
 from lit_ft.data.text_data import TextDataModule
+from lit_ft.data.tokens.megatron_indexed import IndexedWriter
+from lit_ft.data.tokens.samples import Samples
 from lit_ft.errors import RecipeError
-from lit_ft.loading import load_tokenizer
-from lit_ft.reporting import show_progress_on_terminals_only
+from lit_ft.model.loading import load_tokenizer
+from lit_ft.recipe.parser import RecipeParser
+from lit_ft.training.console import show_progress_on_terminals_only
 
 
 def run(arguments: list[str]) -> None:

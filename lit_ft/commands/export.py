@@ -8,20 +8,21 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.adapter_merger import Kind, is_peft, save_adapter, save_merged
+from lit_callbacks.export.adapter_merger import Kind, is_peft, save_adapter, save_merged
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft import embeddings, loading, process
-from lit_ft.adapters import Adapter, Combination, check_unchanged, load_adapters
-from lit_ft.base_fingerprint import fingerprint, write_fingerprint
-from lit_ft.commands.rebuilding import module_of, rebuild
-from lit_ft.commands.recipe_parser import RecipeParser
+from lit_ft import process
 from lit_ft.errors import RecipeError
-from lit_ft.exporting import describe_step, generation_texts, run_texts
-from lit_ft.model_card import Card
-from lit_ft.reporting import show_progress_on_terminals_only
-from lit_ft.run_folder import RunFolder
+from lit_ft.export.adapter_folders import Adapter, Combination, check_unchanged, load_adapters
+from lit_ft.export.folder_texts import describe_step, generation_texts, run_texts
+from lit_ft.export.model_card import Card
+from lit_ft.export.restore_run import module_of, rebuild
+from lit_ft.model import embeddings, loading
+from lit_ft.model.files.fingerprint import fingerprint, write_fingerprint
+from lit_ft.recipe.parser import RecipeParser
+from lit_ft.run.folder import RunFolder
+from lit_ft.training.console import show_progress_on_terminals_only
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Short names of dtypes."""

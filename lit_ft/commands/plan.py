@@ -13,18 +13,18 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lit_ft import activation_checkpointing
-from lit_ft.causal_lm import CausalLM
-from lit_ft.commands.drawing import draw
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.errors import RecipeError
-from lit_ft.loading import decoder_layers
+from lit_ft.model.activations import checkpointing as activation_checkpointing
+from lit_ft.model.loading import decoder_layers
+from lit_ft.planning.communication import step_of
+from lit_ft.planning.memory import Memory, layer_inputs, memory_of
+from lit_ft.planning.pipeline_timeline import idle_share, timetable
+from lit_ft.planning.report import MIB, Share, aligned, by_stage, share_of, text
+from lit_ft.planning.timeline_plot import draw
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
-from lit_ft.strategies.description import MIB, Share, aligned, by_stage, share_of, text
-from lit_ft.strategies.memory import Memory, layer_inputs, memory_of
 from lit_ft.strategies.model_parallel import base_of
-from lit_ft.strategies.timetable import idle_share, timetable
-from lit_ft.strategies.traffic import step_of
+from lit_ft.training.causal_lm import CausalLM
 
 
 def run(arguments: list[str]) -> None:

@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.run_report import write_report
+from lit_callbacks.report.run_report import write_report
 
 from lit_ft.errors import RecipeError
 

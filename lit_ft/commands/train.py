@@ -25,19 +25,14 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, FailTogether, GracefulStop, RunReport, ThroughputMonitor
-from lit_callbacks.whole_folder import check_replaceable
+from lit_callbacks.export.atomic_folder import check_replaceable
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft.adapters import check_unchanged
-from lit_ft.base_fingerprint import check_same_base
-from lit_ft.causal_lm import CausalLM
-from lit_ft.checkpointing import replacement
-from lit_ft.checkpointing.integrity import check_on_rank_zero
-from lit_ft.checkpointing.run_state import RunState
 from lit_ft.checkpointing.selection import resumed_step
-from lit_ft.checkpoints_io import (
+from lit_ft.checkpointing.storage import replacement
+from lit_ft.checkpointing.storage.checkpoint_io import (
     AnyCheckpointIO,
     check_fit,
     saved_base,
@@ -46,18 +41,24 @@ from lit_ft.checkpoints_io import (
     saved_start,
     trainable_shapes,
 )
-from lit_ft.commands.allowed_code import check_unpickling
-from lit_ft.commands.recipe_checks import allow_one_loader, check_files, check_values
-from lit_ft.commands.recipe_parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class, shortened
+from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
-from lit_ft.exporting import texts_of
-from lit_ft.launching import check_world_size, from_rank_zero, is_rank_zero
-from lit_ft.optimizers import configure_optimizers, try_out
-from lit_ft.peft_methods import check_mergeable
-from lit_ft.reporting import ConsoleSummary, MetricsCSV, StepEvents, show_progress_on_terminals_only
-from lit_ft.run_folder import RunFolder, new_run, newest_run, unfinished_run
-from lit_ft.run_lock import lock_run, release_runs
+from lit_ft.export.adapter_folders import check_unchanged
+from lit_ft.export.folder_texts import texts_of
+from lit_ft.model.files.fingerprint import check_same_base
+from lit_ft.recipe.allowed_code import check_unpickling
+from lit_ft.recipe.checks import allow_one_loader, check_files, check_values
+from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class, shortened
+from lit_ft.run.folder import RunFolder, new_run, newest_run, unfinished_run
+from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero
+from lit_ft.run.lock import lock_run, release_runs
+from lit_ft.run.state import RunState
+from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
+from lit_ft.training.loggers import MetricsCSV, StepEvents
+from lit_ft.training.optimizers.configure import configure_optimizers, try_out
+from lit_ft.tuning.compatibility import check_mergeable
 
 BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)
 """What classes of a recipe raise of their arguments."""

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from lit_ft.checkpointing.verification import Finding, verify
-from lit_ft.commands.recipe_parser import RecipeParser
 from lit_ft.errors import RecipeError
+from lit_ft.recipe.parser import RecipeParser
 
 
 def run(arguments: list[str]) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lit_ft.data.batching import BatchPlan
-from lit_ft.data.encoding import Tokenization, check_encodable
-from lit_ft.data.formats import Chat
-from lit_ft.data.preparing import Preparation, Prepared
-from lit_ft.data.rendering import chat_samples
-from lit_ft.data.samples import Samples
+from lit_ft.data.loaders.batching import BatchPlan
+from lit_ft.data.text.formats import Chat
+from lit_ft.data.text.rendering import chat_samples
+from lit_ft.data.tokens.preparation import Preparation, Prepared
+from lit_ft.data.tokens.samples import Samples
+from lit_ft.data.tokens.tokenization import Tokenization, check_encodable
 from lit_ft.errors import BadRow
-from lit_ft.rows import IGNORE_INDEX
+from lit_ft.packed_batch import IGNORE_INDEX
 
 ROUND_TRIP_ROWS = 200
 """Rows per source that are rendered and decoded again."""

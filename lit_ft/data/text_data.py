@@ -15,19 +15,19 @@ from transformers import PreTrainedTokenizerBase
 from lit_ft import process
 from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
-from lit_ft.data.batching import BatchPlan, RowLoader, deal_of, position_under
-from lit_ft.data.formats import Chat
-from lit_ft.data.lengths import Overlong
-from lit_ft.data.mixing import Strategy, check_weights
-from lit_ft.data.order import Order, order_of_samples, order_of_stream
-from lit_ft.data.preparing import OnBadRow, Preparation, Prepared
-from lit_ft.data.rendering import Supervise, prompt_and_answer
-from lit_ft.data.samples import Samples, join
-from lit_ft.data.sources import FormatName, Source
-from lit_ft.data.streaming import StreamLoader
-from lit_ft.data.templates import set_chat_template
+from lit_ft.data.loaders.batching import BatchPlan, RowLoader, deal_of, position_under
+from lit_ft.data.loaders.mixing import Strategy, check_weights
+from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
+from lit_ft.data.loaders.streaming import StreamLoader
+from lit_ft.data.text.chat_template import set_chat_template
+from lit_ft.data.text.formats import Chat
+from lit_ft.data.text.rendering import Supervise, prompt_and_answer
+from lit_ft.data.text.sources import FormatName, Source
+from lit_ft.data.tokens.preparation import OnBadRow, Preparation, Prepared
+from lit_ft.data.tokens.samples import Samples, join
+from lit_ft.data.tokens.truncation import Overlong
 from lit_ft.errors import RecipeError
-from lit_ft.rows import Row
+from lit_ft.packed_batch import Row
 
 
 class TextDataModule(LightningDataModule):

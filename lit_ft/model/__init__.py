@@ -1,1 +1,1 @@
-"""The base model: how its parts compute on padding-free rows."""
+"""The base model: loading, quantization, and how its parts compute on packed batches."""

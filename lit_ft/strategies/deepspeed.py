@@ -12,16 +12,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lit_callbacks.gather import whole_weights
+from lit_callbacks.distributed.gather import whole_weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from lit_ft import split_checkpoints
-from lit_ft.checkpointing.integrity import check_on_rank_zero
+from lit_ft.checkpointing.storage import sharded
+from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
-from lit_ft.loading import load_config
-from lit_ft.strategies import zero_config, zero_state
+from lit_ft.model.loading import load_config
+from lit_ft.strategies.zero import config as zero_config
+from lit_ft.strategies.zero import state as zero_state
 
 
 class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
@@ -311,6 +312,6 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """Read a checkpoint of any strategy; of a file, each rank takes only its share into memory."""
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
-        if split_checkpoints.is_folder_of_shares(path):
-            return split_checkpoints.read_whole(path)
+        if sharded.is_folder_of_shares(path):
+            return sharded.read_whole(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
 from lit_ft.errors import RecipeError
-from lit_ft.loading import decoder_layers
+from lit_ft.model.loading import decoder_layers
 from lit_ft.strategies.sharded import ShardedStrategy, check_method
 
 

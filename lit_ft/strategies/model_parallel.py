@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.flops import TransformerFlops
+from lit_callbacks.throughput.flops import TransformerFlops
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,22 +18,22 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from lit_ft import rows, split_checkpoints
+from lit_ft import packed_batch
+from lit_ft.checkpointing.storage import sharded
 from lit_ft.errors import RecipeError
-from lit_ft.loading import decoder_layers
-from lit_ft.losses import TokenLoss
-from lit_ft.rows import Row
-from lit_ft.strategies import expert_parallel, pipeline
-from lit_ft.strategies.context_parallel import ContextParallel
-from lit_ft.strategies.description import share_of, text
-from lit_ft.strategies.expert_parallel import ExpertParallel
-from lit_ft.strategies.pipeline import Pipeline, StageModule
-from lit_ft.strategies.placement import Placement, Sizes, base_of
+from lit_ft.model.loading import decoder_layers
+from lit_ft.packed_batch import Row, TokenLoss
+from lit_ft.planning.communication import step_of
+from lit_ft.planning.report import share_of, text
+from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel
+from lit_ft.strategies.parallel.context_parallel import ContextParallel
+from lit_ft.strategies.parallel.expert_parallel import ExpertParallel
+from lit_ft.strategies.parallel.mesh import Placement, Sizes, base_of
+from lit_ft.strategies.parallel.pipeline_parallel import Pipeline, StageModule
+from lit_ft.strategies.parallel.tensor_parallel import TensorParallel
+from lit_ft.strategies.parallel.tensor_plan import Plan
+from lit_ft.strategies.parallel.tied_embeddings import TiedEdges
 from lit_ft.strategies.sharded import ShardedStrategy, check_method
-from lit_ft.strategies.tensor_parallel import TensorParallel
-from lit_ft.strategies.tensor_plan import Plan
-from lit_ft.strategies.tied_edges import TiedEdges
-from lit_ft.strategies.traffic import step_of
 
 Size = int | Literal["auto"]
 PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
@@ -220,8 +220,8 @@ class ModelParallelStrategy(ShardedStrategy):
         self._boundary_dtype = next(like_embedding.parameters()).dtype
         self.edges = TiedEdges(module, base) if head.weight is embedding.weight else None
         self._vocabulary = head.weight.shape[0]
-        own = pipeline.stages_of(self._mesh(PIPELINE).get_local_rank(), size, self.schedule)
-        pipeline.drop_layers(base, [layers[k] for k in own], is_first=0 in own, is_last=len(layers) - 1 in own)
+        own = pipeline_parallel.stages_of(self._mesh(PIPELINE).get_local_rank(), size, self.schedule)
+        pipeline_parallel.drop_layers(base, [layers[k] for k in own], is_first=0 in own, is_last=len(layers) - 1 in own)
         end = (lambda hidden: hidden) if self.tensor is None else self.tensor.end_stream
         whole = (lambda result, _: result) if self.context is None else self.context.whole
         return [StageModule(module, base, k, len(layers), layers[k], end, whole) for k in own]
@@ -245,7 +245,7 @@ class ModelParallelStrategy(ShardedStrategy):
         forward, context = module.forward, self.context
 
         def on_own_tokens(row: Row) -> TokenLoss:
-            row = rows.pad_to_multiple(row, self._multiple())
+            row = packed_batch.pad_to_multiple(row, self._multiple())
             if context is None:
                 return forward(row)
             own = context.own(row)
@@ -314,7 +314,7 @@ class ModelParallelStrategy(ShardedStrategy):
         width = base.config.get_text_config().hidden_size
         self.pipeline = Pipeline(
             stages,
-            self.sizes().pipeline * pipeline.stages_per_rank(self.schedule),
+            self.sizes().pipeline * pipeline_parallel.stages_per_rank(self.schedule),
             self._mesh(PIPELINE),
             self.schedule,
             self.micro_batches(getattr(datamodule, "micro_batch_size", None)),
@@ -411,7 +411,7 @@ class ModelParallelStrategy(ShardedStrategy):
                 "the checkpoint does not name the parameters of its optimizer, so a pipeline's stages cannot tell "
                 "theirs; resume without a pipeline (pipeline_parallel_size: 1) and save again"
             )
-        return split_checkpoints.pick(state, checkpoint["optimizer_names"][place], self._names_in_optimizers()[place])
+        return sharded.pick(state, checkpoint["optimizer_names"][place], self._names_in_optimizers()[place])
 
 
 def _map_result(decoder: nn.Module, function: Any) -> None:

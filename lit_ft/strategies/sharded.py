@@ -13,20 +13,20 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy as LightningModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lit_callbacks.gather import Wanted, whole_weights
+from lit_callbacks.distributed.gather import Wanted, whole_weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from lit_ft import late_casting, split_checkpoints
-from lit_ft.checkpointing.integrity import check_on_rank_zero
-from lit_ft.checkpoints_io import AnyCheckpointIO
+from lit_ft.checkpointing.storage import sharded, sharded_safetensors
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
-from lit_ft.gradients import local, norms
-from lit_ft.strategies import model_folder
-from lit_ft.training import finite
+from lit_ft.gradient_norm import local, norms
+from lit_ft.model import deferred_cast
+from lit_ft.model.files import finite_weights
 
 
 class ShardedStrategy(LightningModelParallelStrategy):
@@ -67,7 +67,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Within it the model is built; its weights stay in their files."""
-        with late_casting.casting_later():
+        with deferred_cast.casting_later():
             yield
 
     def setup(self, trainer: Trainer) -> None:
@@ -80,7 +80,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self.shard(self.model)
             self.model._is_sharded = True  # type: ignore[assignment]
         self._place()
-        finite.check_split_base(self, self.model)
+        finite_weights.check_split_base(self, self.model)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -93,7 +93,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
 
     def _settle(self, module: nn.Module) -> None:
         """Bring weights into the dtypes that they train in, just before they are split."""
-        late_casting.cast(module)
+        deferred_cast.cast(module)
         self.precision_plugin.convert_module(module)
 
     def _precision_policy(self) -> MixedPrecisionPolicy:
@@ -188,15 +188,15 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """
         self._reshard()
         folder, writers = Path(self.broadcast(folder)), self._ranks_per_stage()
-        own = model_folder.collect(base, writers, self.global_rank % writers, self._saved_elsewhere(base))
+        own = sharded_safetensors.collect(base, writers, self.global_rank % writers, self._saved_elsewhere(base))
         names: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(names, list(own))
-        model_folder.check_complete(base, {name for part in names for name in part})
+        sharded_safetensors.check_complete(base, {name for part in names for name in part})
         if own:
-            model_folder.write_part(base, own, folder / f"{self.global_rank:05}.safetensors")
+            sharded_safetensors.write_part(base, own, folder / f"{self.global_rank:05}.safetensors")
         self.barrier()
         if self.is_global_zero:
-            model_folder.join_parts(base, folder)
+            sharded_safetensors.join_parts(base, folder)
         self.barrier()
 
     def _saved_elsewhere(self, base: PreTrainedModel) -> frozenset[str]:
@@ -209,10 +209,10 @@ class ShardedStrategy(LightningModelParallelStrategy):
             return state
         index = next(i for i, own in enumerate(self.optimizers) if own is optimizer)
         names = [name for group in self._names_in_optimizers()[index] for name in group]
-        parts = self._join_stages((split_checkpoints.gather(state, keep=self._leads_stage()), names))
+        parts = self._join_stages((sharded.gather(state, keep=self._leads_stage()), names))
         if self.global_rank != 0:
             return {}
-        joined, self._joined_names[index] = split_checkpoints.join(parts, self._order())
+        joined, self._joined_names[index] = sharded.join(parts, self._order())
         return joined
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -222,14 +222,12 @@ class ShardedStrategy(LightningModelParallelStrategy):
         with torch.no_grad():
             for name, own in self.model.named_parameters(remove_duplicate=False):
                 if (saved := checkpoint["state_dict"].get(name)) is not None:
-                    own.copy_(split_checkpoints.split_like(own, saved))
+                    own.copy_(sharded.split_like(own, saved))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take each rank's share of saved optimiser states."""
         for place, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            optimizer.load_state_dict(
-                split_checkpoints.split_state(optimizer, self._own_part(checkpoint, place, state))
-            )
+            optimizer.load_state_dict(sharded.split_state(optimizer, self._own_part(checkpoint, place, state)))
 
     def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: dict[str, Any]) -> dict[str, Any]:
         """Of an optimiser's state, that of the parameters that are here."""
@@ -241,7 +239,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         if self._saves_in_shares():
             names = [[name for group in groups for name in group] for groups in self._names_in_optimizers()]
             self._finish_writing()
-            self._writing = split_checkpoints.save_shares(
+            self._writing = sharded.save_shares(
                 checkpoint, path, names, self._join_stages, self._order(), self._background()
             )
         elif self.is_global_zero:
@@ -286,12 +284,12 @@ class ShardedStrategy(LightningModelParallelStrategy):
         self._finish_writing()
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
-        if not split_checkpoints.is_folder_of_shares(path):
+        if not sharded.is_folder_of_shares(path):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         assert self.model is not None
         names = [name for name, _ in self.model.named_parameters()]
         aliases = {name: self._saved_name(name) for name in names if self._saved_name(name) != name}
-        return split_checkpoints.load_shares(path, self.model, self._names_in_optimizers(), aliases)
+        return sharded.load_shares(path, self.model, self._names_in_optimizers(), aliases)
 
     def _saves_in_shares(self) -> bool:
         if self.save_in_shares is not None:
@@ -354,7 +352,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 _ON_SHARDS = ("AdamW", "Adam", "SGD", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop")
-"""Optimisers that were compared with one process (tests/test_strategies.py); bitsandbytes' and schedulefree's fail."""
+"""Optimizers that were compared with one process (tests/strategies); bitsandbytes' and schedulefree's fail."""
 
 
 def check_method(module: nn.Module) -> None:
@@ -378,4 +376,4 @@ _NOT_IN_SHARDS = {
     "OSF": "projects gradients of whole weights, and would train something else",
     "PREFIX_TUNING": "runs sample by sample, and ranks have different numbers of samples",
 }
-"""Tuning methods that fail, hang or compute something else on shards (tests/test_methods.py)."""
+"""Tuning methods that fail, hang or compute something else on shards (tests/tuning/test_tuning.py)."""

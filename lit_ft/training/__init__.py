@@ -1,1 +1,1 @@
-"""What happens in the steps of a run."""
+"""The LightningModule with its loss and metrics, and what watches over a run."""

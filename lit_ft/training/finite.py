@@ -1,18 +1,15 @@
 """NaN and infinite numbers end a run before they are saved: in losses and gradient norms, in weights, in the base."""
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
 from lit_callbacks import SpikeGuard
 from torch import Tensor, nn
 
 from lit_ft.checkpointing.selection import newest_of
-from lit_ft.errors import RecipeError
-from lit_ft.gradients import local
+from lit_ft.model.files.finite_weights import not_finite
 
 
 class NotFinite(RuntimeError):
@@ -96,89 +93,6 @@ def check_trained_weights(trainer: Trainer, module: nn.Module) -> None:
     if not trainer.strategy.reduce_boolean_decision(bad is None, all=True):
         where = f"{bad} is" if bad is not None else "weights of another rank are"
         raise NotFinite(f"after step {trainer.global_step} {where} not finite: nothing is saved; {_advice(trainer)}")
-
-
-def check_base(model: nn.Module, pretrained: str) -> None:
-    """Refuse base weights that are not finite.
-
-    Args:
-        model: the base, as it was read.
-        pretrained: its name.
-
-    Raises:
-        RecipeError: it names a tensor.
-    """
-    weights = model.state_dict(keep_vars=True)
-    bad = next(not_finite(weights), None)
-    split = [weight for weight in weights.values() if hasattr(weight, "ds_tensor")]
-    # Where ZeRO-3 has split them as they were read, all ranks go on or none.
-    if _on_any_rank(bad is not None, split[0].ds_tensor.device) if split else bad is not None:
-        raise _of_base(pretrained, bad)
-
-
-def _on_any_rank(is_so: bool, device: torch.device) -> bool:
-    flag = torch.tensor(int(is_so), device=device)
-    torch.distributed.all_reduce(flag)
-    return bool(flag)
-
-
-def check_split_base(strategy: Strategy, module: Any) -> None:
-    """Refuse base weights that are not finite, where each rank has read a part; a collective.
-
-    Args:
-        strategy: that has split the weights.
-        module: the LightningModule.
-
-    Raises:
-        RecipeError: it names a tensor, on the rank that has it.
-    """
-    packed = _packed_weights(module)
-    bad = next(not_finite({n: p for n, p in module.named_parameters() if n not in packed}), None)
-    if not strategy.reduce_boolean_decision(bad is None, all=True):
-        raise _of_base(getattr(module, "pretrained", ""), bad)
-
-
-def _of_base(pretrained: str, bad: str | None) -> RecipeError:
-    what = "a weight of another rank has" if bad is None else f"the weight {bad} has"
-    return RecipeError(
-        f"model.pretrained={pretrained!r}: {what} values that are NaN or infinite, so every loss would be NaN; "
-        "download the model again, or name another checkpoint"
-    )
-
-
-def _packed_weights(module: nn.Module) -> set[str]:
-    """Names of weights whose bytes are no numbers: 4-bit codes, which may be stored as floats to be split."""
-    from bitsandbytes.nn import Linear4bit
-
-    return {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, Linear4bit)}
-
-
-def not_finite(tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the tensors that have NaN or infinite values; of DTensors and ZeRO's weights in the part here."""
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and not all(map(_is_finite, _numbers_of(tensor))):
-            yield name
-
-
-def _numbers_of(tensor: Any) -> Iterator[Tensor]:
-    """The floating-point numbers that a tensor consists of: its own, or scales of its blocks."""
-    state = getattr(tensor, "quant_state", None)  # bitsandbytes' 4 bits
-    scales = [getattr(tensor, "SCB", None), getattr(state, "absmax", None), getattr(state, "offset", None)]
-    scales.append(getattr(getattr(state, "state2", None), "absmax", None))
-    part = local(getattr(tensor, "ds_tensor", tensor)).detach()
-    inner = part.__tensor_flatten__()[0] if hasattr(part, "__tensor_flatten__") else []  # torchao's
-    parts = [] if state is not None else [getattr(part, name) for name in inner] or [part]
-    yield from (one for one in [*parts, *scales] if isinstance(one, Tensor) and one.is_floating_point())
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if tensor.device.type == "meta" or not tensor.numel():
-        return True
-    if tensor.dtype.itemsize == 1:  # float8 has no order
-        tensor = tensor.to(torch.float32)
-    # Both pass NaN on. It takes no memory, and on a CPU a twentieth of the time of isfinite().
-    low, high = tensor.aminmax()
-    return bool(low.isfinite() & high.isfinite())
 
 
 def _advice(trainer: Trainer) -> str:

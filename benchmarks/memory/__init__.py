@@ -1,0 +1,1 @@
+"""Memory of optimizers, quantized bases and sharded models."""

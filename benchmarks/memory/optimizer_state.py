@@ -1,0 +1,93 @@
+"""Bytes of optimiser state per trained weight, for each fragment of recipes/optimizers.
+
+    python -m benchmarks.memory.optimizer_state
+
+Measured on one decoder layer of Qwen2.5-0.5B in float32 with random weights, after one step on random gradients: all
+its weights, and a LoRA adapter of rank 16 on its linear layers.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+from benchmarks.compare import environment
+from lit_ft.recipe.parser import RecipeParser
+from lit_ft.training.optimizers.configure import configure_optimizers
+
+FRAGMENTS = Path(__file__).parents[2] / "recipes" / "optimizers"
+LAYER = Qwen2Config(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2)
+"""Sizes of Qwen2.5-0.5B."""
+
+
+def read_optimizer(path: Path, **options: Any) -> OptimizerCallable:
+    """What makes the optimizer of a fragment.
+
+    Args:
+        path: the fragment.
+        options: in place of its own arguments.
+    """
+    optimizer = yaml.safe_load(path.read_text(encoding="utf-8"))["optimizer"]
+    optimizer["init_args"] = optimizer.get("init_args", {}) | options
+    parser = RecipeParser()
+    parser.add_argument("--optimizer", type=OptimizerCallable)
+    return parser.instantiate(parser.parse_object({"optimizer": optimizer})).optimizer
+
+
+def tensors_of(state: Any) -> Iterator[Tensor]:
+    """The tensors anywhere in an optimizer's state."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from tensors_of(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from tensors_of(value)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's state; tensors that several weights share count once."""
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(optimizer.state_dict())
+    }
+    return sum(storages.values())
+
+
+def bytes_per_weight(make_optimizer: OptimizerCallable, lora: bool) -> float:
+    """Bytes of state per trained weight, of the layer's own weights or of a LoRA adapter on it."""
+    torch.manual_seed(0)
+    module = LightningModule()
+    layer: Any = Qwen2DecoderLayer(LAYER, 0)
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    module.layer = inject_adapter_in_model(LoraConfig(r=16, target_modules=linear), layer) if lora else layer
+    optimizer: Any = configure_optimizers(module, make_optimizer)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return state_bytes(optimizer) / sum(p.numel() for p in trained)
+
+
+def main() -> None:
+    """Print a table."""
+    print("| fragment | all weights | LoRA, r = 16 |\n|---|---|---|")
+    for path in sorted(FRAGMENTS.glob("*.yaml")):
+        full, lora = (bytes_per_weight(read_optimizer(path), lora) for lora in (False, True))
+        print(f"| `{path.name}` | {full:.2f} | {lora:.2f} |")
+    print(f"\n{environment()}")
+
+
+if __name__ == "__main__":
+    main()

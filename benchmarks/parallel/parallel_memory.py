@@ -1,0 +1,104 @@
+"""Host memory of each rank under ModelParallelStrategy, beside what ``lit_ft plan`` says. Linux only.
+
+    python -m benchmarks.parallel.parallel_memory
+
+Full fine-tuning with AdamW of a model with random weights in fp32, full activation checkpointing, a short row a step.
+Memory is what a process holds for itself, less what it held before the model was built; the most of the later steps.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from transformers import Qwen2Config
+
+from benchmarks.compare import environment
+from benchmarks.memory.sharded_memory import Watch, own_memory
+from benchmarks.parallel.parallel_bytes import LAYOUTS, FixedRows
+from benchmarks.ranks import on_ranks
+from benchmarks.workload import SHAPES
+from lit_ft import CausalLM
+from lit_ft.model.loading import decoder_layers
+from lit_ft.planning.communication import Step
+from lit_ft.planning.memory import Memory, layer_inputs, memory_of
+from lit_ft.strategies import ModelParallelStrategy
+
+CHOSEN = ("TP2", "TP2 + SP", "PP2", "PP2, ZBVZeroBubble", "DP2", "DP2 x TP2")
+RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Freed blocks go back to the system, so that what a process holds is what it needs."""
+
+
+class Measure(Callback):
+    """The most memory after the first step, which makes the optimiser's state."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin anew."""
+        if batch_idx == 0:
+            self.watch = Watch()
+        self.watch.take()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Look, and ask for the plan."""
+        self.gib, strategy = self.watch.take(), trainer.strategy
+        base: Any = strategy._base  # type: ignore[attr-defined]
+        layers, step = decoder_layers(base), Step(1, batch["input_ids"].shape[1], len(batch["targets"]))
+        inputs = layer_inputs(strategy, len(layers), base.config.hidden_size, 4, step)
+        self.planned = memory_of(strategy, list(pl_module.parameters()), layers, pl_module.optimizer, inputs)
+
+
+def measure(folder: str, options: dict[str, Any]) -> tuple[float, Memory]:
+    """On a rank: GiB above what there was before the model, and what was planned."""
+    before, watch = own_memory(), Measure()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=ModelParallelStrategy(**options, timeout=timedelta(seconds=60)),
+        max_steps=2,
+        gradient_clip_val=1.0,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(CausalLM(folder, init="random", dtype="float32", gradient_checkpointing=True), FixedRows())
+    return watch.gib - before, watch.planned
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="0.1b")
+    options = parser.parse_args()
+    if os.environ.get("MALLOC_MMAP_THRESHOLD_") is None:
+        command = [sys.executable, "-m", "benchmarks.parallel.parallel_memory", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **RETURN_AT_ONCE})
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    parts = "weights | gathered | gradients | optimiser | planned, MiB"
+    print(f"| layout | rank | {parts} | measured, MiB | ratio |\n|---|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen2Config(**SHAPES[options.shape], tie_word_embeddings=False).save_pretrained(Path(folder))
+        for name in CHOSEN:
+            world, of_strategy = LAYOUTS[name]
+            for rank, (gib, planned) in enumerate(on_ranks(world, measure, folder, of_strategy)):
+                counts = (planned.weights, planned.gathered, planned.gradients, planned.optimizer, planned.total)
+                cells = " | ".join(f"{count / 2**20:,.0f}" for count in counts)
+                ratio = gib * 2**30 / planned.total
+                print(f"| {name} | {rank} | {cells} | {gib * 1024:,.0f} | {ratio:.2f} |", flush=True)
+    print(f"\n{options.shape}, head not tied\n{environment()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What Lightning and ModelParallelStrategy add to an optimiser step in one process, against a plain loop.
+
+    python -m benchmarks.parallel.parallel_overhead
+
+On CUDA with NCCL where there is a GPU, else on one CPU core with gloo. All train the same model on the same rows with
+AdamW and clip; rounds alternate. On CUDA a step is timed by the clock, with the device waited for at both ends of a
+round only; on CPU by the process's own time, which other work on the machine does not lengthen.
+"""
+
+import argparse
+import logging
+import os
+import socket
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
+from transformers import Qwen2Config
+
+from benchmarks.compare import environment
+from benchmarks.workload import SHAPES
+from lit_ft import CausalLM
+from lit_ft.packed_batch import Row, lay_end_to_end
+from lit_ft.strategies import ModelParallelStrategy
+
+WARM_UP = 4
+"""Steps before those that count."""
+
+
+class Clock(Callback):
+    """Times all steps after the first few together."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Row, batch_idx: int) -> None:
+        """Start, once."""
+        if batch_idx == WARM_UP:
+            self.seconds = -now()
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Stop."""
+        self.seconds += now()
+
+
+def now() -> float:
+    """Seconds: by the clock once the GPU is done, or of this process on CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def plain(module: CausalLM, rows: list[Row]) -> float:
+    """Seconds of the steps that count, in a loop of a few lines."""
+    module.configure_model()
+    module.to("cuda" if torch.cuda.is_available() else "cpu")
+    optimizer, seconds = torch.optim.AdamW(module.parameters(), lr=1e-4), 0.0
+    for step, row in enumerate(rows):
+        seconds = seconds if step != WARM_UP else -now()
+        row = module.transfer_batch_to_device(row, next(module.parameters()).device, 0)
+        result = module(row)
+        (result.loss_sum / len(row["targets"])).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seconds + now()
+
+
+def with_trainer(strategy: Callable[[], Any], module: CausalLM, rows: list[Row]) -> float:
+    """Seconds of the steps that count, under Lightning."""
+    clock, some_rows = Clock(), rows
+    trainer = Trainer(
+        accelerator="cuda" if torch.cuda.is_available() else "cpu",
+        devices=1,
+        strategy=strategy(),
+        max_epochs=1,
+        gradient_clip_val=1.0,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, DataLoader(some_rows, batch_size=None))  # type: ignore[arg-type]
+    return clock.seconds
+
+
+def alone() -> ModelParallelStrategy:
+    """The strategy in a process group of one."""
+    return ModelParallelStrategy(timeout=timedelta(seconds=60))
+
+
+CONTESTANTS: dict[str, Callable[[CausalLM, list[Row]], float]] = {
+    "plain loop": plain,
+    "Trainer": lambda module, rows: with_trainer(lambda: "auto", module, rows),
+    "Trainer, ModelParallelStrategy": lambda module, rows: with_trainer(alone, module, rows),
+}
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b" if torch.cuda.is_available() else "0.1b")
+    parser.add_argument("--tokens", type=int, default=4096 if torch.cuda.is_available() else 64, help="of a step")
+    parser.add_argument("--steps", type=int, default=40 if torch.cuda.is_available() else 12)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    _be_the_only_rank()
+    ids = np.random.default_rng(0).integers(3, 1000, options.tokens)
+    rows = [lay_end_to_end([(ids, ids)]) for _ in range(options.steps)]
+    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen2Config(**SHAPES[options.shape], tie_word_embeddings=True, dtype="bfloat16").save_pretrained(folder)
+        for _ in range(options.rounds):
+            for name, contestant in CONTESTANTS.items():
+                module = CausalLM(folder, init="random", dtype="bfloat16" if torch.cuda.is_available() else "float32")
+                seconds[name].append(contestant(module, rows) / (options.steps - WARM_UP))
+    base = statistics.median(seconds["plain loop"])
+    print("| | ms a step, median of rounds | least | most | over the plain loop |\n|---|---|---|---|---|")
+    for name, found in seconds.items():
+        middle = statistics.median(found)
+        cells = " | ".join(f"{1000 * one:,.1f}" for one in (middle, min(found), max(found)))
+        print(f"| {name} | {cells} | {middle / base - 1:+.1%} |")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"\n{options.shape}, {options.tokens} tokens a step, {device}\n{environment()}")
+
+
+def _be_the_only_rank() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+
+
+if __name__ == "__main__":
+    main()

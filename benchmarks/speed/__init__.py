@@ -1,0 +1,1 @@
+"""Speed of steps, tokenization and the command line."""

@@ -1,0 +1,236 @@
+"""What all callbacks of lit_callbacks together add to an optimiser step, on the quickstart.
+
+    python -m benchmarks.speed.callback_overhead --rounds 6
+    python -m benchmarks.speed.callback_overhead --by-callback
+
+A round is a pair of processes that both have all callbacks, train on the same rows with the same random numbers, and
+take turns: one waits while the other takes the same step. In each ten steps one of them has its callbacks put away and
+the other has not, then the other way round. So what slows the machine down for a while slows both, and what makes one
+process faster than the other, by some percent for as long as it lives, is in both sides of the comparison.
+
+The mean holds whatever is done in some of the steps only: logging, writing. What is done once a run is left out, and in
+the last column of --by-callback: before the first step, in steps 1 and 2, whose tensors are followed, around
+validations and at the end.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
+
+from benchmarks.compare import environment
+
+FIRST = 10
+"""Steps before those that count: of allocation, and those that MemoryProfiler samples."""
+BLOCK = 10
+"""Steps with or without callbacks: as many as from one that is logged to the next. A block begins with the logged step:
+who comes back after it would see that one has passed, and log."""
+Seconds = tuple[float, float]
+"""By the clock, and of the process's processor time: that of all its threads, which are two here and wait actively."""
+
+
+def now() -> Seconds:
+    """This moment."""
+    return time.perf_counter(), time.process_time()
+
+
+class StepClock(Callback):
+    """Stands last, and takes each optimiser step's time, with the callbacks before it or without them."""
+
+    def __init__(self, turns: Sequence[int] = (), without: int | None = None) -> None:
+        """Start with nothing.
+
+        Args:
+            turns: files to read from when it is this process's turn, and to write to when it is the other's.
+            without: 0 puts the other callbacks away in every second block, 1 in the others, None never.
+        """
+        self.seconds: dict[int, Seconds] = {}
+        self._turns, self._without = turns, without
+        self._begun: Seconds | None = None
+        self._has_turn = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember what there is to put away."""
+        of: Any = trainer
+        self._all: tuple[Any, Any, Any] = of.callbacks, of.profiler, pl_module.record_losses
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The step that comes next is not counted."""
+        if not trainer.sanity_checking:
+            self._begun = None
+            self._put(trainer, pl_module, back=True)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """A step is over, and the next begins when the other process has taken its own."""
+        step = trainer.global_step
+        if self._begun is not None and step > FIRST:
+            clock, processor = now()
+            self.seconds[step] = clock - self._begun[0], processor - self._begun[1]
+        if self._turns:
+            with suppress(BrokenPipeError):  # the other has come to its end
+                if self._has_turn:
+                    os.write(self._turns[1], b".")
+                self._has_turn = os.read(self._turns[0], 1) != b""
+        if step >= FIRST and self._without is not None:
+            self._put(trainer, pl_module, back=(step + 1) // BLOCK % 2 != self._without)
+        self._begun = now()
+
+    def _put(self, trainer: Any, module: Any, back: bool) -> None:
+        callbacks, profiler, record = self._all
+        trainer.callbacks = callbacks if back else [self]
+        trainer.profiler = profiler if back else profiler.inner
+        module.record_losses = record if back else None
+
+
+def all_callbacks(folder: Path) -> list[Callback]:
+    """Every callback, as somebody would have it who wants them all."""
+    import lit_callbacks as ours
+
+    return [
+        ours.FailTogether(),
+        ours.GracefulStop(folder / "last.ckpt"),
+        ours.ThroughputMonitor(peak=1e11),
+        ours.MemoryProfiler(folder / "memory", picture=False),
+        ours.SpikeGuard(),
+        ours.LossLedger(write_every_n_steps=2 * 100),  # counted in steps of the run, half of which it sees
+        ours.ForgettingProbe(),
+        ours.SampleGenerations(["What is the capital of France?"]),
+        ours.RunReport(),
+        ours.AdapterMerger(folder / "adapter"),
+    ]
+
+
+class HookClock(Profiler):
+    """The training thread's time in each callback's hooks, step by step."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        super().__init__()
+        self.steps: list[Counter[str]] = [Counter()]
+        self._started: dict[str, float] = {}
+
+    def start(self, action_name: str) -> None:
+        """Note it."""
+        self._started[action_name] = time.thread_time()
+
+    def stop(self, action_name: str) -> None:
+        """Add it up; the last callback's last hook ends a step."""
+        if action_name.startswith("[Callback]") and action_name in self._started:
+            name = re.split(r"[{.]", action_name.removeprefix("[Callback]"))[0]
+            self.steps[-1][name] += time.thread_time() - self._started[action_name]  # type: ignore[assignment]
+        if action_name.endswith("StepClock.on_train_batch_end"):
+            self.steps.append(Counter())
+
+    def table(self) -> str:
+        """Milliseconds a step, by callback, and seconds in what hooks do in no such step."""
+        steps = self.steps[FIRST:-1]
+        lines = ["| callback | median, ms a step | mean | once a run, s |", "|---|---|---|---|"]
+        total = sum(self.steps, Counter[str]())
+        in_steps = {name: sum(step[name] for step in steps) for name in total}
+        for name in sorted(total, key=lambda name: -in_steps[name]):
+            median = statistics.median(step[name] for step in steps)
+            times = f"{median * 1e3:.3f} | {in_steps[name] / len(steps) * 1e3:.3f} | {total[name] - in_steps[name]:.2f}"
+            lines.append(f"| {name} | {times} |")
+        return "\n".join(lines)
+
+
+def run_here(folder: Path, epochs: int, clock: StepClock, profiler: Profiler | None = None) -> None:
+    """Train the quickstart in this process; write each step's seconds to ``seconds.json``."""
+    from lit_ft.commands.train import TrainingCLI
+
+    class Chosen(TrainingCLI):
+        def _with_defaults(self, given: list[Callback]) -> list[Callback]:
+            return [*all_callbacks(folder), clock]
+
+        def instantiate_trainer(self, **options: Any) -> Trainer:
+            return super().instantiate_trainer(**options, **({"profiler": profiler} if profiler else {}))
+
+    arguments = ["fit", "--config", "recipes/quickstart.yaml", "--run_dir", str(folder / "run"), "--merge", "false"]
+    Chosen([*arguments, "--trainer.max_epochs", str(epochs), "--trainer.enable_checkpointing", "false"])
+    (folder / "seconds.json").write_text(json.dumps(clock.seconds))
+
+
+def run_pair(epochs: int) -> list[dict[int, Seconds]]:
+    """Seconds by step of two processes; step n is with callbacks in one of them.
+
+    Raises:
+        RuntimeError: one failed; with the end of what it wrote.
+    """
+    with tempfile.TemporaryDirectory() as root:
+        (read_0, write_0), (read_1, write_1) = os.pipe(), os.pipe()
+        folders = [Path(root) / name for name in "01"]
+        started = []
+        for which, (folder, turns) in enumerate(zip(folders, ((read_0, write_1), (read_1, write_0)), strict=True)):
+            folder.mkdir()
+            command = [sys.executable, "-m", "benchmarks.speed.callback_overhead", "--folder", str(folder)]
+            command += ["--epochs", str(epochs), "--without", str(which), "--turns", *map(str, turns)]
+            with (folder / "said").open("w") as said:
+                started.append(subprocess.Popen(command, stdout=said, stderr=said, pass_fds=turns))
+        os.write(write_0, b".")
+        for file in (read_0, write_0, read_1, write_1):
+            os.close(file)
+        if any(codes := [process.wait() for process in started]):
+            ends = "\n".join((folder / "said").read_text()[-3000:] for folder in folders)
+            raise RuntimeError(f"exit codes {codes}:\n{ends}")
+        found = [json.loads((folder / "seconds.json").read_text()) for folder in folders]
+        return [{int(step): seconds for step, seconds in one.items()} for one in found]
+
+
+def take_round(number: int, epochs: int) -> list[float]:
+    """Run a pair, print a row, and return the shares in it."""
+    pair = run_pair(epochs)
+    # By step, the process in which callbacks are put away.
+    bare = {step: step // BLOCK % 2 for step in sorted(pair[0].keys() & pair[1].keys())}
+    shares = []
+    for kind in (1, 0):
+        less = {n: pair[which][n][kind] for n, which in bare.items()}
+        more = {n: pair[1 - which][n][kind] - less[n] for n, which in bare.items()}
+        for average in (statistics.median, statistics.mean):
+            halves = [average([more[n] for n in bare if bare[n] == which]) for which in (0, 1)]
+            shares.append(statistics.mean(halves) / average(less.values()))
+    usual = statistics.median(pair[which][step][1] for step, which in bare.items())
+    row = [str(number), str(len(bare)), f"{usual * 1e3:.1f}", *(f"{share:+.2%}" for share in shares)]
+    print(f"| {' | '.join(row)} |", flush=True)
+    return shares
+
+
+def main() -> None:
+    """Run the rounds and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--by-callback", action="store_true")
+    parser.add_argument("--folder", type=Path, help="for a process of a pair, as are those that follow")
+    parser.add_argument("--without", type=int)
+    parser.add_argument("--turns", type=int, nargs=2)
+    options = parser.parse_args()
+    if options.by_callback:
+        with tempfile.TemporaryDirectory() as folder:
+            run_here(Path(folder), 1, StepClock(), hooks := HookClock())
+        print(f"{hooks.table()}\n\n{environment()}")
+        return
+    if options.folder is not None:
+        run_here(options.folder, options.epochs, StepClock(options.turns, options.without))
+        return
+    print("| round | steps | ms a step without | processor time, median | mean | clock, median | mean |")
+    print("|---|---|---|---|---|---|---|")
+    rounds = [take_round(number, options.epochs) for number in range(1, options.rounds + 1)]
+    medians = ", ".join(f"{statistics.median(column):+.2%}" for column in zip(*rounds, strict=True))
+    print(f"\nmedians of the rounds: {medians} of a step\n\n{environment()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tensors that a strategy has sharded: full weights, and norms of gradients."""

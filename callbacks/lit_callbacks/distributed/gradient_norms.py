@@ -1,0 +1,70 @@
+"""Norms of gradients, however a strategy has laid them over the ranks."""
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lit_callbacks.distributed.gather import whole_tensor
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """An optimizer's parameters, of all its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def squared_norm(parameters: Sequence[Tensor], trainer: Trainer) -> Tensor:
+    """This rank's share of the squared norm of all gradients: the shares of all ranks add up to it.
+
+    Args:
+        parameters: with a gradient each.
+        trainer: knows how many ranks hold the same gradient.
+
+    Returns:
+        Scalar, fp32.
+    """
+    # Some hundred gradients a step, by code that the step has driven out of the caches: nothing is asked twice, and
+    # torch's get_total_norm takes twice as long.
+    world_size, is_flat = trainer.world_size, isinstance(trainer.strategy, FSDPStrategy)
+    alike: dict[tuple[float, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        copies, local = _local_gradient(parameter.grad, world_size, is_flat)
+        alike.setdefault((copies, local.device), []).append(local)
+    squares = [_sum_of_squares(grads) / copies for (copies, _), grads in alike.items()]
+    return reduce(lambda one, two: one + two.to(one.device), squares) if squares else torch.zeros(())
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    norms = torch.stack(torch._foreach_norm(tensors)).float()
+    return norms.dot(norms)
+
+
+def norms_by_name(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> dict[str, float]:
+    """Norm of each gradient of the optimizer's parameters here, over all ranks; 0 where there is none. A collective."""
+    mine = {id(p) for p in parameters_of(optimizer)}
+    named = {name: p for name, p in module.named_parameters() if id(p) in mine}
+    if not named:
+        return {}
+    if hasattr(trainer.strategy, "gradient_norm"):  # its ranks may hold different parameters
+        return {name: float(whole_tensor(p.grad).norm()) if p.grad is not None else 0.0 for name, p in named.items()}
+    device = trainer.strategy.root_device
+    squares = [squared_norm([p] if p.grad is not None else [], trainer).to(device) for p in named.values()]
+    summed: Any = trainer.strategy.reduce(torch.stack(squares), reduce_op="sum")
+    return dict(zip(named, summed.sqrt().tolist(), strict=True))
+
+
+def _local_gradient(grad: Any, world_size: int, is_flat: bool) -> tuple[float, Tensor]:
+    """How many ranks hold the same part of a gradient, and this rank's part."""
+    if isinstance(grad, DTensor):
+        sizes = [grad.device_mesh.size(i) for i, place in enumerate(grad.placements) if not place.is_replicate()]
+        return world_size / math.prod(sizes), grad.to_local()
+    if is_flat:
+        return 1.0, grad  # FSDP1: a flat shard, a plain tensor
+    return float(world_size), grad.coalesce().values() if grad.is_sparse else grad

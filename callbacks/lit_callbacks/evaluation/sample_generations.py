@@ -1,0 +1,133 @@
+"""Answers to fixed prompts while the model learns."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks, written
+from lit_callbacks.output.log_text import log_text
+from lit_callbacks.output.step_lines import add_lines, take_back
+from lit_callbacks.protocols import RendersPrompts
+
+Generate = Callable[[LightningModule, Sequence[str]], Sequence[str]]
+"""From the module and prompts to an answer each; every rank calls it, with the same prompts, at the same time."""
+
+
+class SampleGenerations(Callback):
+    """Answer the same prompts before training, every n optimiser steps and at the end.
+
+    Answers go to the loggers that take text, as ``samples``, and to a JSONL file (``step, prompt, answer``). All ranks
+    generate, because under sharding each holds a part of the weights; rank 0 writes. Dropout is off meanwhile, and
+    training goes on with the random numbers that it would have drawn.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        every_n_steps: int = 500,
+        max_new_tokens: int = 64,
+        chat: bool = False,
+        generate: Generate | None = None,
+        path: str | Path | None = None,
+    ) -> None:
+        """Say what is asked, and when.
+
+        Args:
+            prompts: texts that the model goes on with; those for the module's own ``answer`` begin with the token that
+                the module's ``tokenizer`` puts before raw text (BOS), if it does.
+            every_n_steps: optimiser steps between answers.
+            max_new_tokens: longest answer, for the module's own ``answer``.
+            chat: each prompt is a user's turn, rendered by the module's ``render_prompt`` where it has one, else by the
+                chat template of its ``tokenizer``.
+            generate: answers; None is the module's method ``answer(prompts, max_new_tokens)``.
+            path: the file; None is ``samples.jsonl`` in ``trainer.default_root_dir``.
+
+        Raises:
+            ValueError: there is no prompt, or ``every_n_steps`` is not positive.
+        """
+        if isinstance(prompts, str) or not prompts:
+            raise ValueError(f"SampleGenerations(prompts={prompts!r}): give a list of at least one text")
+        self.prompts, self.max_new_tokens, self.chat, self.generate = list(prompts), max_new_tokens, chat, generate
+        self.path = None if path is None else Path(path)
+        self._every = EveryNSteps(every_n_steps)
+        self._is_off = self._is_unwritable = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask before the first step; a resumed run has done so."""
+        self._is_off = self._is_unwritable = False
+        self._every.last = trainer.global_step or -1
+        self._write(trainer, lambda: take_back(self._file(trainer), trainer.global_step))
+        if trainer.global_step == 0:
+            self._ask(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Ask every n steps."""
+        if self._every.is_time(trainer.global_step):
+            self._ask(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask what came of it."""
+        if self._every.last != trainer.global_step:
+            self._ask(trainer, pl_module)
+
+    def _ask(self, trainer: Trainer, module: LightningModule) -> None:
+        step = trainer.global_step
+        self._every.done(step)
+        if self._is_off or (answers := self._answers(trainer, module)) is None or not trainer.is_global_zero:
+            return
+        rows = list(zip(self.prompts, answers, strict=True))
+        lines = [{"step": step, "prompt": prompt, "answer": answer} for prompt, answer in rows]
+        self._write(trainer, lambda: add_lines(self._file(trainer), lines))
+        if not log_text(trainer, "samples", ("prompt", "answer"), rows, step):
+            names = ", ".join(type(logger).__name__ for logger in trainer.loggers)
+            rank_zero_warn(f"SampleGenerations: {names} takes no text; the answers are in {self._file(trainer)}")
+
+    def _answers(self, trainer: Trainer, module: Any) -> list[str] | None:
+        if self.generate is None and not hasattr(module, "answer"):
+            self._is_off = True
+            rank_zero_warn(
+                f"SampleGenerations: {type(module).__name__} has no method answer(prompts, max_new_tokens), so there "
+                "are no answers; give it one, or pass generate=<function from module and prompts to texts>"
+            )
+            return None
+        generate = self.generate or partial(_answer, self.max_new_tokens)
+        with evaluating(trainer, module):
+            found = on_all_ranks(
+                trainer,
+                "SampleGenerations cannot generate, and stops asking",
+                lambda: list(generate(module, self._rendered(module))),
+            )
+        self._is_off = found is None
+        return found
+
+    def _rendered(self, module: Any) -> list[str]:
+        if not self.chat:
+            opening = _opening(getattr(module, "tokenizer", None)) if self.generate is None else ""
+            return [prompt if prompt.startswith(opening) else opening + prompt for prompt in self.prompts]
+        turns: list[list[dict[str, Any]]] = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
+        if isinstance(module, RendersPrompts):
+            return [module.render_prompt(turn) for turn in turns]
+        return [module.tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
+
+    def _write(self, trainer: Trainer, write: Callable[[], Any]) -> None:
+        if trainer.is_global_zero and not self._is_unwritable:
+            what = f"SampleGenerations cannot write {str(self._file(trainer))!r}; give path="
+            self._is_unwritable = not written(what, write)
+
+    def _file(self, trainer: Trainer) -> Path:
+        return self.path or Path(trainer.default_root_dir) / "samples.jsonl"
+
+
+def _opening(tokenizer: Any) -> str:
+    """The token that a tokenizer puts before raw text; ``answer`` takes prompts with special tokens written out."""
+    if tokenizer is None or tokenizer.bos_token is None:
+        return ""
+    return str(tokenizer.bos_token) if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
+
+
+def _answer(max_new_tokens: int, module: Any, prompts: Sequence[str]) -> Sequence[str]:
+    return module.answer(prompts, max_new_tokens)

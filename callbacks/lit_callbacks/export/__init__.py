@@ -1,0 +1,1 @@
+"""Adapters and merged models written by a callback."""

@@ -1,0 +1,201 @@
+"""Write what training made as folders that Hugging Face tools load."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lit_callbacks.distributed.gather import is_split, reshard, whole_weights
+from lit_callbacks.export.atomic_folder import check_replaceable, keep_newest, write_whole
+from lit_callbacks.export.merge_check import MergeFailed
+from lit_callbacks.export.merging import check_mergeable, find_model, is_peft, save_adapter, save_merged, unsplit
+
+Kind = Literal["adapter", "merged"]
+Texts = Callable[[Kind, Trainer, LightningModule], Mapping[str, str]]
+"""From what a folder is for to the text files that go into it, by name: a model card, say."""
+
+
+class AdapterMerger(Callback):
+    """Write the adapter and, if asked to, the merged model: when training ends, and on the way.
+
+    The module must hold a ``peft.PeftModel`` or, for full fine-tuning, a ``transformers.PreTrainedModel`` somewhere
+    (the extra ``peft``); its ``tokenizer``, where it has one, is saved with the weights. A module that writes what it
+    trains in its own way has a method ``save_adapter(folder, state_dict)``, given whole weights by name where they are
+    split over ranks; it needs neither.
+    Folders appear whole or not at all. What cannot be merged is refused when training starts. A model on the way that
+    cannot be written or is found wrong is a warning; at the end it is an error. Optimisers with two sets of weights
+    (schedule-free ones, with ``train()`` and ``eval()``) have those that answer in place meanwhile.
+    """
+
+    def __init__(
+        self,
+        adapter_dir: str | Path,
+        merged_dir: str | Path | None = None,
+        texts: Texts | None = None,
+        every_n_steps: int | None = None,
+        on_best: bool = False,
+        keep_last: int = 3,
+    ) -> None:
+        """Choose where to write, and when.
+
+        Args:
+            adapter_dir: folder for ``PeftModel.from_pretrained``; not written in full fine-tuning.
+            merged_dir: folder for ``AutoModelForCausalLM.from_pretrained``; None does not merge.
+            texts: gives text files that go into the folders, a ``README.md`` in place of PEFT's template, say.
+            every_n_steps: also write every so many optimiser steps, to ``<adapter_dir>-step-<n>`` and
+                ``<merged_dir>-step-<n>``; None does not.
+            on_best: also write when a ``ModelCheckpoint`` with a ``monitor`` saves a new best, to
+                ``<adapter_dir>-best-step-<n>`` and so on, with that checkpoint's weights.
+            keep_last: how many of each of those stay, the newest.
+
+        Raises:
+            ValueError: ``every_n_steps`` or ``keep_last`` is below 1.
+        """
+        for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1; leave it out for the default")
+        self.adapter_dir = Path(adapter_dir)
+        self.merged_dir = None if merged_dir is None else Path(merged_dir)
+        self.texts: Texts = texts or (lambda *_: {})
+        self.every_n_steps, self.on_best, self.keep_last = every_n_steps, on_best, keep_last
+        self._best: list[str] = []
+        self._has_new_best = False
+        self._last_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what cannot be merged before the long work."""
+        model = find_model(pl_module)
+        if self.merged_dir is not None:
+            check_mergeable(model)
+        self._best, self._has_new_best, self._last_step = _best_paths(trainer), False, trainer.global_step
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """See whether it is a new best; its weights are in place until the next batch."""
+        if self.on_best and (best := _best_paths(trainer)) != self._best:
+            self._best, self._has_new_best = best, True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Write the best that was saved."""
+        self._write_best(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write every ``every_n_steps``."""
+        step, before, every = trainer.global_step, self._last_step, self.every_n_steps
+        self._last_step = step
+        if every is not None and step // every != before // every:
+            self._write_on_the_way(trainer, pl_module, "step-")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the folders, on rank 0; the other ranks send their shares of split weights."""
+        self._write_best(trainer, pl_module)
+        self.write_final(trainer, pl_module)
+
+    def write_final(self, trainer: Trainer, pl_module: LightningModule, only_missing: bool = False) -> None:
+        """Write the folders of the end of training; a collective.
+
+        Args:
+            trainer: of the run.
+            pl_module: as it was trained.
+            only_missing: leave it where all of them are there.
+        """
+        if only_missing:
+            is_adapter = (model := find_model(pl_module)) is pl_module or is_peft(model)
+            folders = [self.adapter_dir if is_adapter else None, self.merged_dir]
+            missing = [folder for folder in folders if folder is not None and not folder.exists()]
+            if not trainer.strategy.broadcast(bool(missing)):
+                return
+        self._write(trainer, pl_module, "")
+
+    def _write_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._has_new_best:
+            self._has_new_best = False
+            self._write_on_the_way(trainer, pl_module, "best-step-")
+
+    def _write_on_the_way(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
+        # The random numbers of the run do not depend on what is written.
+        with torch.random.fork_rng(devices=[]), weights_that_answer(trainer, pl_module):
+            try:
+                self._write(trainer, pl_module, f"-{name}{trainer.global_step}")
+                for folder in (self.adapter_dir, self.merged_dir):
+                    if folder is not None and trainer.is_global_zero and folder.parent.is_dir():
+                        keep_newest(folder.parent, f"{folder.name}-{name}", self.keep_last)
+            except (MergeFailed, OSError, ValueError) as error:
+                rank_zero_warn(f"AdapterMerger: step {trainer.global_step} is not written: {error}")
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
+        model, tokenizer = find_model(pl_module), getattr(pl_module, "tokenizer", None)
+        writes, state = trainer.is_global_zero, None
+        save_shares = getattr(trainer.strategy, "save_pretrained", None)
+        if save_shares is not None and not is_peft(model) and model is not pl_module:
+            self._write_in_shares(trainer, pl_module, model, save_shares, suffix)
+            return
+        reshard(pl_module)
+        # A strategy whose ranks hold different layers gathers weights itself.
+        gather = getattr(trainer.strategy, "whole_weights", None)
+        if is_split(model) or gather is not None:
+            gather = gather or whole_weights
+            state = gather(model, lambda _, p: p.requires_grad, keep=writes)
+            whole = unsplit(model, keep=writes, gather=gather) if self.merged_dir is not None else None
+        else:
+            whole = model
+        if not writes:
+            return
+        if is_peft(model) or model is pl_module:
+            folder = self.adapter_dir.with_name(self.adapter_dir.name + suffix)
+            write = getattr(pl_module, "save_adapter", None) or model.save_pretrained
+            write = write if state is None else partial(write, state_dict=state)
+            save_adapter(model, folder, tokenizer, self.texts("adapter", trainer, pl_module), write)
+            rank_zero_info(f"adapter: {folder}")
+        if self.merged_dir is not None:
+            folder = self.merged_dir.with_name(self.merged_dir.name + suffix)
+            save_merged(whole, folder, tokenizer, texts=self.texts("merged", trainer, pl_module))
+            rank_zero_info(f"merged model: {folder}")
+
+    def _write_in_shares(
+        self, trainer: Trainer, pl_module: LightningModule, model: Any, save_shares: Callable[..., None], suffix: str
+    ) -> None:
+        """Let a strategy's ranks each write a part of a model that was trained in full; rank 0 puts them in place."""
+        if self.merged_dir is None:
+            return
+        folder = self.merged_dir.with_name(self.merged_dir.name + suffix)
+        check_replaceable(folder)  # on every rank, so that none waits for one that has refused
+        if not trainer.is_global_zero:
+            save_shares(model)
+            return
+        texts = self.texts("merged", trainer, pl_module)
+        write_whole(folder, partial(save_shares, model), getattr(pl_module, "tokenizer", None), texts)
+        rank_zero_info(f"merged model: {folder}, a part by each rank")
+
+
+def _best_paths(trainer: Trainer) -> list[str]:
+    monitored = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor is not None]
+    return [callback.best_model_path for callback in monitored]
+
+
+@contextmanager
+def weights_that_answer(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Have a schedule-free optimiser's average in place, and after it the very weights of before, bit by bit."""
+    two_sets: list[Any] = [
+        optimizer
+        for optimizer in trainer.optimizers
+        if callable(getattr(optimizer, "eval", None)) and optimizer.param_groups[0].get("train_mode", False)
+    ]
+    aside = [(p, p.detach().clone()) for p in module.parameters() if p.requires_grad] if two_sets else []
+    for optimizer in two_sets:
+        optimizer.eval()
+    try:
+        yield
+    finally:
+        for optimizer in two_sets:
+            optimizer.train()
+        with torch.no_grad():
+            for parameter, weight in aside:
+                parameter.copy_(weight)

@@ -1,0 +1,302 @@
+"""A trained model as files: its adapter, and the adapter merged into the base."""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lit_callbacks.distributed.gather import persistent_buffers, whole_weights
+from lit_callbacks.export.atomic_folder import write_whole
+from lit_callbacks.export.merge_check import (
+    BOUNDS,
+    DEQUANTISED_BOUND,
+    Layout,
+    MergeFailed,
+    check_buffers,
+    check_kept,
+    check_same,
+    compare,
+    logits_of,
+    read_back,
+    sample_ids,
+    share_lost,
+)
+
+
+def unsplit(model: Any, keep: bool, gather: Callable[..., dict[str, Tensor]] = whole_weights) -> Any:
+    """A copy, on this rank's CPU, of a model that is split over ranks; a collective.
+
+    Args:
+        model: a ``PeftModel`` or ``PreTrainedModel``.
+        keep: whether this rank wants it; None elsewhere.
+        gather: collects its weights and persistent buffers by name.
+
+    Raises:
+        MergeFailed: some of them were not collected.
+    """
+    weights = gather(model, keep=keep)
+    if not keep:
+        return None
+    base = model.get_base_model() if is_peft(model) else model
+    with torch.device("meta"):
+        known = set(type(base)(copy.deepcopy(base.config)).state_dict())
+    own = {_name_in_base(name): weight for name, weight in weights.items() if _name_in_base(name) in known}
+    if missing := sorted(known - own.keys()):
+        raise MergeFailed(f"{', '.join(missing[:3])} of the base are on no rank; nothing was written")
+    whole = type(base).from_pretrained(None, config=copy.deepcopy(base.config), state_dict=own, dtype=base.dtype)
+    # transformers writes a model under the names of the files that it was read from, which were the base's.
+    whole._weight_conversions = getattr(base, "_weight_conversions", None)
+    whole.generation_config, whole.name_or_path = base.generation_config, base.name_or_path
+    if not is_peft(model):
+        return whole
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    adapted = get_peft_model(whole, copy.deepcopy(model.active_peft_config))
+    set_peft_model_state_dict(adapted, get_peft_model_state_dict(adapted, state_dict=weights))
+    return adapted
+
+
+def _name_in_base(name: str) -> str:
+    for wrapping in ("base_model.model.", ".base_layer", ".original_module", ".token_adapter"):
+        name = name.replace(wrapping, "", 1)
+    return name
+
+
+def _buffers_of_base(base: nn.Module) -> dict[str, Tensor]:
+    """Copies of a base's persistent buffers by their published names, without those of adapters (VeRA's factors)."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [name for name, part in base.named_modules() if isinstance(part, BaseTunerLayer)]
+    return {
+        _name_in_base(name): buffer.clone()
+        for name, buffer in persistent_buffers(base)
+        if "modules_to_save" not in name
+        and not any(name.startswith(f"{layer}.") and not name.startswith(f"{layer}.base_layer.") for layer in layers)
+    }
+
+
+def find_model(module: nn.Module) -> Any:
+    """The ``PeftModel`` within a module, else its ``PreTrainedModel``, else the module if it has ``save_adapter``.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    for wanted in (is_peft, is_pretrained):
+        for candidate in module.modules():
+            if wanted(candidate):
+                return candidate
+    if callable(getattr(module, "save_adapter", None)):
+        return module
+    raise ValueError(
+        f"{type(module).__name__} holds no peft.PeftModel and no transformers.PreTrainedModel to save; give it a "
+        "method save_adapter(folder, state_dict) that writes what it trains"
+    )
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether a module is a ``PreTrainedModel``; False where transformers is not installed."""
+    try:
+        from transformers import PreTrainedModel
+    except ModuleNotFoundError:
+        return False
+    return isinstance(model, PreTrainedModel)
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether a module is a ``PeftModel``; False where peft is not installed."""
+    try:
+        from peft import PeftModel
+    except ModuleNotFoundError:
+        return False
+    return isinstance(model, PeftModel)
+
+
+def save_adapter(
+    model: Any,
+    folder: Path,
+    tokenizer: Any = None,
+    texts: Mapping[str, str] | None = None,
+    write: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a ``PeftModel``'s adapter, with the tokenizer, for ``PeftModel.from_pretrained``.
+
+    Args:
+        model: holds the adapter.
+        folder: where to; an earlier folder there is replaced.
+        tokenizer: saved with it.
+        texts: files that go with it, by name.
+        write: writes the adapter, in place of ``model.save_pretrained``.
+    """
+    write_whole(folder, write or model.save_pretrained, tokenizer, texts)
+
+
+def save_merged(
+    model: Any,
+    folder: Path,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    quantized_base: Literal["dequantize", "keep"] | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Write a model with its adapter merged, for ``AutoModelForCausalLM.from_pretrained``.
+
+    The model itself is left as it is: a copy on the CPU is merged. Before the folder appears, the files are read
+    back, and the logits of what was read are compared with those of base and adapter on some prompts.
+
+    Args:
+        model: a ``PeftModel`` or ``PreTrainedModel``.
+        folder: where to; an earlier folder there is replaced.
+        tokenizer: saved with it, chat template included.
+        dtype: of the saved weights; None keeps theirs.
+        quantized_base: of a base in 4 or 8 bits: dequantize it and merge into that, or keep it quantised and round
+            the merged weights again. What it costs is measured and said.
+        texts: files that go with it, by name.
+
+    Raises:
+        ValueError: the tuning method cannot be merged, or ``quantized_base`` does not fit the base.
+        MergeFailed: the merged model is not the trained one; nothing is left in ``folder``'s place.
+    """
+    check_mergeable(model, dtype, quantized_base)
+
+    def write(temporary: Path) -> None:
+        if is_peft(model):
+            _write_merged(model, temporary, tokenizer, dtype, quantized_base)
+            return
+        layout = Layout.of(model)
+        whole = model if dtype in (None, model.dtype) else _cast(copy.deepcopy(model), dtype)
+        whole.save_pretrained(temporary)
+        check_same(read_back(temporary, layout.saved_as(whole)), whole)
+
+    write_whole(folder, write, tokenizer, texts)
+
+
+def _write_merged(
+    model: Any, folder: Path, tokenizer: Any, dtype: torch.dtype | None, quantized_base: str | None
+) -> None:
+    trained = copy.deepcopy(model).cpu().eval()
+    base = trained.get_base_model()
+    if base.config._attn_implementation not in ("eager", "sdpa"):
+        base.set_attn_implementation("sdpa")  # attention of a device or of a training loop, which takes other arguments
+    if dtype is not None and not getattr(base, "is_quantized", False):
+        # Merged in the wider of both dtypes and rounded once: what is compared is then that rounding alone.
+        _cast(trained, torch.promote_types(base.dtype, dtype), narrow=False)
+    layout, ids = Layout.of(base), sample_ids(base, tokenizer)
+    buffers = _buffers_of_base(base)
+    wanted = logits_of(trained, ids)
+    trained_mib = base.get_memory_footprint() / 2**20
+    with trained.disable_adapter():
+        untrained = logits_of(trained, ids) if quantized_base is not None else wanted
+    if quantized_base == "dequantize":
+        trained = _dequantised(trained, dtype or base.dtype)
+    _part_embeddings(trained.get_base_model())
+    with warnings.catch_warnings():
+        # What PEFT warns of, rounding and parted embeddings, is measured and said below.
+        warnings.filterwarnings("ignore", message=".*rounding errors.*|.*no longer tied.*")
+        merged = trained.merge_and_unload(safe_merge=True)
+    merged = merged if dtype is None else _cast(merged, dtype)
+    merged.save_pretrained(folder)
+    layout, merged_dtype = layout.saved_as(merged), merged.dtype
+    mib, in_memory = merged.get_memory_footprint() / 2**20, logits_of(merged, ids) if quantized_base == "keep" else None
+    del base, trained, merged  # what is read back takes their place in memory
+
+    again = read_back(folder, layout)
+    check_buffers(again, buffers)
+    got = logits_of(again, ids)
+    if quantized_base is None:
+        rank_zero_info(f"merge verified: {compare(wanted, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]))}")
+        return
+    lost = share_lost(wanted, got, untrained)
+    if in_memory is not None:
+        compare(in_memory, got, BOUNDS[torch.float32])  # the files hold what was merged
+        what, report = "merged, and rounded to the base's bits again", compare(wanted, got, float("inf"))
+        check_kept(lost, report)
+    else:
+        what = f"dequantised to {str(merged_dtype).removeprefix('torch.')} and merged"
+        report = compare(wanted, got, DEQUANTISED_BOUND)
+    rank_zero_info(
+        f"{what}: against the quantised model that was trained, {report}; of what training did to the logits, "
+        f"{lost:.1%} is lost; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training"
+    )
+
+
+def _cast(model: Any, dtype: torch.dtype, narrow: bool = True) -> Any:
+    """Bring a model's floating-point parameters into a dtype, but for those that its class keeps in fp32.
+
+    Buffers keep theirs: a router's bias in bf16 would choose other experts.
+
+    Args:
+        model: changed in place.
+        dtype: the dtype to have.
+        narrow: whether wider parameters are rounded; adapters in fp32 on a bf16 base, say.
+    """
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or any(part in name.split(".") for part in kept):
+            continue
+        if narrow or torch.promote_types(parameter.dtype, dtype) == dtype:
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _dequantised(model: Any, dtype: torch.dtype) -> Any:
+    """The adapter on the dequantised base; PEFT's layers for quantised weights cannot be merged into others."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    adapter, config = get_peft_model_state_dict(model, save_embedding_layers=False), model.active_peft_config
+    try:
+        base = model.unload().dequantize(dtype).to(dtype)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"transformers cannot dequantise {model.config.quantization_config.quant_method} weights ({error}); merge "
+            "into the model that they were quantised from, or use the adapter as it is"
+        ) from error
+    plain = get_peft_model(base, config)
+    set_peft_model_state_dict(plain, adapter)
+    return plain.eval()
+
+
+def _part_embeddings(base: Any) -> None:
+    """Give a tied head weights of its own where an adapter changes one side: a merge would change both.
+
+    Trainable tokens change both sides themselves.
+    """
+    sides = base.get_input_embeddings(), base.get_output_embeddings()
+    if sides[1] is None or not any(
+        hasattr(side, "base_layer") and not hasattr(side, "trainable_tokens_delta") for side in sides
+    ):
+        return
+    embedding, head = (getattr(side, "base_layer", side) for side in sides)
+    if embedding.weight is head.weight:
+        head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+
+
+def check_mergeable(model: Any, dtype: torch.dtype | None = None, quantized_base: str | None = None) -> None:
+    """Refuse what ``save_merged`` cannot merge.
+
+    Raises:
+        ValueError: the tuning method adds no weights, or ``quantized_base`` or ``dtype`` does not fit the base.
+    """
+    if not is_peft(model) and not is_pretrained(model):
+        raise ValueError(
+            f"{type(model).__name__} holds no model of peft or transformers that could be merged; leave merged_dir out"
+        )
+    if is_peft(model) and not hasattr(model.base_model, "merge_and_unload"):
+        method = model.active_peft_config.peft_type.value
+        raise ValueError(f"{method} adds no weights that could be merged into the base; use the adapter as it is")
+    base = model.get_base_model() if is_peft(model) else model
+    is_quantised = getattr(base, "is_quantized", False)
+    if is_quantised and quantized_base is None:
+        raise ValueError(
+            "the base is quantised, and an adapter that is merged into it is rounded with it; choose quantized_base: "
+            "dequantize (exact to the merged dtype, 2 to 4 times the size) or keep (small, and further from what was "
+            "trained)"
+        )
+    if not is_quantised and quantized_base is not None:
+        raise ValueError(f"quantized_base={quantized_base}, but the base is not quantised; leave it out")
+    if quantized_base == "keep" and dtype is not None:
+        raise ValueError(f"quantized_base=keep leaves weights in their bits; leave dtype={dtype} out")

@@ -1,0 +1,1 @@
+"""Ends of a run: signals, failed ranks and lost nodes."""

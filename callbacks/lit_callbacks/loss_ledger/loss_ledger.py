@@ -1,0 +1,274 @@
+"""Write down what the model makes of every sample, every time it sees it."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import compress
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lit_callbacks.batch_ids import batch_ids, batch_sources
+from lit_callbacks.loss_ledger.ledger_files import Visits, forget, get_ready, read_visits, write_part
+from lit_callbacks.loss_ledger.ledger_summary import summarise
+from lit_callbacks.output.tables import show_table
+
+TEXT_KEPT, TEXT_SHOWN = 500, 60
+"""Characters of a sample's text in the summary, and in the table on the terminal."""
+TOKENS_KEPT = 1024
+"""Losses of so many tokens of a batch wait on the device until the ledger is written: of more, their means do."""
+LEAST_LIKENESS = 0.8
+"""Of two texts (``difflib``'s ratio), 0 to 1, from which samples whose losses go together are named as duplicates."""
+SUMMARY = "summary.json"
+"""What ``summarise`` returns, in the ledger's folder."""
+
+
+class LossLedger(Callback):
+    """Keep the loss of each sample at each visit; at the end, name the worst, what rose, and likely duplicates.
+
+    Losses come from the module in one of three ways:
+
+    - ``training_step`` returns a dict with ``sample_losses``, ``(samples,)``, the mean of each, or ``token_losses``,
+      ``(samples, tokens)``, with ``token_mask`` beside it (else what is 0 does not count);
+    - the module has an attribute ``record_losses``: it is this callback's ``record`` while training runs, None
+      otherwise, and the module calls it in its step;
+    - something else calls ``record``.
+
+    Tensors stay on their device until they are written, so no step waits for them.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        write_every_n_steps: int = 100,
+        top: int = 20,
+        ids: Callable[[Any], Any] = batch_ids,
+        sources: Callable[[Any], Any] = batch_sources,
+        texts: Callable[[Sequence[str]], Mapping[str, str]] | None = None,
+    ) -> None:
+        """Say where to write, and what a batch holds.
+
+        Args:
+            folder: for the files, Parquet where pyarrow is installed, else CSV; None is ``loss_ledger`` in
+                ``trainer.default_root_dir``.
+            write_every_n_steps: optimiser steps between two writes.
+            top: samples named at the end.
+            ids: one id a sample of the batch, the same each time a sample comes; None where there are none.
+            sources: one source a sample, or None.
+            texts: from ids to texts, to show the samples that are named and to tell duplicates from pairs that are
+                near by chance; None asks the data module's method
+                ``sample_texts(ids)``, where it has one.
+        """
+        self.folder = None if folder is None else Path(folder)
+        self.write_every_n_steps, self.top = write_every_n_steps, top
+        self.ids, self.sources, self.texts = ids, sources, texts
+        self._pending: list[tuple[int, int, list[Any], list[Any], Tensor, Any, bool]] = []
+        self._place = (0, 0)
+        self._started = self._written_at = 0
+        self._is_off = False
+        self._has_recorded = False
+
+    # --- what comes in -------------------------------------------------------------------------------
+
+    def record(
+        self,
+        ids: Any,
+        losses: Tensor,
+        tokens: Tensor | Sequence[int] | None = None,
+        sources: Any = None,
+        per_token: bool = False,
+    ) -> None:
+        """Note the losses of some samples; of the current optimiser step.
+
+        Args:
+            ids: one a sample, a list or tensor.
+            losses: ``(samples,)``, mean over each sample's supervised tokens, in nats.
+            tokens: ``(samples,)``, how many these are; None is 1 each.
+            sources: one a sample; None where there are none.
+            per_token: ``losses`` are those of all supervised tokens, sample by sample, and ``tokens`` is a list.
+        """
+        names = _listed(ids)
+        self._has_recorded = True
+        of = [""] * len(names) if sources is None else _listed(sources)
+        losses = losses.detach().flatten()
+        counts = [1] * len(names) if tokens is None else tokens.flatten() if isinstance(tokens, Tensor) else tokens
+        wanted = sum(_listed(counts)) if per_token else len(names)
+        if len(losses) != wanted or not len(names) == len(counts) == len(of):
+            rank_zero_warn(
+                f"LossLedger.record got {len(names)} ids, {len(losses)} losses, {len(counts)} token counts and "
+                f"{len(of)} sources, and leaves them out; give one of each for each sample"
+                + (f", and with per_token=True {wanted} losses: the sum of the token counts" if per_token else "")
+            )
+        elif names and not self._is_off:
+            if per_token and wanted > TOKENS_KEPT:
+                losses, per_token = _sample_means(losses, counts, per_token), False
+            self._pending.append((*self._place, names, of, losses, counts, per_token))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lend ``record`` to the module, and forget what the run is about to do again."""
+        self._started = self._written_at = trainer.global_step
+        self._pending, self._has_recorded = [], False
+        self._place = (trainer.global_step, trainer.current_epoch)
+        self._safely(lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank))
+        self._lend(pl_module, self.record)
+        get_ready()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note which epoch it is."""
+        self._place = (trainer.global_step, trainer.current_epoch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take what the step returned, and write now and then; another step may come next."""
+        try:
+            self._take(outputs, batch)
+        except Exception as error:  # of shapes that are others, or of somebody else's function: the run is worth more
+            self._has_recorded = True
+            rank_zero_warn(
+                f"LossLedger cannot keep a step's losses ({type(error).__name__}: {error}); 'sample_losses' is "
+                "(samples,), 'token_losses' (samples, tokens), and ids= and sources= return one of each a sample"
+            )
+        if not self._has_recorded:
+            rank_zero_warn(
+                f"LossLedger sees no losses of samples: {type(pl_module).__name__}.training_step returns neither "
+                "'sample_losses' nor 'token_losses', and nothing has called record; nothing is kept until it does"
+            )
+        self._place = (trainer.global_step, self._place[1])
+        if self._place[0] - self._written_at >= self.write_every_n_steps:
+            self._write(trainer)
+
+    def _take(self, outputs: Any, batch: Any) -> None:
+        if (found := _returned(outputs)) is None:
+            return
+        if (ids := outputs.get("sample_ids", self.ids(batch))) is None:
+            rank_zero_warn(
+                f"LossLedger cannot tell samples apart: the {type(batch).__name__} has no 'sample_ids', so their "
+                "losses are not kept; add them to the batch, or pass ids=<function from batch to list>"
+            )
+            self._has_recorded = True
+        else:
+            self.record(ids, *found, self.sources(batch))
+
+    # --- what goes out -------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write what there is."""
+        self._write(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the rest; on rank 0, sum up what all ranks wrote."""
+        self._lend(pl_module, None)
+        self._write(trainer)
+        trainer.strategy.barrier("LossLedger")
+        if trainer.is_global_zero and not self._is_off:
+            self._safely(lambda: self._sum_up(self._root(trainer), trainer))
+
+    def _add_texts(self, summary: dict[str, Any], texts: Any) -> None:
+        pairs, summary["twins"] = summary["twins"], summary["twins"][: self.top]
+        if texts is None:
+            return
+        rows = [*summary["worst"], *summary["risen"]]
+        try:
+            found = texts([*(row["id"] for row in rows), *(name for pair in pairs for name in pair["ids"])])
+        except Exception as error:  # somebody else's function: the run is worth more
+            rank_zero_warn(f"LossLedger: no texts of samples ({type(error).__name__}: {error})")
+            return
+        for row in rows:
+            row["text"] = found.get(row["id"], "")[:TEXT_KEPT]
+        for pair in pairs:
+            first, second = (found.get(name, "")[:TEXT_KEPT] for name in pair["ids"])
+            pair |= {"text": first, "likeness": SequenceMatcher(None, first, second, autojunk=False).ratio()}
+        summary["twins"] = [pair for pair in pairs if pair["likeness"] >= LEAST_LIKENESS][: self.top]
+
+    def _lend(self, module: Any, record: Callable[..., None] | None) -> None:
+        if hasattr(module, "record_losses"):
+            module.record_losses = record
+
+    def _root(self, trainer: Trainer) -> Path:
+        return self.folder or Path(trainer.default_root_dir) / "loss_ledger"
+
+    def _write(self, trainer: Trainer) -> None:
+        self._written_at = trainer.global_step
+        pending, self._pending = self._pending, []
+        if not pending or self._is_off:
+            return
+        # The only place that waits for the device.
+        losses = torch.cat([_sample_means(*one[4:]) for one in pending]).tolist()
+        tokens = [int(count) for one in pending for count in _listed(one[5])]
+        columns: tuple[list[Any], ...] = (
+            [step for step, _, ids, *_ in pending for _ in ids],
+            [epoch for _, epoch, ids, *_ in pending for _ in ids],
+            [str(name) for _, _, ids, *_ in pending for name in ids],
+            [str(source) for _, _, _, sources, *_ in pending for source in sources],
+            losses,
+            tokens,
+        )
+        visits = Visits(*(list(compress(column, tokens)) for column in columns))
+        if visits.id:
+            self._safely(lambda: write_part(self._root(trainer), self._started, trainer.global_rank, visits))
+
+    def _safely(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except OSError as error:
+            rank_zero_warn(f"LossLedger cannot write ({error}), so no losses are kept from here on; give folder=")
+            self._is_off, self._pending = True, []
+
+    def _sum_up(self, folder: Path, trainer: Any) -> None:
+        try:
+            visits = read_visits(folder)
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+        ) as error:  # training itself has gone well
+            rank_zero_warn(f"LossLedger cannot read {str(folder)!r} ({error}), so there is no summary; remove the file")
+            return
+        if not visits:
+            return
+        summary = summarise(visits, self.top)
+        self._add_texts(summary, self.texts or getattr(trainer.datamodule, "sample_texts", None))
+        (folder / SUMMARY).write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        header = ("sample", "source", "tokens", "visits", "first", "last", "text")
+        rows = [[_shown(sample.get(key, "")) for key in ("id", *header[1:])] for sample in summary["worst"]]
+        show_table(f"worst of {summary['samples']:,} samples, loss in nats per token", header, rows)
+        if pairs := [" = ".join(pair["ids"]) for pair in summary["twins"]]:
+            how = "their texts are alike" if "text" in summary["twins"][0] else "look at their texts"
+            rank_zero_info(f"likely duplicates, by how their losses go ({how}): {', '.join(pairs)}")
+        rank_zero_info(f"losses of all samples: {folder}")
+
+
+def _shown(cell: Any) -> Any:
+    return shorten(cell, TEXT_SHOWN, placeholder="...") if isinstance(cell, str) else cell
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+def _sample_means(losses: Tensor, counts: Any, per_token: bool) -> Tensor:
+    """Mean loss of each sample, ``(samples,)``, 0 where nothing is supervised."""
+    if not per_token:
+        return losses.float()
+    lengths = torch.tensor(counts, device=losses.device)
+    return torch.segment_reduce(losses.float(), "mean", lengths=lengths, initial=0)
+
+
+def _returned(outputs: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Mean loss and number of tokens of each sample, from what ``training_step`` returned."""
+    if not isinstance(outputs, Mapping):
+        return None
+    if "sample_losses" in outputs:
+        return outputs["sample_losses"], outputs.get("sample_tokens")
+    if "token_losses" not in outputs:
+        return None
+    losses = outputs["token_losses"].detach()  # (samples, tokens)
+    mask = outputs.get("token_mask", losses != 0)
+    tokens = mask.sum(1)
+    return (losses * mask).sum(1) / tokens.clamp(min=1), tokens

@@ -1,0 +1,1 @@
+"""Memory by phase and purpose."""

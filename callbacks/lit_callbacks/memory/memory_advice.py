@@ -1,0 +1,108 @@
+"""What would have to shrink for a step to fit, and by how much: one page."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lit_callbacks.memory.memory_readings import MIB
+from lit_callbacks.memory.storage_ledger import PURPOSES, Breakdown
+
+_IN_A_STACK = re.compile(r"\.\*(\.|$)")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Something that a user can change, and the bytes that it would save."""
+
+    name: str
+    saves: int
+    how: str
+
+
+def settings(breakdown: Breakdown, ranks: int, is_sharded: bool) -> list[Setting]:
+    """What helps, the most first.
+
+    Args:
+        breakdown: of the step that did not fit, or of an earlier one.
+        ranks: devices of the run.
+        is_sharded: whether weights are split over them already.
+    """
+    by = breakdown.bytes
+    held = by["parameters"] + by["gradients"] + by["optimizer_state"]
+    then = ranks * 2 if is_sharded or ranks == 1 else ranks
+    now = ranks if is_sharded else 1
+    # Of temporary memory, what is as wide as the vocabulary depends on the batch; of the rest we do not know.
+    scales_with_batch = by["activations"] + min(breakdown.vocabulary_bytes, by["other"])
+    layers = sum(size for name, _, size in breakdown.modules if _IN_A_STACK.search(name))
+    kept = sum(breakdown.layer_outputs.values())
+    one_again = layers // max(len(breakdown.layer_outputs), 1)
+    found = [
+        Setting("micro-batch", scales_with_batch // 2, "half as many samples or tokens at a time"),
+        Setting(
+            "activation checkpointing",
+            max(layers - kept - one_again, 0),
+            "keep the inputs of layers only, and compute one layer's activations again at a time",
+        ),
+        Setting("chunked loss", breakdown.vocabulary_bytes * 7 // 8, "compute logits and loss an eighth at a time"),
+        Setting("sharding", held - held * now // then, f"weights, gradients and optimiser state over {then} devices"),
+    ]
+    return sorted(found, key=lambda setting: -setting.saves)
+
+
+def out_of_memory_page(
+    error: str,
+    phase: str,
+    breakdown: Breakdown,
+    when: str,
+    device: Sequence[str],
+    ranks: int,
+    is_sharded: bool,
+) -> str:
+    """The report, as Markdown of a page.
+
+    Args:
+        error: what the allocator said.
+        phase: of the step, in which it said so.
+        breakdown: of memory at its fullest.
+        when: which step the breakdown is of.
+        device: lines on what the device and the process hold.
+        ranks: devices of the run.
+        is_sharded: whether weights are split over them.
+    """
+    found = settings(breakdown, ranks, is_sharded)
+    best = found[0]
+    total = max(breakdown.total, 1)
+    shares = [
+        f"| {name.replace('_', ' ')} | {mib(breakdown.bytes[name])} | {breakdown.bytes[name] / total:.0%} |"
+        for name in PURPOSES
+    ]
+    modules = [f"| `{name}` | {count} | {mib(size)} |" for name, count, size in breakdown.modules[:10]]
+    lines = [
+        "# Out of memory",
+        "",
+        f"In the {phase} phase: {' '.join(error.split())}",
+        "",
+        f"**{best.name.capitalize()} helps most: about {mib(best.saves)} less** ({best.how}).",
+        "",
+        "| setting | saves about | how |",
+        "|---|---|---|",
+        *(f"| {setting.name} | {mib(setting.saves)} | {setting.how} |" for setting in found),
+        "",
+        f"## What memory was for, at its fullest ({when}, {breakdown.phase} phase)",
+        "",
+        "| | size | share |",
+        "|---|---|---|",
+        *shares,
+        "",
+        *device,
+        "",
+        "## Activations by module",
+        "",
+        *(["| module | how many | together |", "|---|---|---|", *modules] if modules else ["None were held then."]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def mib(size: int) -> str:
+    """Bytes as MiB, in words."""
+    return f"{size / MIB:,.1f} MiB"

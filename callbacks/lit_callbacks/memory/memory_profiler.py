@@ -1,0 +1,346 @@
+"""Where memory goes, phase by phase and purpose by purpose; what to shrink when it is not enough."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lit_callbacks.distributed.gather import is_split
+from lit_callbacks.memory import memory_readings
+from lit_callbacks.memory.memory_advice import mib, out_of_memory_page
+from lit_callbacks.memory.memory_readings import MIB, in_mib
+from lit_callbacks.memory.memory_timeline import step_rows, write_csv, write_picture
+from lit_callbacks.memory.storage_ledger import Breakdown, StorageLedger, local_bytes, tensors_in, vocabulary_of
+from lit_callbacks.output.log_figures import log_figures
+from lit_callbacks.phases import Phase, failed_in, unwatch, watch
+
+_RARE: tuple[Phase, ...] = ("validation", "checkpoint")
+_BETWEEN: tuple[Phase, ...] = ("other", "data", "callbacks")
+"""Phases without figures of their own."""
+_LEAK_READINGS = 12
+
+
+class MemoryProfiler(Callback):
+    """Log memory by phase, account for every tensor of a few steps, and explain an out-of-memory error.
+
+    Logged under ``memory/`` in MiB, of this rank, when the trainer logs: ``allocated``, ``reserved``,
+    ``peak_allocated`` and ``peak_reserved`` since the last time (CUDA; MPS has the first two), ``host_rss`` (the
+    process's own pages) and ``host_peak_rss``; and for each phase (``setup``, ``forward``, ``backward``,
+    ``optimizer``, ``validation``, ``checkpoint``) ``memory/<phase>/peak_allocated`` on CUDA and
+    ``memory/<phase>/host_rss``, taken when the phase ends, in the steps that are logged.
+
+    In ``sample_steps`` every storage is followed (``breakdown``, ``memory/breakdown/...``): parameters, gradients,
+    optimiser state, activations, other, at the step's fullest moment. The allocator is asked on the host and the
+    device is never waited for.
+
+    On an out-of-memory error a page is written that says what memory was for and which setting saves the most; then
+    the error goes on.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        sample_steps: Sequence[int] = (1, 2),
+        picture: bool = True,
+        record_history: bool = False,
+        leak_mib: float = 64,
+    ) -> None:
+        """Say where files go and what is looked at.
+
+        Args:
+            dirpath: folder for ``memory_timeline.csv``, ``memory_step.csv``, the picture and the report; None is
+                ``memory`` in the trainer's ``default_root_dir``.
+            sample_steps: optimiser steps of this fit, the first is 1, whose tensors are followed, which makes them
+                slower. The first has no optimiser state at its start; an error in it finds the page complete.
+            picture: whether to draw ``memory_timeline.png`` at the end, with matplotlib (the extra ``plots``).
+            record_history: on CUDA, keep where each allocation came from, for ``snapshot``; that costs a little.
+            leak_mib: growth of the steady state, within the last readings, that is warned of.
+        """
+        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.sample_steps, self.picture = tuple(sample_steps), picture
+        self.record_history, self.leak_mib = record_history, leak_mib
+        self.breakdown: Breakdown | None = None
+        """Of the last step that was sampled."""
+        self.peaks: dict[str, dict[str, float]] = {}
+        """MiB by phase and reading: the most seen in this fit."""
+        self.timeline: list[dict[str, Any]] = []
+        """Rows of ``memory_timeline.csv``."""
+        self._said: set[str] = set()
+        self._ledger: StorageLedger | None = None
+        self._is_watching = False
+
+    # --- phases ----------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin with the phase ``setup``."""
+        if stage != "fit":
+            return
+        self.peaks, self.timeline, self.breakdown = {}, [], None
+        self._steps, self._measures, self._phase = 0, False, "setup"
+        self._overall = (0, 0)
+        self._steady: deque[tuple[int, int]] = deque(maxlen=_LEAK_READINGS)
+        self._rows_of_step: list[dict[str, Any]] = []
+        self._device = trainer.strategy.root_device
+        self._folder = self.dirpath or Path(trainer.default_root_dir) / "memory"
+        memory_readings.take_peaks(self._device)
+        if self.record_history and self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history()  # documented, in spite of its name
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Setup is over."""
+        self._take("setup")
+        self._phase, self._global_step = "other", trainer.global_step
+        self._first_step = trainer.global_step
+        self._measures = self._is_logged(trainer)
+        watch(trainer, self._switch)
+        self._is_watching = True
+
+    def _switch(self, phase: Phase) -> None:
+        if self._measures or self._phase in _RARE or phase in _RARE:
+            self._take(self._phase)
+        if self._ledger is not None:
+            self._ledger.switch(phase)
+        self._phase = phase
+
+    def _take(self, phase: str) -> None:
+        """What the phase that ends has used."""
+        if (peaks := memory_readings.take_peaks(self._device)) is not None:
+            self._overall = max(self._overall[0], peaks[0]), max(self._overall[1], peaks[1])
+        if phase in _BETWEEN:
+            return
+        figures = {"host_rss": memory_readings.host_memory(), "peak_allocated": peaks and peaks[0]}
+        known = self.peaks.setdefault(phase, {})
+        for name, value in in_mib(figures).items():
+            known[name] = max(known.get(name, 0.0), value)
+
+    def _is_logged(self, trainer: Any) -> bool:
+        """Whether Lightning logs the step that comes next; it counts one a step, whatever the number of optimisers."""
+        every = trainer.log_every_n_steps
+        return bool(every) and (self._first_step + self._steps + 1) % every == 0
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Follow the tensors of a step that is sampled."""
+        if self._ledger is None and self._steps + 1 in self.sample_steps:
+            self._quietly(self._open_ledger, trainer, pl_module, batch)
+
+    def _open_ledger(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        ledger = StorageLedger(self._device, pl_module)
+        ledger.know(pl_module.parameters(), "parameters")
+        ledger.know(_gradients(pl_module), "gradients")
+        ledger.know(_states(trainer), "optimizer_state")
+        ledger.know([*pl_module.buffers(), *tensors_in(batch)], "other")
+        memory_readings.take_peaks(self._device)
+        self._overall_before, self._overall = self._overall, (0, 0)
+        self._ledger = ledger.__enter__()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Now the gradients are all there."""
+        if self._ledger is not None:
+            self._ledger.know(_gradients(pl_module), "gradients")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At the end of an optimiser step, close the account and log."""
+        if trainer.global_step == self._global_step:
+            return
+        self._global_step, self._steps = trainer.global_step, self._steps + 1
+        if self._ledger is not None:
+            self._close_ledger(trainer, pl_module)
+            self._log_breakdown(trainer)
+        if self._measures:
+            self._log(trainer)
+        self._measures = self._is_logged(trainer)
+
+    def _close_ledger(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        ledger, self._ledger = self._ledger, None
+        assert ledger is not None
+        ledger.__exit__(None, None, None)
+        ledger.switch("other")
+        ledger.know(_gradients(pl_module), "gradients")
+        ledger.know(_states(trainer), "optimizer_state")
+        peaks = memory_readings.take_peaks(self._device)
+        measured = None if peaks is None else max(peaks[0], self._overall[0])
+        self._overall = tuple(map(max, self._overall, self._overall_before, peaks or (0, 0)))  # type: ignore[assignment]
+        self.breakdown = Breakdown.of(ledger, vocabulary_of(pl_module), measured)
+        self._rows_of_step, self._sampled = step_rows(ledger), self._steps
+
+    def _log_breakdown(self, trainer: Trainer) -> None:
+        assert self.breakdown is not None
+        figures = in_mib({f"memory/breakdown/{name}": size for name, size in self.breakdown.bytes.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=trainer.global_step)
+
+    def _log(self, trainer: Trainer) -> None:
+        self._take(self._phase)
+        device = self._device
+        figures: dict[str, int | None] = {
+            "allocated": memory_readings.allocated(device),
+            "reserved": memory_readings.reserved(device),
+            "host_rss": memory_readings.host_memory(),
+            "host_peak_rss": memory_readings.host_peak(),
+        }
+        if device.type == "cuda":
+            figures |= {"peak_allocated": self._overall[0], "peak_reserved": self._overall[1]}
+            self._overall = (0, 0)
+        by_phase = {f"{phase}/{name}": value for phase, known in self.peaks.items() for name, value in known.items()}
+        row = in_mib(figures) | by_phase
+        log_figures(trainer, {f"memory/{name}": value for name, value in row.items()}, trainer.global_step - 1)
+        self.timeline.append({"step": trainer.global_step, **row})
+        self._look_for_a_leak(figures["allocated"] or figures["host_rss"])
+
+    def _look_for_a_leak(self, now: int | None) -> None:
+        if now is None:
+            return
+        self._steady.append((self._steps, now))
+        third = _LEAK_READINGS // 3
+        if len(self._steady) < _LEAK_READINGS:
+            return
+        first, last = ([size for _, size in list(self._steady)[part]] for part in (slice(third), slice(-third, None)))
+        grown, steps = min(last) - max(first), self._steady[-1][0] - self._steady[0][0]
+        if grown > self.leak_mib * MIB:
+            self._warn(
+                "leak",
+                f"memory between steps grew by {mib(grown)} within {steps} optimiser steps, to {mib(now)}: something "
+                "keeps tensors, often a list of losses without .detach(), or metrics that are never reset",
+            )
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the timeline and say what was seen."""
+        self._end(trainer)
+        if trainer.is_global_zero:
+            self._quietly(self._write_timeline)
+            rank_zero_info(self.describe())
+
+    def describe(self) -> str:
+        """What was seen, in a few lines."""
+        lines = []
+        if self.breakdown is not None:
+            parts = ", ".join(f"{name.replace('_', ' ')} {mib(n)}" for name, n in self.breakdown.bytes.items())
+            at = f"step {self._sampled} at its fullest, in the {self.breakdown.phase} phase"
+            lines.append(f"memory of {at}: {mib(self.breakdown.total)} = {parts}")
+            top = ", ".join(f"{name} {mib(size)}" for name, _, size in self.breakdown.modules[:3])
+            lines += [f"most activations: {top}"] if top else []
+        lines.append(f"the process's largest resident size: {mib(memory_readings.host_peak())}; see {self._folder}")
+        return "\n".join(lines)
+
+    def _write_timeline(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_csv(self._folder / "memory_timeline.csv", self.timeline)
+        write_csv(self._folder / "memory_step.csv", self._rows_of_step)
+        if not self.picture:
+            return
+        title = f"optimiser step {self._sampled}, by purpose" if self._rows_of_step else "no step was sampled"
+        try:
+            write_picture(self._folder / "memory_timeline.png", self.timeline, self._rows_of_step, title)
+        except ModuleNotFoundError as error:
+            self._warn("picture", f"no picture: {error.name} is missing; pip install 'lit-ft-callbacks[plots]'")
+
+    def snapshot(self, path: str | Path) -> bool:
+        """Write CUDA's memory snapshot, for https://pytorch.org/memory_viz; False where there is no CUDA."""
+        if self._device.type != "cuda":
+            self._warn("snapshot", f"no memory snapshot: {self._device.type} has none")
+            return False
+        torch.cuda.memory._dump_snapshot(str(path))
+        return True
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Explain an out-of-memory error; whatever it is, it goes on."""
+        if is_out_of_memory(exception):
+            self._quietly(self._explain, trainer, pl_module, exception)
+        self._end(trainer)
+
+    def _explain(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
+        when = f"optimiser step {self._steps + 1}"
+        if self._ledger is not None:
+            self._ledger.switch(self._phase)  # type: ignore[arg-type]
+            self._close_ledger(trainer, pl_module)
+            when += ", up to the error"
+        elif self.breakdown is not None:
+            when = f"optimiser step {self._sampled}"
+        breakdown = self.breakdown or _known_beforehand(trainer, pl_module, self._device)
+        device = in_mib(
+            {
+                "allocated": memory_readings.allocated(self._device),
+                "reserved": memory_readings.reserved(self._device),
+                "host peak rss": memory_readings.host_peak(),
+            }
+        )
+        readings = [f"The device is {self._device}; " + ", ".join(f"{k[:-4]} {v:,.1f} MiB" for k, v in device.items())]
+        page = out_of_memory_page(
+            str(error),
+            failed_in(trainer) or self._phase,
+            breakdown,
+            when,
+            readings,
+            trainer.world_size,
+            is_split(pl_module),
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"out_of_memory_rank{trainer.global_rank}.md"
+        path.write_text(page, encoding="utf-8")
+        if self._device.type == "cuda":
+            self.snapshot(path.with_suffix(".pickle"))
+        rank_zero_warn(f"MemoryProfiler: {_first_bold(page)} See {path}")
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._ledger is not None:
+            self._ledger.__exit__(None, None, None)
+            self._ledger = None
+        if self._is_watching:
+            unwatch(trainer, self._switch)
+            self._is_watching = False
+
+    def _quietly(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Measuring does not end a run."""
+        try:
+            action(*arguments)
+        except Exception as error:
+            self._warn(action.__name__, f"{action.__name__.strip('_').replace('_', ' ')} failed: {error}")
+
+    def _warn(self, what: str, message: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            rank_zero_warn(f"MemoryProfiler: {message}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator has said no: CUDA's, MPS's or the CPU's."""
+    said = ("out of memory", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    )
+
+
+def _gradients(module: LightningModule) -> Iterator[Tensor]:
+    return (p.grad for p in module.parameters() if p.grad is not None)
+
+
+def _states(trainer: Trainer) -> Iterator[Tensor]:
+    """Tensors of the optimisers' states, however they are nested."""
+    for optimizer in trainer.optimizers:
+        yield from tensors_in(optimizer.state)
+
+
+def _known_beforehand(trainer: Trainer, pl_module: LightningModule, device: torch.device) -> Breakdown:
+    """Where no step was sampled: what is known without; on CUDA the rest of the peak is called activations."""
+    parameters = local_bytes(pl_module.parameters())
+    gradients = local_bytes(p for p in pl_module.parameters() if p.requires_grad)
+    states = local_bytes(_states(trainer))
+    peaks = memory_readings.take_peaks(device)
+    rest = 0 if peaks is None else max(peaks[0] - parameters - gradients - states, 0)
+    purposes: dict[Any, int] = {"parameters": parameters, "gradients": gradients, "optimizer_state": states}
+    return Breakdown(purposes | {"activations": rest, "other": 0}, "other", {}, [], 0, {})
+
+
+def _first_bold(page: str) -> str:
+    return next(line for line in page.splitlines() if line.startswith("**")).replace("*", "")

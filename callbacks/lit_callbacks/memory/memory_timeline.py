@@ -1,0 +1,87 @@
+"""Memory over a run and within a step: as CSV, and as a picture."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lit_callbacks.memory.memory_readings import MIB
+from lit_callbacks.memory.storage_ledger import PURPOSES, StorageLedger
+
+_MOST_POINTS = 1000
+_STEP = ("forward", "backward", "optimizer")
+_COLOURS = {
+    "parameters": "#4c78a8",
+    "gradients": "#f58518",
+    "optimizer_state": "#54a24b",
+    "activations": "#e45756",
+    "other": "#9d9da1",
+}
+
+
+def step_rows(ledger: StorageLedger) -> list[dict[str, Any]]:
+    """A step's memory, at most a thousand of its moments, each the fullest of its neighbours.
+
+    Returns:
+        Rows of ``event``, ``phase`` and MiB by purpose.
+    """
+    moments = list(ledger.timeline())
+    stride = max(1, len(moments) // _MOST_POINTS)
+    rows = []
+    for start in range(0, len(moments), stride):
+        among = range(start, min(start + stride, len(moments)))
+        event = max(among, key=lambda i: sum(moments[i][1].values()))
+        phase, purposes = moments[event]
+        rows.append({"event": event, "phase": phase, **{f"{p}_mib": round(purposes[p] / MIB, 4) for p in PURPOSES}})
+    return rows
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows that may have different columns."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_picture(path: Path, run: Sequence[Mapping[str, Any]], step: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draw the run above and the step below; each is left out where it is empty.
+
+    Args:
+        path: of the PNG.
+        run: rows of ``step`` and MiB by what was read.
+        step: of ``step_rows``.
+        title: what the lower part shows.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    over_run, in_step = figure.subplots(2, 1)
+    for name in [name for name in (run[-1] if run else {}) if name.endswith("_mib") and "/" not in name]:
+        points = [(row["step"], row[name]) for row in run if name in row]
+        over_run.plot(*zip(*points, strict=True), label=name.removesuffix("_mib").replace("_", " "))
+    over_run.set(xlabel="optimiser step", ylabel="MiB", title="over the run", ylim=(0, None))
+    if run:
+        over_run.legend(loc="lower right", fontsize="small")
+    if step:
+        events = [row["event"] for row in step]
+        parts = [[row[f"{purpose}_mib"] for row in step] for purpose in PURPOSES]
+        labels = [purpose.replace("_", " ") for purpose in PURPOSES]
+        in_step.stackplot(events, parts, labels=labels, colors=[_COLOURS[p] for p in PURPOSES], step="post")
+        # Phases that take no room would write over each other: zero_grad between forward and backward, say.
+        starts = [0, *(n for n, (one, two) in enumerate(pairwise(step), 1) if one["phase"] != two["phase"]), len(step)]
+        for start, end in pairwise(starts):
+            if (phase := step[start]["phase"]) in _STEP and end - start > len(step) / 20:
+                in_step.axvline(step[start]["event"], color="black", linewidth=0.6, linestyle=":")
+                place = {"xycoords": ("data", "axes fraction"), "xytext": (3, -2), "textcoords": "offset points"}
+                in_step.annotate(phase, (step[start]["event"], 1), va="top", fontsize=8, **place)
+        in_step.legend(loc="upper right", fontsize="small")
+    in_step.set(xlabel="allocation or release", ylabel="MiB", title=title)
+    figure.savefig(path, dpi=100)

@@ -1,0 +1,1 @@
+"""Text and figures for loggers, files and the terminal."""

@@ -1,0 +1,100 @@
+"""Curves as SVG that takes its text colour from the page, so that it is read by day and by night."""
+
+import io
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lit_callbacks.output.printable import printable
+from lit_callbacks.report.report_data import Points
+
+CHARTS = (
+    ("loss", "nats", r"(.*[/_])?loss(_step|_epoch)?"),
+    ("training loss by source", "nats", r"train/loss/.+"),
+    ("validation loss by source", "nats", r"val/loss/.+"),
+    ("accuracy", "share", r".*(accuracy|exact_match)"),
+    ("learning rate", "", r"(.*/)?(learning_rate|lr([-_].*)?)"),
+    ("gradient norm", "", r".*grad(ient)?_norm.*"),
+    ("tokens per second", "tokens/s", r"throughput/(total|non_padding|supervised)_tokens_per_second"),
+    ("samples per second", "samples/s", r"throughput/samples_per_second"),
+    ("MFU", "share", r"throughput/mfu"),
+    ("seconds of a step", "s", r"throughput/.*_seconds"),
+    ("memory", "MiB", r"memory/[^/]+"),
+)
+"""Title, unit, and the metrics that a chart takes, by regular expression on the whole name; the first chart that fits
+takes a metric."""
+MOST_POINTS = 300
+"""Points of a curve; where there are more, each is the mean of its neighbourhood."""
+LONGEST_LABEL = 40
+"""Characters of a curve's name in a legend; the table below the pictures has all of it."""
+_COLOURS = ("#3d85d9", "#e0792f", "#3f9f63", "#a860c6", "#b8941f", "#d2555a", "#6f849c", "#2ba3a3")
+
+
+def sort_into_charts(curves: Mapping[str, Points]) -> dict[tuple[str, str], dict[str, Points]]:
+    """Which curves go on which chart: from title and unit to curves by name. Those of one point are left out."""
+    charts: dict[tuple[str, str], dict[str, Points]] = {}
+    for name, points in curves.items():
+        for title, unit, pattern in CHARTS:
+            if re.fullmatch(pattern, name, re.DOTALL) and not name.startswith("forgetting/") and len(points) > 1:
+                charts.setdefault((title, unit), {})[name] = points
+                break
+    order = [title for title, _, _ in CHARTS]
+    return dict(sorted(charts.items(), key=lambda chart: order.index(chart[0][0])))
+
+
+def thinned(points: Points) -> Points:
+    """At most ``MOST_POINTS`` points, each the mean of some neighbours; a value that is not finite stays seen."""
+    size = math.ceil(len(points) / MOST_POINTS)
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(sum(s for s, _ in part) / len(part), sum(v for _, v in part) / len(part)) for part in parts]
+
+
+def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
+    """An ``<svg>`` element of some curves over optimiser steps.
+
+    Args:
+        title: names the picture for readers who do not see it.
+        unit: of the values.
+        curves: by name.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    # Small on paper, so that the letters are large enough on a phone; text stays text, in the page's font.
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9, "path.simplify": True}
+    style |= {"text.parse_math": False}  # names of data sets may hold dollars
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(4.4, 2.7), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        prefixes = {name.rpartition("/")[0] for name in curves}
+        shared = prefixes.pop() if len(prefixes) == 1 else ""
+        labels = [_label(name.removeprefix(f"{shared}/")) for name in curves]
+        for i, points in enumerate(curves.values()):
+            marker = "." if len(points) < 30 else None
+            colour = _COLOURS[i % len(_COLOURS)]
+            axes.plot(*zip(*thinned(points), strict=True), color=colour, linewidth=1.3, marker=marker)
+        axes.set(xlabel="optimiser step", ylabel=unit)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(curves) > 1:
+            axes.legend(axes.lines, labels, fontsize=7.5, frameon=False)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
+    # A page of its own has its own sizes and types; here the width is the page's.
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+
+
+def _label(name: str) -> str:
+    """A curve's name as a legend takes it: on one line, not too long, and not hidden by a leading underscore."""
+    name = printable(name, one_line=True)
+    name = name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 3]}..."
+    return f" {name}" if name.startswith("_") else name

@@ -1,0 +1,1 @@
+"""Loss and gradient spikes."""

@@ -1,0 +1,308 @@
+"""Leave out optimiser steps whose loss or gradients have gone wrong, before they reach the weights."""
+
+import json
+import math
+import statistics
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_callbacks.batch_ids import batch_ids
+from lit_callbacks.distributed.gradient_norms import norms_by_name, parameters_of, squared_norm
+from lit_callbacks.output.log_figures import log_figures
+
+LEAST_DEVIATION = 0.1
+"""Share of the median that counts as a deviation in a run without noise."""
+
+
+class SpikesPersist(RuntimeError):
+    """Raised out of ``trainer.fit``, on all ranks together, when too many steps had to be left out."""
+
+
+def excess(value: float, history: Sequence[float]) -> float:
+    """How many standard deviations ``value`` lies above the median of ``history``.
+
+    Of logarithms where all are positive: gradient norms, and losses of a task that is nearly learnt, range over powers
+    of ten, and a step of twenty times the median is one of many good ones. The deviation is 1.4826 x the median
+    absolute deviation, which is the standard deviation of a normal distribution and is not moved by spikes; at least
+    ``LEAST_DEVIATION`` of the median, so that a quiet run does not call everything a spike.
+    """
+    if value > 0 and min(history) > 0:
+        value, history, least = math.log(value), [math.log(past) for past in history], LEAST_DEVIATION
+    else:
+        least = max(LEAST_DEVIATION * abs(statistics.median(history)), 1e-12)
+    median = statistics.median(history)
+    spread = 1.4826 * statistics.median(abs(past - median) for past in history)
+    return (value - median) / max(spread, least)
+
+
+def may_exceed(value: float, ordered: Sequence[float], threshold: float) -> bool:
+    """Whether ``excess`` can be over ``threshold``: a deviation is ``LEAST_DEVIATION`` of the median at least.
+
+    Nearly always it cannot, and this takes next to none of the time.
+
+    Args:
+        value: as for ``excess``.
+        ordered: the history, from the least to the largest.
+        threshold: what ``excess`` is compared with.
+    """
+    if value <= 0 or ordered[0] <= 0:
+        return True
+    median_low = ordered[(len(ordered) - 1) // 2]
+    return math.log(value / median_low) > threshold * LEAST_DEVIATION
+
+
+class History:
+    """The last values of something, by time and by size."""
+
+    def __init__(self, window: int, values: Iterable[float] = ()) -> None:
+        """Start with some.
+
+        Args:
+            window: how many are kept.
+            values: the oldest first.
+        """
+        self.values = deque(values, maxlen=window)
+        self.ordered = sorted(self.values)
+
+    def append(self, value: float) -> None:
+        """Add the newest; the oldest goes when there are too many."""
+        if len(self.values) == self.values.maxlen:
+            del self.ordered[bisect_left(self.ordered, self.values[0])]
+        self.values.append(value)
+        insort(self.ordered, value)
+
+
+class SpikeGuard(Callback):
+    """Skip optimiser steps with a NaN, infinite or spiking loss or gradient norm, on all ranks together.
+
+    Looks after the backward pass of a step's last micro-batch, before clipping and before the optimiser. A skipped
+    step finds no gradients, so weights, momentum and weight decay stay as they were; schedules and ``global_step``
+    go on. Logged: ``spike_guard/skipped_steps``, how many so far, whenever it has changed.
+
+    Costs one all-reduce of four numbers and one look at the device per optimiser step (the decision is the host's),
+    none per micro-batch. A module that measures its gradients anyway can have it done once, by a method
+    ``measured_gradient_norm(optimizer)``: their norm over all ranks, a scalar, or None where it has none. Under fp16
+    with a gradient scaler, infinite gradients are left to the scaler, which expects them.
+    """
+
+    def __init__(
+        self,
+        threshold: float = 6.0,
+        window: int = 100,
+        warmup_steps: int = 20,
+        stop_after: int = 10,
+        folder: str | Path | None = None,
+        ids: Callable[[Any], Any] = batch_ids,
+    ) -> None:
+        """Say what a spike is.
+
+        Args:
+            threshold: robust standard deviations above the median of the last good steps (see ``excess``).
+            window: good steps that the median is taken over.
+            warmup_steps: good steps before anything finite is called a spike.
+            stop_after: raise ``SpikesPersist`` once so many of the last ``window`` steps were skipped.
+            folder: for the evidence, a JSON file for each skipped step and rank; None is ``spikes`` in
+                ``trainer.default_root_dir``.
+            ids: which samples a batch holds, for the evidence.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        if threshold <= 0 or not 1 <= stop_after <= window or not 2 <= warmup_steps <= window:
+            raise ValueError(
+                f"SpikeGuard(threshold={threshold}, window={window}, warmup_steps={warmup_steps}, "
+                f"stop_after={stop_after}): threshold must be positive, 1 <= stop_after <= window and "
+                "2 <= warmup_steps <= window"
+            )
+        self.threshold, self.window, self.warmup_steps, self.stop_after = threshold, window, warmup_steps, stop_after
+        self.folder = None if folder is None else Path(folder)
+        self.ids = ids
+        self.skipped_steps = 0
+        """How many steps were found wrong, in this run and the runs that it resumes."""
+        self._recent: deque[bool] = deque(maxlen=window)
+        self._history: defaultdict[str, History] = defaultdict(partial(History, window))
+        self._loss: Tensor | None = None
+        self._batches: list[tuple[int, Any]] = []
+        self._has_stepped = False
+        self._logged = 0
+
+    # --- what a step is made of ----------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Remember which samples the step sees."""
+        if self._has_stepped:
+            self._batches, self._has_stepped = [], False
+        try:
+            ids = self.ids(batch)
+        except Exception as error:  # somebody else's function, for the evidence alone
+            ids = None
+            rank_zero_warn(f"SpikeGuard cannot tell samples apart ({type(error).__name__}: {error}); look at ids=")
+        self._batches.append((batch_idx, ids))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Add up the step's loss: Lightning has divided each micro-batch's by their number."""
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+
+    # --- the decision --------------------------------------------------------------------------------
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Look at the step, and take its gradients away if something is wrong.
+
+        Raises:
+            SpikesPersist: it was one too many.
+        """
+        loss, norm = self._measure(trainer, pl_module, optimizer)
+        self._loss, self._has_stepped = None, True
+        which = f"optimizer {trainer.optimizers.index(optimizer)} " if len(trainer.optimizers) > 1 else ""
+        found = {f"{which}loss": loss, f"{which}gradient norm": norm}
+        reasons = [why for name, value in found.items() if (why := self._wrong(trainer, name, value)) is not None]
+        self._recent.append(bool(reasons))
+        if reasons:
+            self._skip(trainer, pl_module, optimizer, reasons, {"loss": loss, "gradient_norm": norm})
+        else:
+            for name, value in found.items():
+                if value is not None and math.isfinite(value):
+                    self._history[name].append(value)
+        if self.skipped_steps != self._logged:
+            log_figures(trainer, {"spike_guard/skipped_steps": float(self.skipped_steps)}, trainer.global_step)
+            self._logged = self.skipped_steps
+
+    def _measure(
+        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer
+    ) -> tuple[float | None, float | None]:
+        """Mean loss of the ranks and the norm of all gradients; None for what there is not."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        has_norm, norm = _norm(trainer, module, optimizer)
+        if trainer.world_size == 1:
+            loss = None if self._loss is None else float(self._loss) / scale
+            return loss, float(norm) if has_norm else None
+        device = trainer.strategy.root_device
+        has = torch.tensor([self._loss is not None, has_norm], dtype=torch.float32, device=device)
+        own = torch.zeros(2, device=device)
+        if self._loss is not None:
+            own[0] = self._loss
+        own[1] = norm**2
+        # In one collective, so that all ranks see the same numbers and decide the same.
+        sums: Any = trainer.strategy.reduce(torch.cat([has, own]), reduce_op="sum")
+        has_loss, norms, total, summed = sums.tolist()
+        return total / has_loss / scale if has_loss else None, math.sqrt(summed) if norms else None
+
+    def _wrong(self, trainer: Trainer, name: str, value: float | None) -> str | None:
+        if value is None:
+            return None
+        if not math.isfinite(value):
+            has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+            return None if has_scaler and name.endswith("norm") else f"{name} is {value}"
+        ordered = self._history[name].ordered
+        if len(ordered) < self.warmup_steps or not may_exceed(value, ordered, self.threshold):
+            return None
+        if (above := excess(value, ordered)) > self.threshold:
+            median = statistics.median(ordered)
+            return f"{name} is {value:.4g}, {above:.1f} deviations above its median {median:.4g}"
+        return None
+
+    def _skip(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        optimizer: Optimizer,
+        reasons: list[str],
+        measured: dict[str, float | None],
+    ) -> None:
+        self.skipped_steps += 1
+        evidence = self._save(trainer, module, optimizer, reasons, measured)
+        what = f"step {trainer.global_step}: {'; '.join(reasons)}"
+        if (why_not := _why_unskippable(trainer, optimizer)) is not None:
+            rank_zero_warn(f"{what}. The step is taken all the same: {why_not}; evidence: {evidence}")
+        else:
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None  # zeros would still decay weights and move by momentum
+            rank_zero_warn(f"{what}; the step is skipped, evidence: {evidence}")
+        if sum(self._recent) >= self.stop_after:
+            raise SpikesPersist(
+                f"{sum(self._recent)} of the last {len(self._recent)} steps were wrong (stop_after={self.stop_after}), "
+                f"the last one: {what}; look at {evidence.parent}, then resume from an earlier checkpoint with a lower "
+                "learning rate, or without those samples"
+            )
+
+    # --- evidence ------------------------------------------------------------------------------------
+
+    def _save(
+        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, reasons: list[str], measured: Any
+    ) -> Path:
+        folder = self.folder or Path(trainer.default_root_dir) / "spikes"
+        path = folder / f"step{trainer.global_step:08d}.rank{trainer.global_rank}.json"
+        evidence = {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "reasons": reasons,
+            **measured,
+            "learning_rates": [group["lr"] for group in optimizer.param_groups],
+            "batches": [{"batch_idx": index, "ids": ids} for index, ids in self._batches],
+            "gradient_norms": norms_by_name(trainer, module, optimizer),  # a collective
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(_json_safe(evidence), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            rank_zero_warn(f"SpikeGuard cannot write its evidence to {str(folder)!r} ({error.strerror}); give folder=")
+        return path
+
+    # --- resuming ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is normal, for a resumed run."""
+        history = {name: list(history.values) for name, history in self._history.items()}
+        return {"skipped_steps": self.skipped_steps, "recent": list(self._recent), "history": history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was normal."""
+        self.skipped_steps = state_dict["skipped_steps"]
+        self._recent.extend(state_dict["recent"])
+        self._history.update({name: History(self.window, values) for name, values in state_dict["history"].items()})
+
+
+def _norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> tuple[bool, Tensor | float]:
+    """Whether there are gradients here, and this rank's share of their norm: the shares' squares add up to its own."""
+    of_module: Any = getattr(module, "measured_gradient_norm", None)
+    of_strategy: Any = getattr(trainer.strategy, "gradient_norm", None)  # its ranks may hold different layers
+    norm = of_module(optimizer) if of_module is not None else None
+    if norm is not None:
+        return True, norm if trainer.world_size == 1 else norm / trainer.world_size**0.5
+    parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+    if of_module is None and of_strategy is not None and (norm := of_strategy(parameters)) is not None:
+        return bool(parameters), norm / trainer.world_size**0.5
+    return bool(parameters), squared_norm(parameters, trainer).sqrt() if parameters else 0.0
+
+
+def _why_unskippable(trainer: Trainer, optimizer: Optimizer) -> str | None:
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        return "DeepSpeed keeps gradients to itself, so SpikeGuard sees the loss only and can only warn and stop"
+    has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+    if has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+        return "a fused optimizer under precision 16-mixed unscales gradients itself; set fused=False or bf16-mixed"
+    return None
+
+
+def _json_safe(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _json_safe(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_safe(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if isinstance(value, (int, str, type(None))) else str(value)

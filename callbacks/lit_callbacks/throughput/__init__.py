@@ -1,0 +1,1 @@
+"""Throughput: tokens per second, FLOPs and where a step's time goes."""

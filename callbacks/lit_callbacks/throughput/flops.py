@@ -1,0 +1,162 @@
+"""FLOPs of training a transformer on a batch, from its weights and a Hugging Face style config.
+
+Model FLOPs, as Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B) define them for MFU: what one forward and one
+backward pass need. What activation checkpointing or flash attention compute again is not counted, nor is padding, and
+causal attention counts all pairs, half of which are masked.
+
+A weight of n elements costs 2n for each token that it meets in the forward pass, 2n for the gradient of its input and
+2n for its own, where it trains: 6n in full fine-tuning, 4n where it is frozen above something that trains, 2n below.
+What PEFT adds to fused experts it multiplies out once a pass, whatever the tokens: that is counted by the token here.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lit_callbacks.distributed.gather import whole_numel
+from lit_callbacks.throughput.batch_counts import BatchCounts, Number
+
+Place = tuple[float, float, int]
+"""Layer, stage within the layer, and 1 for the second factor of an adapter: the order of computation."""
+
+_LAYER = re.compile(r"\.(?:layers?|h|blocks?)\.(\d+)\.")
+_STAGES = [
+    re.compile(pattern)
+    for pattern in (
+        r"input_layernorm|\bln_1\b|\bln1\b",
+        r"\bq_proj|\bk_proj|\bv_proj|qkv|\bc_attn|query|\bkey\b|\bvalue\b",
+        r"\bo_proj|attn\.c_proj|out_proj",
+        r"post_attention_layernorm|\bln_2\b|\bln2\b",
+        r"\bgate\b|gate_proj|up_proj|gate_up_proj|\bc_fc\b|\bw1\b|\bw3\b",
+        r"down_proj|mlp\.c_proj|\bw2\b",
+    )
+]
+_ATTENTION_INPUTS = 1.0
+_SECOND_FACTOR = re.compile(r"lora_B|vera_lambda_b")
+_PROJECTIONS = {"q": r"\bq_proj|query", "k": r"\bk_proj|\bkey\b", "v": r"\bv_proj|\bvalue\b"}
+_FUSED = re.compile(r"qkv|\bc_attn")
+
+
+@dataclass(frozen=True)
+class TransformerFlops:
+    """FLOPs as a sum over what a batch holds."""
+
+    per_token: float
+    """Of the layers' weights, for each token that is not padding."""
+    per_head_position: float
+    """Of the output head's weights, for each position that it is computed for."""
+    per_pair: Mapping[int | None, float] = field(default_factory=dict)
+    """Of attention, for each query-key pair of a sample, by the sliding window that limits the pairs."""
+
+    def __call__(self, counts: BatchCounts) -> Number | None:
+        """FLOPs of one forward and backward pass over a batch; None where its tokens are unknown."""
+        if counts.non_padding_tokens is None or counts.head_positions is None or counts.lengths is None:
+            return None
+        attention = sum(cost * counts.pairs(window) for window, cost in self.per_pair.items())
+        of_weights = self.per_token * counts.non_padding_tokens
+        return of_weights + self.per_head_position * counts.head_positions + attention
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TransformerFlops | None":
+        """The formula for a model, or None where no module within has a config with ``num_hidden_layers``.
+
+        Args:
+            model: holds a Hugging Face style transformer, with or without a PEFT method; it may lie on the meta device.
+        """
+        if (config := _config_of(model)) is None:
+            return None
+        places = {name: _place(name) for name, p in model.named_parameters() if p.requires_grad}
+        first: Place = min(places.values(), default=(float("inf"), 0.0, 0))
+        heads = _head_weights(model)
+        share = _share_of_experts(config)
+        per_token = per_head = 0.0
+        for name, weight, numel in _matrices(model):
+            passes = 1 + (first < _place(name)) + weight.requires_grad
+            cost = 2.0 * passes * numel * (share if re.search(r"\bexperts\b", name) else 1.0)
+            if id(weight) in heads:
+                per_head += cost
+            else:
+                per_token += cost
+        return cls(per_token, per_head, _attention(config, first, places))
+
+
+def _config_of(model: nn.Module) -> Any:
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        if all(isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "num_attention_heads")):
+            return config
+    return None
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Weights that tokens are multiplied with, and their elements; a lookup costs nothing."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            full_name = f"{prefix}.{name}"
+            is_lookup = "lora_embedding" in full_name or ".original_module." in full_name
+            if id(weight) in seen or is_lookup or len(getattr(weight, "ds_shape", weight.shape)) < 2:
+                continue
+            seen.add(id(weight))
+            # Quantised weights are packed: the layer knows its size.
+            sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+            known = [size for size in sizes if name == "weight" and isinstance(size, int)]
+            yield full_name, weight, known[0] * known[1] if len(known) == 2 else whole_numel(weight)
+
+
+def _head_weights(model: nn.Module) -> set[int]:
+    found: set[int] = set()
+    for module in model.modules():
+        find: Any = getattr(module, "get_output_embeddings", None)
+        if find is not None and (head := find()) is not None:
+            found |= {id(parameter) for parameter in head.parameters()}
+    return found
+
+
+def _place(name: str) -> Place:
+    """When a weight is used: embeddings, then layers stage by stage, then what comes after them."""
+    name = f".{name}"
+    if (layer := _LAYER.search(name)) is None:
+        is_embedding = re.search(r"embed|\bwte\b|\bwpe\b", name) is not None
+        return (-1.0 if is_embedding else float("inf"), 0.0, 0)
+    within = name[layer.end() :]
+    # A gate of the attention (``\bgate\b`` matches routers) and unknown names count as late: their input has gradients.
+    stage = next((float(i) for i, pattern in enumerate(_STAGES) if pattern.search(within)), float("inf"))
+    return float(layer.group(1)), stage, int(_SECOND_FACTOR.search(within) is not None)
+
+
+def _share_of_experts(config: Any) -> float:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((n for name in names if isinstance(n := getattr(config, name, None), int) and n > 0), 1)
+    return getattr(config, "num_experts_per_tok", count) / count
+
+
+def _attention(config: Any, first: Place, trainable: Mapping[str, Place]) -> dict[int | None, float]:
+    """Scores and weighted values: 2 FLOPs for each pair and element of a head, and twice that backwards."""
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    trained: dict[float, set[str]] = defaultdict(set)
+    for name, (layer, stage, _) in trainable.items():
+        if stage == _ATTENTION_INPUTS:
+            trained[layer] |= {
+                part for part, names in _PROJECTIONS.items() if _FUSED.search(name) or re.search(names, name)
+            }
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    total: dict[int | None, float] = defaultdict(float)
+    for layer, kind in enumerate(kinds):
+        if kind is not None and "attention" in kind and "linear" in kind:
+            continue  # its cost is in its weights
+        below = first < (layer, _ATTENTION_INPUTS, 0)
+        q, k, v = (below or part in trained[layer] for part in "qkv")
+        products = 2 + v + (q or k) + q + k
+        window = None if kind == "full_attention" else getattr(config, "sliding_window", None)
+        total[window] += 2 * products * width
+    return dict(total)

@@ -1,0 +1,290 @@
+"""How fast training goes and where its time goes, without what is not training."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lit_callbacks.output.log_figures import log_figures
+from lit_callbacks.phases import Phase, unwatch, watch
+from lit_callbacks.throughput.batch_counts import BatchCounts, Number, count_batch
+from lit_callbacks.throughput.clocks import PhaseTimer, clock_of
+from lit_callbacks.throughput.flops import TransformerFlops
+from lit_callbacks.throughput.peak_flops import compute_dtype, measured_peak, peak_of
+
+Count = Callable[[Any], BatchCounts | int | None]
+_Found = TypeVar("_Found")
+PARTS: dict[str, tuple[Phase, ...]] = {
+    "data": ("data",),
+    "forward_backward": ("forward", "backward"),
+    "optimizer": ("optimizer",),
+    "callbacks": ("callbacks",),
+    "other": ("other",),
+}
+"""The parts of a step and the phases they consist of; validation and checkpoints are no part of it."""
+
+_RATES = {
+    "samples": "samples_per_second",
+    "total_tokens": "total_tokens_per_second",
+    "non_padding_tokens": "non_padding_tokens_per_second",
+    "supervised_tokens": "supervised_tokens_per_second",
+    "flops": "model_flops_per_second",
+}
+_COUNTS = [name for name in _RATES if name != "flops"]
+_Counted = tuple[BatchCounts, float | None]
+"""A batch, and its FLOPs where there is a function for them."""
+
+
+@dataclass
+class Measured:
+    """What was done and how long it took, of one optimiser step or of many, on this rank."""
+
+    steps: int = 0
+    done: dict[str, Number] = field(default_factory=dict)
+    """Sums by the names of ``_RATES``; a name is missing where some batch could not be counted."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """By the names of ``PARTS``."""
+
+    @classmethod
+    def of(cls, parts: Iterable["Measured"]) -> "Measured":
+        """Their sum."""
+        parts = list(parts)
+        names = set.intersection(*(set(part.done) for part in parts)) if parts else set()
+        return cls(
+            sum(part.steps for part in parts),
+            {name: sum(part.done[name] for part in parts) for name in _RATES if name in names},
+            {name: sum(part.seconds[name] for part in parts) for name in PARTS},
+        )
+
+    @property
+    def total_seconds(self) -> float:
+        """All parts together."""
+        return sum(self.seconds.values())
+
+
+class ThroughputMonitor(Callback):
+    """Log how fast training goes, over the last steps, and where a step's time goes; at the end, over the whole run.
+
+    Under ``throughput/``, of all devices together, and where there are several under ``throughput/device/`` for one on
+    average:
+    ``samples_per_second``, ``total_tokens_per_second`` (padding included), ``non_padding_tokens_per_second``,
+    ``supervised_tokens_per_second`` (those with a label) and ``model_flops_per_second``. Besides:
+    ``tokens_per_second``, which is ``non_padding_tokens_per_second``; ``data_wait``, the share of the time, 0 to 1,
+    that was spent waiting for data; ``step_seconds`` and its parts ``step_seconds/data``, ``/forward_backward``,
+    ``/optimizer``, ``/callbacks`` and ``/other`` (the copy to the device, logging); and ``mfu``, model FLOP/s over the
+    device's peak, 0 to 1.
+
+    Time is an optimiser step's, data included; validation, checkpoints and the first steps (allocation, compilation)
+    are left out. On CUDA it is the device's own, by events that are read once they have passed: nothing is
+    synchronised, and the last steps may be missing from a window. Elsewhere it is the process's.
+
+    ``summary`` holds the run's figures after training; they are logged as ``throughput/run/...`` too. Lightning's
+    ``Throughput`` takes one count of items, equal on all ranks and never zero, so the sums are made here.
+    """
+
+    def __init__(
+        self,
+        window: int = 20,
+        count: Count = count_batch,
+        flops: Callable[[Any], float | None] | None = None,
+        peak: float | Literal["datasheet", "measure"] = "datasheet",
+        skip_steps: int = 1,
+    ) -> None:
+        """Say what is counted, over how long, and against what.
+
+        Args:
+            window: optimiser steps that rates are taken over.
+            count: from a batch to what it holds, or to its non-padding tokens; None where it cannot tell.
+            flops: from a batch to the model FLOPs of its forward and backward pass on this rank; None takes a formula
+                for transformers with a Hugging Face style config (``lit_callbacks.flops``).
+            peak: FLOP/s of a device for MFU: a number, its datasheet's by name and dtype, or measured by a matrix
+                product when training starts, which serves any device.
+            skip_steps: optimiser steps at the start that are not measured.
+        """
+        self.window, self.count, self.flops, self.peak, self.skip_steps = window, count, flops, peak, skip_steps
+        self.summary: dict[str, float] = {}
+        """The whole run's figures, by the names that are logged, after training."""
+        self._said: set[str] = set()
+        self._timer: PhaseTimer | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin, and forget an earlier fit."""
+        self._end(trainer)
+        self.summary = {}
+        self._steps: deque[Measured] = deque(maxlen=self.window)
+        self._run: Measured = Measured()
+        self._batches: list[_Counted] = []
+        self._pending: deque[tuple[list[_Counted], Any]] = deque()
+        self._skipped, self._global_step = 0, trainer.global_step
+        # A strategy that leaves some layers to other ranks has taken the formula before.
+        whole = getattr(pl_module, "flops_of_whole", None)
+        formula = partial(TransformerFlops.of, pl_module)
+        self._flops_of_model = None if self.flops else whole or self._attempt("no formula for FLOPs", formula)
+        if not self.flops and self._flops_of_model is None:
+            self._warn(f"no FLOP/s and no MFU: {type(pl_module).__name__} has no transformer config; pass flops=")
+        self._peak = self._find_peak(trainer, pl_module)
+        self._timer = PhaseTimer(clock_of(trainer.strategy.root_device))
+        watch(trainer, self._timer.switch)
+
+    def _find_peak(self, trainer: Trainer, pl_module: LightningModule) -> float | None:
+        if isinstance(self.peak, int | float):
+            return float(self.peak)
+        device, dtype = trainer.strategy.root_device, compute_dtype(trainer, pl_module)
+        if self.peak == "measure":
+            return measured_peak(device, dtype)
+        peak = peak_of(device, dtype)
+        if peak is None and device.type != "cpu" and (self.flops or self._flops_of_model):
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            self._warn(f"no MFU: no datasheet is kept for {dtype} on {name!r}; pass peak='measure' or FLOP/s")
+        return peak
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch; at the end of an optimiser step, take the time."""
+        if self._timer is None:
+            return
+        self._add(batch)
+        step = trainer.global_step
+        if step == self._global_step:
+            return
+        every, before, self._global_step = trainer.log_every_n_steps, self._global_step, step  # type: ignore[attr-defined]
+        stretches, batches, self._batches = self._timer.cut(), self._batches, []
+        if self._skipped < self.skip_steps:
+            self._skipped += 1
+            return
+        self._pending.append((batches, stretches))
+        if every and step // every != before // every:
+            self._collect()
+            self._log(trainer)
+
+    def _add(self, batch: Any) -> None:
+        counts = self._attempt("cannot count a batch", partial(self.count, batch))
+        if not isinstance(counts, BatchCounts):
+            counts = BatchCounts(samples=count_batch(batch).samples, non_padding_tokens=counts)
+        if counts.non_padding_tokens is None:
+            self._warn(
+                f"cannot count the tokens of a {type(batch).__name__} without 'input_ids', so no tokens per second "
+                "are logged; pass count=<function from batch to int>"
+            )
+        flops = None if self.flops is None else self._attempt("cannot count FLOPs", partial(self.flops, batch))
+        self._batches.append((counts, flops))
+
+    def _sums(self, batches: list["_Counted"]) -> dict[str, Number]:
+        """Of what batches hold, by the names of ``_RATES``; without those that are unknown of one of them."""
+        formula = self._flops_of_model
+        of_all: dict[str, list[Any]] = {name: [getattr(counts, name) for counts, _ in batches] for name in _COUNTS}
+        of_all["flops"] = [flops if formula is None else formula(counts) for counts, flops in batches]
+        return {name: sum(numbers) for name, numbers in of_all.items() if all(n is not None for n in numbers)}
+
+    def _collect(self) -> None:
+        """Take up the steps that the device has finished."""
+        while self._timer is not None and self._pending:
+            batches, stretches = self._pending[0]
+            if (seconds := self._timer.seconds(stretches)) is None:
+                return
+            self._pending.popleft()
+            parts = {name: sum(seconds.get(phase, 0.0) for phase in phases) for name, phases in PARTS.items()}
+            step = Measured(1, self._sums(batches), parts)
+            self._steps.append(step)
+            self._run = step if not self._run.steps else Measured.of((self._run, step))
+
+    def _log(self, trainer: Trainer) -> None:
+        if "measured" not in self._said:
+            self._said.add("measured")
+            rank_zero_info(
+                f"throughput is measured from optimiser step {self.skip_steps + 1} of this fit on, without validation "
+                "and checkpoints"
+            )
+        figures = self._figures(trainer, Measured.of(self._steps))
+        log_figures(trainer, {f"throughput/{name}": value for name, value in figures.items()}, self._global_step - 1)
+        if (tokens := figures.get("tokens_per_second")) is not None:
+            trainer.progress_bar_metrics["throughput/tokens_per_second"] = tokens
+
+    def _figures(self, trainer: Trainer, measured: Measured) -> dict[str, float]:
+        """Rates over all ranks, and times of the average rank; a collective, the same on every rank."""
+        device, ranks = trainer.strategy.root_device, trainer.world_size
+        # Ranks with parts of a model see the same data: a replica's work counts once.
+        replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        unknown = float("nan")
+        means = [float(measured.done.get(name, unknown)) / (measured.total_seconds or unknown) for name in _RATES]
+        means += [measured.seconds[name] / max(measured.steps, 1) for name in PARTS]
+        if ranks > 1:
+            vector = torch.tensor(means, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+            means = torch.as_tensor(trainer.strategy.reduce(vector, reduce_op="mean")).tolist()
+        if not measured.steps:
+            return {}
+        figures: dict[str, float] = {}
+        for name, mean in zip(_RATES, means, strict=False):
+            if name in measured.done:
+                rate = mean * replicas
+                figures |= {_RATES[name]: rate} | ({f"device/{_RATES[name]}": rate / ranks} if ranks > 1 else {})
+        parts = means[len(_RATES) :]
+        figures |= {"step_seconds": sum(parts), "data_wait": parts[0] / sum(parts)}
+        figures |= {f"step_seconds/{name}": value for name, value in zip(PARTS, parts, strict=True)}
+        if "non_padding_tokens" in measured.done:
+            figures["tokens_per_second"] = figures["non_padding_tokens_per_second"]
+        if "flops" in measured.done and self._peak:
+            figures["mfu"] = figures["model_flops_per_second"] / ranks / self._peak
+        return figures
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sum up the run; here the device is waited for."""
+        if self._timer is None:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)
+        self._collect()
+        self.summary = self._figures(trainer, self._run)
+        self._end(trainer)
+        if not self.summary:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics({f"throughput/run/{k}": v for k, v in self.summary.items()}, step=trainer.global_step)
+        rank_zero_info(describe(self.summary, self._run.steps, trainer.world_size))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the trainer its profiler back."""
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._timer is not None:
+            unwatch(trainer, self._timer.switch)
+            self._timer = None
+
+    def _attempt(self, what: str, measure: Callable[[], _Found]) -> _Found | None:
+        """What somebody else's function finds; None and a warning where it raises: measuring does not end a run."""
+        try:
+            return measure()
+        except Exception as error:
+            self._warn(f"{what} ({type(error).__name__}: {error})")
+            return None
+
+    def _warn(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            rank_zero_warn(f"ThroughputMonitor: {what}")
+
+
+def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
+    """A run's figures in two lines.
+
+    Args:
+        summary: of the monitor.
+        steps: optimiser steps that were measured.
+        ranks: devices.
+    """
+    rates = [("samples", "samples/s"), ("total_tokens", "tokens/s with padding"), ("non_padding_tokens", "without")]
+    rates += [("supervised_tokens", "supervised")]
+    said = [f"{summary[key]:,.4g} {unit}" for name, unit in rates if (key := _RATES[name]) in summary]
+    if "model_flops_per_second" in summary:
+        mfu = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
+        said.append(f"{summary['model_flops_per_second'] / ranks / 1e12:,.3g} model TFLOP/s per device{mfu}")
+    total = summary["step_seconds"]
+    parts = ", ".join(f"{name.replace('_', '+')} {summary[f'step_seconds/{name}'] / total:.1%}" for name in PARTS)
+    return f"throughput of {steps:,} steps on {ranks} devices: {', '.join(said)}\na step takes {total:,.4g} s: {parts}"

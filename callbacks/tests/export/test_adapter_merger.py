@@ -1,0 +1,215 @@
+"""AdapterMerger before the end: every n steps, at each best checkpoint, keeping the last."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lit_callbacks import AdapterMerger
+from plain_modules import VOCABULARY, make_trainer, texts
+from ranks import on_ranks
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+
+def base() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes))
+
+
+class Adapted(LightningModule):
+    """LoRA on a tiny Llama; its validation loss is what the test says, one after the other."""
+
+    def __init__(self, config: Any, losses: tuple[float, ...] = ()) -> None:
+        super().__init__()
+        self.model, self.losses = peft.get_peft_model(base(), config), list(losses)
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.append({n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad})
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None: ...
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/loss", self.losses.pop(0))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1.0)
+
+
+def lora() -> Any:
+    return peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.2, init_lora_weights=False)
+
+
+def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
+    model = peft.PeftModel.from_pretrained(base(), folder, is_trainable=True)
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_same(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    saved = adapter_of(folder)
+    assert saved.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(saved[name], weight), name
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith(("adapter", "merged", ".")))
+
+
+def test_every_n_steps_the_last_are_kept(tmp_path: Path) -> None:
+    merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged", every_n_steps=2, keep_last=2)
+    module = Adapted(lora())
+    make_trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(module, texts())
+    wanted = ["adapter", "adapter-step-6", "adapter-step-8", "merged", "merged-step-6", "merged-step-8"]
+    assert names(tmp_path) == wanted
+    assert_same(tmp_path / "adapter-step-6", module.steps[5])
+    assert_same(tmp_path / "adapter", module.steps[7])
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged-step-6")
+    by_hand = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter-step-6").merge_and_unload()
+    for one, other in zip(merged.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_writing_on_the_way_changes_no_bit_of_the_run(tmp_path: Path) -> None:
+    """Dropout draws from the generator that what is written may draw from too: examples on a model card, say."""
+    runs = []
+    for every in (None, 1):
+        module = Adapted(lora())
+        card = lambda *_: {"README.md": f"an example: {torch.rand(1)}"}  # noqa: E731
+        merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged", card, every_n_steps=every)
+        torch.manual_seed(1)
+        make_trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(module, texts())
+        runs.append(module.steps[-1])
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_each_best_checkpoint_has_its_adapter(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path / "saved", monitor="val/loss", save_top_k=1)
+    merger = AdapterMerger(tmp_path / "adapter", on_best=True, keep_last=5)
+    module = Adapted(lora(), losses=(3.0, 2.0, 2.5, 1.0))
+    trainer = make_trainer(tmp_path, callbacks=[merger, best], val_check_interval=2, num_sanity_val_steps=0)
+    trainer.fit(module, texts(), texts(2))
+    assert names(tmp_path) == ["adapter", "adapter-best-step-2", "adapter-best-step-4", "adapter-best-step-8"]
+    for step in (2, 4, 8):
+        assert_same(tmp_path / f"adapter-best-step-{step}", module.steps[step - 1])
+
+
+def test_prompt_learning_is_refused_before_training(tmp_path: Path) -> None:
+    module = Adapted(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")
+    with pytest.raises(ValueError, match="PROMPT_TUNING adds no weights that could be merged"):
+        make_trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(module, texts())
+    assert module.steps == []
+
+
+def test_a_folder_on_the_way_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "adapter-step-4").mkdir()
+    (tmp_path / "adapter-step-4" / "diary.txt").write_text("dear")
+    merger = AdapterMerger(tmp_path / "adapter", every_n_steps=4, keep_last=1)
+    trainer = make_trainer(tmp_path, callbacks=[merger], enable_checkpointing=False)
+    with pytest.warns(UserWarning, match=r"step 4 is not written: .*holds other things than a model \(diary.txt\)"):
+        trainer.fit(Adapted(lora()), texts())
+    assert names(tmp_path) == ["adapter", "adapter-step-4", "adapter-step-8"]
+    assert (tmp_path / "adapter-step-4" / "diary.txt").exists()
+
+
+@pytest.mark.parametrize("wrong", [{"every_n_steps": 0}, {"keep_last": 0}])
+def test_numbers_below_one_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="=0 must be at least 1"):
+        AdapterMerger(tmp_path / "adapter", **wrong)  # type: ignore[arg-type]
+
+
+class TwoSets(torch.optim.SGD):
+    """Answers with the average of its steps, as schedule-free optimisers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1.0)
+        self.param_groups[0]["train_mode"] = True
+        self.average: list[torch.Tensor] = []
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.average = [p.detach() * 0.1 for p in self.param_groups[0]["params"]]
+        return loss
+
+    def _swap(self) -> None:
+        for parameter, other in zip(self.param_groups[0]["params"], self.average, strict=True):
+            held = parameter.detach().clone()
+            parameter.data.copy_(other)
+            other.copy_(held)
+
+    def eval(self) -> None:
+        self.param_groups[0]["train_mode"] = False
+        self._swap()
+
+    def train(self) -> None:
+        self.param_groups[0]["train_mode"] = True
+        self._swap()
+
+
+def test_the_weights_that_answer_are_written(tmp_path: Path) -> None:
+    class Averaged(Adapted):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return TwoSets([p for p in self.parameters() if p.requires_grad])
+
+    module = Averaged(lora())
+    merger = AdapterMerger(tmp_path / "adapter", every_n_steps=3)
+    make_trainer(tmp_path, callbacks=[merger], enable_checkpointing=False).fit(module, texts())
+    assert_same(tmp_path / "adapter-step-3", {name: weight * 0.1 for name, weight in module.steps[2].items()})
+    assert_same(tmp_path / "adapter", module.steps[7])
+
+
+def sharded(folder: Path, strategy: str) -> Any:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class Sharded(Adapted):
+        def configure_model(self) -> None:
+            if strategy == "fsdp2":
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+        def on_train_batch_end(self, *_: Any) -> None: ...
+
+    class Look(Callback):
+        """A pass without gradients leaves FSDP2's weights whole."""
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            with torch.no_grad():
+                module.model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+    class Last(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            from lit_callbacks.distributed.gather import whole_weights
+
+            if trainer.global_step == 4:
+                self.weights = whole_weights(module.model, lambda _, p: p.requires_grad)
+
+    chosen: Any = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else strategy
+    merger = AdapterMerger(folder / "adapter", folder / "merged", every_n_steps=4)
+    trainer = make_trainer(
+        folder,
+        callbacks=[last := Last(), Look(), merger],
+        strategy=chosen,
+        devices=2,
+        enable_checkpointing=False,
+        max_steps=5,
+    )
+    trainer.fit(Sharded(lora()), texts(32))
+    return last.weights
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_on_the_way_from_two_ranks(tmp_path: Path, strategy: str) -> None:
+    weights, _ = on_ranks(2, sharded, tmp_path, strategy, timeout=90)
+    assert names(tmp_path) == ["adapter", "adapter-step-4", "merged", "merged-step-4"]
+    assert_same(tmp_path / "adapter-step-4", weights)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged-step-4")

@@ -1,0 +1,299 @@
+"""LossLedger on plain Lightning modules; the summary on visits made by hand."""
+
+import builtins
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lit_callbacks import LossLedger
+from lit_callbacks.loss_ledger.ledger_files import Visit, read_visits
+from lit_callbacks.loss_ledger.ledger_summary import summarise
+from ranks import on_ranks
+from torch import nn
+from torch.utils.data import DataLoader
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+
+
+class Steps(LightningModule):
+    """The loss of a sample is its value, plus a weight that moves by 1 each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        losses = batch["value"].float() + self.weight
+        return {"loss": losses.mean(), "sample_losses": losses}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class TokenSteps(Steps):
+    """Two tokens a sample, one of which does not count in the first sample."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        losses = torch.stack([batch["value"].float(), 3 * batch["value"].float()], 1) + self.weight
+        mask = torch.ones_like(losses, dtype=torch.bool)
+        mask[0, 1] = False
+        return {"loss": losses.mean(), "token_losses": losses, "token_mask": mask}
+
+
+class HookSteps(Steps):
+    """Hands its losses over itself, in manual optimisation."""
+
+    def __init__(self, per_token: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization, self.per_token = False, per_token
+        self.record_losses: Any = None
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)["sample_losses"]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss.mean())
+        optimizer.step()
+        if self.per_token:  # three tokens of the first sample, none of the second
+            self.record_losses(batch["id"], loss[0] + torch.tensor([-1.0, 0.0, 4.0]), tokens=[3, 0], per_token=True)
+        else:
+            self.record_losses(batch["id"], loss, tokens=[7] * len(loss))
+
+
+def rows(values: list[float], **more: list[Any]) -> DataLoader:
+    columns = {"value": values, "id": list(range(len(values))), **more}
+    return DataLoader(
+        [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)], batch_size=2
+    )
+
+
+def fit(folder: Path, module: LightningModule, data: DataLoader, ledger: LossLedger, **options: Any) -> Trainer:
+    run = Trainer(**{**QUIET, "max_epochs": 2, "default_root_dir": folder, "callbacks": [ledger], **options})
+    run.fit(module, data)
+    return run
+
+
+def test_each_visit_of_each_sample_is_kept(tmp_path: Path) -> None:
+    fit(tmp_path, Steps(), rows([5.0, 6.0, 7.0, 8.0], source=["a", "b", "a", "b"]), LossLedger(write_every_n_steps=3))
+    assert read_visits(tmp_path / "loss_ledger") == [
+        Visit(step, epoch, str(2 * (step % 2) + k), "ab"[k], 5.0 + 2 * (step % 2) + k - step, 1)
+        for step, epoch in ((0, 0), (1, 0), (2, 1), (3, 1))
+        for k in (0, 1)
+    ]
+    names = sorted(path.name for path in (tmp_path / "loss_ledger").iterdir())
+    assert names == ["from00000000-to00000003.rank0.parquet", "from00000000-to00000004.rank0.parquet", "summary.json"]
+
+
+def test_token_losses_are_averaged_over_the_tokens_that_count(tmp_path: Path) -> None:
+    fit(tmp_path, TokenSteps(), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 5.0, 1), Visit(0, 0, "1", "", 12.0, 2)]
+
+
+def test_a_module_that_calls_record_itself(tmp_path: Path) -> None:
+    module = HookSteps()
+    fit(tmp_path, module, rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 5.0, 7), Visit(0, 0, "1", "", 6.0, 7)]
+    assert module.record_losses is None
+
+
+def test_a_module_that_records_what_its_tokens_cost(tmp_path: Path) -> None:
+    fit(tmp_path, HookSteps(per_token=True), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 6.0, 3)]
+
+
+def test_losses_of_many_tokens_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_callbacks.loss_ledger.loss_ledger.TOKENS_KEPT", 2)
+    ledger = LossLedger()
+    ledger.record(["a", "b"], torch.tensor([1.0, 2.0, 6.0]), [3, 0], per_token=True)
+    assert ledger._pending[0][4].tolist() == [3.0, 0.0]
+    fit(tmp_path, HookSteps(per_token=True), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert read_visits(tmp_path / "loss_ledger") == [Visit(0, 0, "0", "", 6.0, 3)]
+
+
+def test_csv_where_there_is_no_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.split(".")[0] == "pyarrow":
+            raise ModuleNotFoundError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    fit(tmp_path, Steps(), rows([5.0, math.nan]), LossLedger(), max_epochs=1)
+    assert (tmp_path / "loss_ledger" / "from00000000-to00000001.rank0.csv").exists()
+    first, second = read_visits(tmp_path / "loss_ledger")
+    assert first == Visit(0, 0, "0", "", 5.0, 1)
+    assert math.isnan(second.loss)
+
+
+def test_a_resumed_run_takes_back_what_it_does_again(tmp_path: Path) -> None:
+    """Three epochs, then again from the end of the first: epochs two and three count once, as done last."""
+    data = rows([5.0, 6.0])
+    run = fit(tmp_path, Steps(), data, LossLedger(), max_epochs=1)
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    for end in (3, 2):
+        again = Trainer(**QUIET, max_epochs=end, default_root_dir=tmp_path, callbacks=[LossLedger()])
+        again.fit(Steps(), data, ckpt_path=tmp_path / "one.ckpt")
+    assert [(visit.step, visit.id) for visit in read_visits(tmp_path / "loss_ledger")] == [
+        (0, "0"),
+        (0, "1"),
+        (1, "0"),
+        (1, "1"),
+    ]
+
+
+def test_the_summary_by_hand() -> None:
+    visits = [
+        Visit(0, 0, "falls", "a", 4.0, 10),
+        Visit(1, 0, "rises", "b", 1.0, 30),
+        Visit(8, 1, "falls", "a", 2.0, 10),
+        Visit(9, 1, "rises", "b", 3.0, 30),
+        Visit(9, 1, "once", "a", 2.5, 10),
+    ]
+    summary = summarise(visits, top=2)
+    assert (summary["samples"], summary["visits"]) == (3, 5)
+    assert [sample["id"] for sample in summary["worst"]] == ["rises", "once"]
+    assert summary["risen"] == [{"id": "rises", "source": "b", "tokens": 30, "visits": 2, "first": 1.0, "last": 3.0}]
+    assert summary["slice_ends"] == list(range(1, 11))
+    assert summary["sources"]["b"] == [None, 1.0, *[None] * 7, 3.0]
+    assert summary["sources"]["a"] == [4.0, *[None] * 7, 2.0, 2.5]
+
+
+def test_a_loss_that_is_not_a_number_is_the_worst() -> None:
+    visits = [Visit(0, 0, "high", "", 9.0, 1), Visit(0, 0, "broken", "", math.nan, 1)]
+    assert [sample["id"] for sample in summarise(visits)["worst"]] == ["broken", "high"]
+
+
+class Classifier(LightningModule):
+    """Learns random labels by heart: what it makes of a sample depends on the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        losses = nn.functional.cross_entropy(self.layers(batch["x"]), batch["y"], reduction="none")
+        return {"loss": losses.mean(), "sample_losses": losses}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def test_near_duplicates_are_found_by_how_their_losses_go(tmp_path: Path) -> None:
+    """Three of 64 samples come again, a little changed, in other batches."""
+    torch.manual_seed(0)
+    xs, ys = torch.randn(64, 16), torch.randint(0, 10, (64,))
+    pairs = [(5, 64), (20, 65), (41, 66)]
+    data: list[Any] = [{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(zip(xs, ys, strict=True))]
+    data += [{"x": xs[i] + 0.01 * torch.randn(16), "y": ys[i], "id": j} for i, j in pairs]
+    loader = DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
+    fit(tmp_path, Classifier(), loader, LossLedger(), max_epochs=12)
+    twins = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["twins"]
+    assert {tuple(map(int, pair["ids"])) for pair in twins[:3]} == set(pairs)
+
+
+def test_a_module_that_gives_no_losses_is_a_warning(tmp_path: Path) -> None:
+    class Silent(Steps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)["loss"]
+
+    with pytest.warns(UserWarning, match="Silent.training_step returns neither 'sample_losses' nor 'token_losses'"):
+        assert fit(tmp_path, Silent(), rows([5.0]), LossLedger()).global_step == 2
+    assert not (tmp_path / "loss_ledger").exists()
+
+
+def test_samples_without_ids_are_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="cannot tell samples apart: the dict has no 'sample_ids'"):
+        assert fit(tmp_path, Steps(), DataLoader([{"value": 1.0}]), LossLedger()).global_step == 2
+
+
+def test_lengths_that_differ_are_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="got 1 ids, 2 losses, 1 token counts and 1 sources, and leaves them out"):
+        LossLedger().record(["a"], torch.ones(2))
+    with pytest.warns(UserWarning, match=r"2 losses, 1 token counts .* with per_token=True 3 losses: the sum"):
+        LossLedger().record(["a"], torch.ones(2), [3], per_token=True)
+
+
+def test_shapes_and_functions_that_are_wrong_are_warnings(tmp_path: Path) -> None:
+    class Flat(Steps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            losses = super().training_step(batch, batch_idx)["sample_losses"]
+            return {"loss": losses.mean(), "token_losses": losses.detach()}
+
+    with pytest.warns(UserWarning, match=r"LossLedger cannot keep a step's losses \(IndexError.*\(samples, tokens\)"):
+        assert fit(tmp_path, Flat(), rows([5.0, 6.0]), LossLedger()).global_step == 2
+    with pytest.warns(UserWarning, match=r"LossLedger cannot keep a step's losses \(KeyError: 'name'\)"):
+        run = fit(tmp_path, Steps(), rows([5.0, 6.0]), LossLedger(ids=lambda batch: batch["name"]))
+    assert run.global_step == 2
+    assert not (tmp_path / "loss_ledger").exists()
+
+
+def test_a_column_of_losses_is_as_good_as_a_row(tmp_path: Path) -> None:
+    class Column(Steps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            returned = super().training_step(batch, batch_idx)
+            return {**returned, "sample_losses": returned["sample_losses"][:, None]}
+
+    fit(tmp_path, Column(), rows([5.0, 6.0]), LossLedger(), max_epochs=1)
+    assert [visit.loss for visit in read_visits(tmp_path / "loss_ledger")] == [5.0, 6.0]
+
+
+def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="LossLedger cannot write .* give folder="):
+        assert fit(tmp_path, Steps(), rows([5.0]), LossLedger(tmp_path / "file" / "x")).global_step == 2
+
+
+def test_the_table_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    ledger = LossLedger(texts=lambda ids: {name: f"[text] of {name} " + "words " * 100 for name in ids})
+    fit(tmp_path, Steps(), rows([5.0, 6.5], source=["a", "b"]), ledger, max_epochs=1)
+    worst = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["worst"]
+    assert [len(sample["text"]) for sample in worst] == [500, 500]
+    assert (
+        "worst of 2 samples, loss in nats per token\n"
+        "  sample  source  tokens  visits  first  last  text\n"
+        "  1       b            1       1    6.5   6.5  [text] of 1 words words words words words words words...\n"
+        "  0       a            1       1      5     5  [text] of 0 words words words words words words words..."
+    ) in caplog.text
+
+
+def test_texts_tell_duplicates_from_pairs_that_are_near_by_chance(tmp_path: Path) -> None:
+    """Six samples have the same loss, two of them at a time the same text."""
+    texts = {str(i): f"{'abcdefgh'[i // 2] * 20} {i}" for i in range(8)}
+    fit(tmp_path, Steps(), rows([5.0] * 6 + [9.0, 7.0]), LossLedger(texts=lambda ids: texts), max_epochs=3)
+    twins = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())["twins"]
+    assert sorted(pair["ids"] for pair in twins) == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert twins[0]["likeness"] == pytest.approx(2 * 21 / (2 * 22))
+
+
+def test_texts_that_cannot_be_had_are_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"LossLedger: no texts of samples \(ZeroDivisionError"):
+        fit(tmp_path, Steps(), rows([5.0]), LossLedger(texts=lambda ids: 1 / 0))
+    assert (tmp_path / "loss_ledger" / "summary.json").exists()
+
+
+def two_ranks(folder: str) -> None:
+    rank = int(os.environ["RANK"])
+    data = DataLoader([{"value": 5.0 + rank, "id": f"row {rank}"}])
+    fit(Path(folder), Steps(), data, LossLedger(), max_epochs=1, devices=2, strategy="ddp")
+
+
+@pytest.mark.processes
+def test_the_ranks_ledgers_are_summed_up_together(tmp_path: Path) -> None:
+    on_ranks(2, two_ranks, str(tmp_path), timeout=120)
+    summary = json.loads((tmp_path / "loss_ledger" / "summary.json").read_text())
+    assert [(sample["id"], sample["last"]) for sample in summary["worst"]] == [("row 1", 6.0), ("row 0", 5.0)]

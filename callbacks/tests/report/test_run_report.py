@@ -1,0 +1,304 @@
+"""RunReport: one page about a run, opened by a browser where there is one."""
+
+import csv
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerations, SpikeGuard
+from lit_callbacks.output.step_lines import add_lines
+from lit_callbacks.report.report_data import read_metrics
+from lit_callbacks.report.report_plots import MOST_POINTS, sort_into_charts, thinned
+from lit_callbacks.report.run_report import write_report
+from torch import nn
+from torch.utils.data import DataLoader
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome") or ""
+
+
+class Plain(LightningModule):
+    """Writes things into its answers that must not become part of the page."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(width, 1)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        losses = (self.layer(batch["x"])[:, 0] - batch["y"]) ** 2
+        self.log("train/loss", losses.mean())
+        self.log("train/learning_rate", 0.1)
+        return {"loss": losses.mean(), "sample_losses": losses}
+
+    def answer(self, prompts: list[str], max_new_tokens: int) -> list[str]:
+        return [f"<script>alert('{prompt}')</script> & {self.layer.bias.item():.3f}" for prompt in prompts]
+
+    def text_loss(self, texts: list[str]) -> tuple[float, int]:
+        return 2.0 * len(texts), len(texts)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def data(count: int = 12) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    xs = torch.randn(count, 3, generator=generator)
+    return DataLoader(
+        [{"x": x, "y": x.sum(), "id": f"row-{i}", "source": "<b>"} for i, x in enumerate(xs)], batch_size=2
+    )
+
+
+def fit(folder: Path, callbacks: list[Any], logger: Any, module: Any = None) -> None:
+    run = Trainer(**QUIET, max_epochs=2, default_root_dir=folder, callbacks=callbacks, logger=logger)
+    run.fit(module or Plain(), data())
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    # The last: what is on the page is what the others have written by then.
+    callbacks = [
+        SpikeGuard(),
+        LossLedger(),
+        ForgettingProbe(["x", "y"]),
+        SampleGenerations(["Who <i>?"], 5),
+        RunReport(),
+    ]
+    fit(folder, callbacks, [CSVLogger(folder), TensorBoardLogger(folder)])
+    return folder / "report.html"
+
+
+class Elements(HTMLParser):
+    """Elements and text of a page; a tag that is not closed is an error."""
+
+    EMPTY = ("meta", "link", "path", "use", "rect")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.EMPTY:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def parsed(path: Path) -> Elements:
+    elements = Elements()
+    elements.feed(path.read_text(encoding="utf-8"))
+    assert elements.open == []
+    return elements
+
+
+def test_the_page_needs_nothing_else(page: Path) -> None:
+    elements = parsed(page)
+    assert "script" not in {tag for tag, _ in elements.seen}
+    links = [value for _, attributes in elements.seen for key, value in attributes.items() if key in ("src", "href")]
+    assert {link for link in links if link is not None and not link.startswith("#")} == {"data:,"}
+    assert not re.search(r"url\((?!#)|@import", page.read_text())
+    assert page.stat().st_size < 150_000
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in elements.seen
+
+
+def test_the_page_shows_what_the_callbacks_wrote(page: Path) -> None:
+    elements = parsed(page)
+    text = "".join(elements.words)
+    charts = [attributes["aria-label"] for tag, attributes in elements.seen if tag == "svg"]
+    assert charts == ["loss", "learning rate", "loss on general text"]
+    assert "<script>alert('Who <i>?')</script> & " in text  # as text
+    assert "row-" in text
+    assert "12 samples, seen 24 times" in text
+    assert "2.000 nats per token before, 2.000 after (+0.000)" in text
+    assert "width: 3" in text
+    assert torch.__version__ in text
+    assert "What is not here" not in text
+
+
+def test_pictures_follow_the_page_by_night(page: Path) -> None:
+    svg = page.read_text()
+    assert "currentColor" in svg
+    assert "#000000" not in svg
+
+
+# --- in a browser ----------------------------------------------------------------------------------
+
+
+def browse(page: Path, *options: str) -> tuple[str, str]:
+    """What Chromium makes of a page's DOM, and what it logs."""
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    profile = f"--user-data-dir={page.parent / 'profile'}"
+    done = subprocess.run(
+        [*command, profile, *options, page.as_uri()], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout, done.stderr
+
+
+needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt-get install chromium")
+
+
+@needs_chromium
+def test_on_a_phone_nothing_is_wider_than_the_screen_and_no_error_is_logged(page: Path, tmp_path: Path) -> None:
+    # In a frame: a window of Chromium's is 500 wide at least.
+    frame, phone = tmp_path / "frame.html", tmp_path / "phone.html"
+    script = "console.error('seen'); parent.postMessage([innerWidth, document.documentElement.scrollWidth], '*')"
+    frame.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    listen = "<script>onmessage = (event) => document.title = event.data</script>"
+    phone.write_text(f'<title></title>{listen}<iframe src="frame.html" style="width: 390px; border: 0"></iframe>')
+    dom, logged = browse(phone, "--virtual-time-budget=5000", "--dump-dom")
+    assert re.findall("<title>(.*)</title>", dom) == ["390,390"]
+    assert "CONSOLE" in logged  # so an error would be seen
+    _, logged = browse(page, "--dump-dom")
+    assert "CONSOLE" not in logged
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("scheme", "paper", "ink"), [("light", (255, 255, 255), (28, 34, 48)), ("dark", (18, 22, 29), (228, 232, 239))]
+)
+def test_screenshots_by_day_and_by_night(page: Path, tmp_path: Path, scheme: str, paper: Any, ink: Any) -> None:
+    image = pytest.importorskip("PIL.Image", reason="pillow reads the screenshot")
+    shot = tmp_path / f"{scheme}.png"
+    dark = ["--force-dark-mode"] if scheme == "dark" else []
+    browse(page, *dark, "--window-size=900,1200", f"--screenshot={shot}")
+    picture = image.open(shot).convert("RGB")
+    colours = {colour: count for count, colour in picture.getcolors(2**24)}
+    assert picture.getpixel((2, 2)) == paper
+    assert colours[ink] > 100  # text of the page
+    assert min(map(sum, colours)) > min(sum(paper), sum(ink)) - 15  # no letter of a picture is left black
+    assert colours[(61, 133, 217)] > 100  # curves
+
+
+# --- what it reads ---------------------------------------------------------------------------------
+
+
+def test_metrics_are_read_by_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,loss,step,val\n0,1.5,9,\n0,,9,2\n1,nan,19,\n1,broken,29,\n")
+    curves = read_metrics(tmp_path / "metrics.csv")
+    assert curves["val"] == [(9.0, 2.0)]
+    assert curves["loss"][0] == (9.0, 1.5)
+    assert [step for step, _ in curves["loss"]] == [9.0, 19.0, 29.0]
+    assert all(math.isnan(value) for _, value in curves["loss"][1:])
+
+
+def test_metrics_are_sorted_into_charts() -> None:
+    two = [(0.0, 1.0), (1.0, 2.0)]
+    names = ["throughput/mfu", "lr-AdamW", "val_loss", "train/loss_step", "train/loss/a", "memory/host_rss_mib", "odd"]
+    charts = sort_into_charts({**dict.fromkeys(names, two), "once/loss": two[:1]})
+    assert {title: list(curves) for (title, _), curves in charts.items()} == {
+        "loss": ["val_loss", "train/loss_step"],
+        "training loss by source": ["train/loss/a"],
+        "learning rate": ["lr-AdamW"],
+        "MFU": ["throughput/mfu"],
+        "memory": ["memory/host_rss_mib"],
+    }
+
+
+def test_long_curves_are_thinned_to_means() -> None:
+    assert thinned([(float(i), 2.0 * i) for i in range(MOST_POINTS * 2)])[:2] == [(0.5, 1.0), (2.5, 5.0)]
+    assert thinned([(1.0, 1.0)]) == [(1.0, 1.0)]
+
+
+def test_a_folder_with_nothing_and_one_with_broken_files(tmp_path: Path) -> None:
+    path, run = write_report(tmp_path)
+    text = "".join(parsed(path).words)
+    assert "no metrics.csv: add a CSVLogger" in text
+    assert run.curves == {}
+    (tmp_path / "samples.jsonl").write_text('{"step": 1')
+    (tmp_path / "environment.json").write_text("[")
+    text = "".join(parsed(write_report(tmp_path)[0]).words)
+    assert "samples.jsonl cannot be read (JSONDecodeError" in text
+    assert "environment.json cannot be read (JSONDecodeError" in text
+
+
+def test_wrong_steps_are_listed(tmp_path: Path) -> None:
+    spike = {"step": 7, "reasons": ["loss is nan"], "batches": [{"batch_idx": 3, "ids": ["a", "b"]}]}
+    (tmp_path / "spikes").mkdir()
+    (tmp_path / "spikes" / "step00000007.rank0.json").write_text(json.dumps(spike))
+    text = "".join(parsed(write_report(tmp_path)[0]).words)
+    assert "loss is nan" in text
+    assert "['a', 'b']" in text
+
+
+def test_without_matplotlib_there_are_tables(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path, _ = write_report(page.parent, tmp_path / "plain.html")
+    elements = parsed(path)
+    assert "svg" not in {tag for tag, _ in elements.seen}
+    assert "no curves: matplotlib is missing; pip install 'lit-ft-callbacks[plots]'" in "".join(elements.words)
+
+
+def test_a_run_without_a_loss_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no curve of a loss was logged; log one as 'train/loss', say"):
+        fit(tmp_path, [RunReport()], False)
+    assert (tmp_path / "report.html").exists()
+
+
+def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="RunReport cannot write its page to .* give path="):
+        fit(tmp_path, [RunReport(folder=tmp_path / "file" / "x")], False)
+
+
+def test_a_file_of_another_program_is_left_out_and_named(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text('{"question": "of another program"}\n')
+    (tmp_path / "loss_ledger").mkdir()
+    (tmp_path / "loss_ledger" / "summary.json").write_text('{"samples": "many", "worst": 3}')
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n1,3\n2,1\n")
+    fit(tmp_path, [RunReport()], False)
+    page = (tmp_path / "report.html").read_text()
+    assert "samples: the file is damaged (KeyError: &#39;prompt&#39;)" in page
+    assert "ledger: the file is damaged" in page
+    assert "<svg" in page
+
+
+def test_names_and_texts_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    names = ["$\\frac{$", "a[/b]", evil, "_hidden", "../up", "two\nlines", "\x1b[31mred", "\ud83d", "long" * 500]
+    columns = ["step", *(f"train/loss/{name}" for name in names)]
+    with (tmp_path / "metrics.csv").open("w", newline="", encoding="utf-8", errors="surrogatepass") as file:
+        csv.writer(file).writerows([columns, *([step, *[2.0] * len(names)] for step in (1, 2))])
+    text = (tmp_path / "metrics.csv").read_bytes().replace("\ud83d".encode("utf-8", "surrogatepass"), b"x")
+    (tmp_path / "metrics.csv").write_bytes(text)
+    add_lines(tmp_path / "samples.jsonl", [{"step": 1, "prompt": evil, "answer": f"a\u2028b\x85c\x1b[2J{evil}"}])
+    (tmp_path / "config.yaml").write_text(f"run: {evil}")
+    _, run = write_report(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert run.missing[0].startswith("no versions")
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 4
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", page)
+    assert "\\x1b[31mred" in page
+    legend = page[page.index("training loss by source") : page.index("</svg>")]
+    for shown in ("$\\frac{$", "a[/b]", "_hidden", "../up", "two\\nlines", "longlong"):
+        assert shown in legend

@@ -1,0 +1,320 @@
+"""ThroughputMonitor: exact sums under a clock that only the run's own parts move."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+from lit_callbacks import ThroughputMonitor
+from lit_callbacks.phases import PhaseProfiler, watch
+from lit_callbacks.throughput import clocks
+from lit_callbacks.throughput.batch_counts import BatchCounts, count_batch
+from plain_modules import Digits, TinyLM, digits, make_trainer, texts
+from ranks import on_ranks
+from torch import Tensor
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(clocks, "time", clock)
+    return clock
+
+
+class Slow(TinyLM):
+    """Each part of training takes a time of its own."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.clock.now += 2
+        return super().training_step(batch, batch_idx)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.clock.now += 4
+        super().backward(loss, *args, **kwargs)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.clock.now += 1000
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.clock.now += 0.25
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.clock.now += 0.5
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.clock.now += 5000
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 0.125  # none of the named parts
+
+
+class SlowCallback(Callback):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 8
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.clock.now += 3000
+
+
+class SlowLoader:
+    def __init__(self, clock: Clock, batches: Any) -> None:
+        self.clock, self.batches = clock, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.clock.now += 1
+            yield batch
+
+
+def run_slowly(tmp_path: Path, clock: Clock, **options: Any) -> tuple[ThroughputMonitor, Trainer]:
+    monitor = ThroughputMonitor(window=2, flops=lambda batch: 600.0, peak=1000.0)
+    saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(
+        tmp_path,
+        callbacks=[SlowCallback(clock), monitor, saving],
+        accumulate_grad_batches=2,
+        log_every_n_steps=1,
+        val_check_interval=4,
+        **options,
+    )
+    # 16 samples of 8 tokens, 3 of them padding and 2 of the other 5 a prompt: 8 batches, 4 optimiser steps.
+    trainer.fit(Slow(clock), SlowLoader(clock, texts(padding=3, prompt=2)), texts(4))
+    return monitor, trainer
+
+
+STEP = {"data": 2, "forward_backward": 12, "optimizer": 0.75, "callbacks": 16, "other": 0.25}
+"""Seconds of two micro-batches and an optimiser step."""
+
+
+def test_every_second_is_where_it_belongs(tmp_path: Path, clock: Clock) -> None:
+    """Validation, checkpoints and what callbacks do in validation are left out to the last second."""
+    monitor, trainer = run_slowly(tmp_path, clock)
+    seconds = sum(STEP.values())
+    assert seconds == 31
+    for name, value in STEP.items():
+        assert monitor.summary[f"step_seconds/{name}"] == value
+    expected = {
+        "step_seconds": 31,
+        "data_wait": 2 / 31,
+        "samples_per_second": 4 / 31,
+        "total_tokens_per_second": 32 / 31,
+        "non_padding_tokens_per_second": 20 / 31,
+        "tokens_per_second": 20 / 31,
+        "supervised_tokens_per_second": 12 / 31,
+        "model_flops_per_second": 1200 / 31,
+        "mfu": 1200 / 31 / 1000,
+    }
+    for name, value in expected.items():
+        assert monitor.summary[name] == pytest.approx(value, rel=1e-9), name
+        assert float(trainer.callback_metrics[f"throughput/{name}"]) == pytest.approx(value, rel=1e-6), name
+    assert not any("device/" in name for name in monitor.summary)  # there is one
+
+
+def test_the_window_forgets_and_the_run_does_not(tmp_path: Path, clock: Clock) -> None:
+    class SlowAtFirst(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            clock.now += 10 if trainer.global_step < 2 else 0
+
+    monitor = ThroughputMonitor(window=2)
+    trainer = make_trainer(tmp_path, callbacks=[SlowAtFirst(), monitor], log_every_n_steps=1)
+    trainer.fit(TinyLM(), SlowLoader(clock, texts(8)))
+    # Four steps, the first not measured, of 11, 1 and 1 s with 16 tokens each.
+    assert monitor.summary["tokens_per_second"] == 48 / 13
+    assert float(trainer.callback_metrics["throughput/tokens_per_second"]) == 16
+
+
+def test_what_is_left_out_is_said_once(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    run_slowly(tmp_path, clock, logger=logger)
+    said = [record.getMessage() for record in caplog.records if "throughput" in record.getMessage()]
+    assert said == [
+        "throughput is measured from optimiser step 2 of this fit on, without validation and checkpoints",
+        "throughput of 3 steps on 1 devices: 0.129 samples/s, 1.032 tokens/s with padding, 0.6452 without, 0.3871 "
+        "supervised, 3.87e-11 model TFLOP/s per device, MFU 3.9%\n"
+        "a step takes 31 s: data 6.5%, forward+backward 38.7%, optimizer 2.4%, callbacks 51.6%, other 0.8%",
+    ]
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"throughput/run/mfu", "throughput/mfu", "throughput/step_seconds/data"} <= set(header)
+
+
+def test_figures_are_logged_at_the_step_of_what_the_module_logs(tmp_path: Path, clock: Clock) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(tmp_path, callbacks=[ThroughputMonitor()], logger=logger, log_every_n_steps=3)
+    trainer.fit(TinyLM(), SlowLoader(clock, texts()))
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for name in ("train/loss", "throughput/samples_per_second"):
+        assert [row["step"] for row in rows if row[name]] == ["2", "5"], name
+
+
+def test_hooks_that_a_callback_does_not_have_are_no_phase(tmp_path: Path, clock: Clock) -> None:
+    def wait(*_: Any) -> None:
+        clock.now += 1
+
+    class Empty(Callback): ...
+
+    heard: list[str] = []
+
+    class Listen(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            watch(trainer, heard.append)
+
+    callbacks = [LambdaCallback(on_before_zero_grad=wait), Empty(), ThroughputMonitor(), Listen()]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, max_steps=3, enable_checkpointing=False)
+    trainer.fit(TinyLM(), texts())
+    # A step calls six hooks of each of four callbacks; one of the first and one of the monitor have something to do.
+    first, second = [place for place, phase in enumerate(heard) if phase == "data"][:2]
+    assert heard[first:second].count("callbacks") == 2
+    assert callbacks[2].summary["step_seconds/callbacks"] == 1
+
+
+def test_the_users_profiler_goes_on_and_comes_back(tmp_path: Path) -> None:
+    profiler = SimpleProfiler()
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            seen.append(type(trainer.profiler))
+
+    trainer = make_trainer(tmp_path, callbacks=[ThroughputMonitor(), Look()], profiler=profiler)
+    trainer.fit(Digits(), digits())
+    assert set(seen) == {PhaseProfiler}
+    assert trainer.profiler is profiler
+    assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == 8
+
+
+def test_manual_optimisation_with_two_optimisers(tmp_path: Path, clock: Clock) -> None:
+    class Manual(Digits):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                optimizer.zero_grad()
+                clock.now += 2
+                self.manual_backward(torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            class Slow(torch.optim.SGD):
+                def step(self, *args: Any, **kwargs: Any) -> Any:
+                    clock.now += 1
+                    return super().step(*args, **kwargs)
+
+            return [Slow(layer.parameters(), lr=0.1) for layer in (self.layers[0], self.layers[2])]
+
+    monitor = ThroughputMonitor()
+    trainer = make_trainer(tmp_path, callbacks=[monitor], log_every_n_steps=3)
+    trainer.fit(Manual(), digits())
+    assert trainer.global_step == 16
+    assert monitor.summary["samples_per_second"] == 2 / 6
+    assert monitor.summary["step_seconds/optimizer"] == 2
+    assert monitor.summary["step_seconds/forward_backward"] == 4
+    assert float(trainer.callback_metrics["throughput/samples_per_second"]) == pytest.approx(2 / 6)
+
+
+def test_a_batch_whose_tokens_cannot_be_counted_is_one_warning(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[monitor := ThroughputMonitor()])
+    with pytest.warns(UserWarning, match="ThroughputMonitor") as caught:
+        trainer.fit(Digits(), digits())
+    ours = [str(warning.message) for warning in caught if "ThroughputMonitor" in str(warning.message)]
+    assert ours == [
+        "ThroughputMonitor: no FLOP/s and no MFU: Digits has no transformer config; pass flops=",
+        "ThroughputMonitor: cannot count the tokens of a list without 'input_ids', so no tokens per second are "
+        "logged; pass count=<function from batch to int>",
+    ]
+    assert trainer.global_step == 8
+    assert not any("tokens" in name for name in monitor.summary)
+    assert monitor.summary["samples_per_second"] > 0
+
+
+def test_a_count_of_ones_own(tmp_path: Path, clock: Clock) -> None:
+    monitor = ThroughputMonitor(count=lambda batch: 7)
+    make_trainer(tmp_path, callbacks=[monitor]).fit(Digits(), SlowLoader(clock, digits()))
+    assert (monitor.summary["tokens_per_second"], monitor.summary["samples_per_second"]) == (7, 2)
+
+
+def test_a_function_that_raises_is_one_warning(tmp_path: Path) -> None:
+    def wrong(batch: Any) -> int:
+        raise KeyError("tokens")
+
+    monitor = ThroughputMonitor(count=wrong, flops=wrong)
+    with pytest.warns(UserWarning, match="ThroughputMonitor: cannot count") as caught:
+        make_trainer(tmp_path, callbacks=[monitor]).fit(Digits(), digits())
+    ours = [str(warning.message) for warning in caught if "KeyError" in str(warning.message)]
+    assert ours == [
+        "ThroughputMonitor: cannot count a batch (KeyError: 'tokens')",
+        "ThroughputMonitor: cannot count FLOPs (KeyError: 'tokens')",
+    ]
+    assert monitor.summary["samples_per_second"] > 0
+
+
+def two_ranks(folder: Path, strategy: str) -> Any:
+    clock = Clock()
+    clocks.time = clock  # type: ignore[assignment]
+    monitor = ThroughputMonitor(flops=lambda batch: 50.0, peak=100.0)
+    trainer = make_trainer(folder, callbacks=[monitor], strategy=strategy, devices=2, log_every_n_steps=1)
+    clock_rate = 1 + trainer.global_rank
+
+    class Loader(SlowLoader):
+        def __iter__(self) -> Iterator[Any]:
+            for batch in self.batches:
+                self.clock.now += clock_rate
+                yield batch
+
+    trainer.fit(TinyLM(), Loader(clock, texts(8)))
+    return monitor.summary
+
+
+@pytest.mark.processes
+def test_ranks_are_added_up(tmp_path: Path) -> None:
+    """Rank 0 takes 1 s a step and rank 1 takes 2: 2 samples a step and rank."""
+    first, second = on_ranks(2, two_ranks, tmp_path, "ddp", timeout=120)
+    assert first == second
+    assert first["samples_per_second"] == 2 / 1 + 2 / 2
+    assert first["device/samples_per_second"] == 1.5
+    assert first["step_seconds"] == 1.5
+    assert first["mfu"] == (50 / 1 + 50 / 2) / 2 / 100
+
+
+def test_what_batches_hold() -> None:
+    row = {"input_ids": torch.zeros(1, 9), "segment_lengths": [4, 5], "targets": torch.zeros(3)}
+    assert count_batch(row) == BatchCounts(2, 9, 9, 3, 3, [4, 5])
+    empty = {"input_ids": torch.zeros(1, 0), "segment_lengths": [], "targets": torch.zeros(0)}
+    assert count_batch(empty) == BatchCounts(0, 0, 0, 0, 0, [])
+    assert count_batch({"input_ids": torch.zeros(2, 5)}) == BatchCounts(2, 10, 10, None, 10, [5, 5])
+    assert count_batch([torch.zeros(3, 2), torch.zeros(3)]) == BatchCounts(samples=3)
+    assert count_batch("nothing") == BatchCounts()
+    padded = count_batch(next(iter(texts(2, padding=3, prompt=2))))
+    assert (padded.samples, padded.total_tokens) == (2, 16)
+    assert (int(padded.non_padding_tokens), int(padded.supervised_tokens)) == (10, 6)  # type: ignore[arg-type]
+    assert int(padded.pairs(None)) == 2 * 5 * 5
+    assert int(padded.pairs(3)) == 2 * 5 * 3
+    assert count_batch(row).pairs(4) == 4 * 4 + 5 * 4

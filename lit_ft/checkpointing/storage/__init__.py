@@ -1,0 +1,1 @@
+"""Checkpoints on the disk: formats, checksums and atomic replacement."""

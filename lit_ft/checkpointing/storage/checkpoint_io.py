@@ -1,0 +1,161 @@
+"""What a checkpoint holds: the weights that train, and nothing that can be had elsewhere."""
+
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lit_callbacks.distributed.gather import whole_numel
+from torch import Tensor, nn
+
+from lit_ft.checkpointing.storage import checksum, replacement, sharded
+from lit_ft.checkpointing.storage.failures import explain_failed_save
+from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
+from lit_ft.errors import RecipeError
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class AnyCheckpointIO(TorchCheckpointIO):
+    """Reads and writes checkpoint files with a SHA-256 sum; reads the folders of sharding strategies as well.
+
+    A file is written beside its place and takes it in one step, so that a kill at any moment leaves the earlier
+    checkpoint or the new one. Addresses such as ``s3://`` go Lightning's way, without a sum.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write one file; an earlier checkpoint of that name, file or folder, goes once it is written.
+
+        Raises:
+            RecipeError: the disk is full or cannot be written; the earlier checkpoint is kept.
+        """
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        temporary = replacement.temporary_file(path)
+        with explain_failed_save(path, temporary):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            checksum.save(checkpoint, temporary)
+            replacement.replace(temporary, path)
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """A checkpoint with full tensors.
+
+        Raises:
+            DamagedCheckpoint: it is not what was written.
+        """
+        if "://" in str(path):
+            return super().load_checkpoint(path, *args, **options)
+        if not Path(path).exists():
+            raise RecipeError(f"checkpoint {str(path)!r} does not exist; name a .ckpt file or folder of a run")
+        check_on_rank_zero(Path(path))
+        if sharded.is_folder_of_shares(Path(path)):
+            return sharded.read_whole(Path(path))
+        return super().load_checkpoint(path, *args, **options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file or a folder; a kill meanwhile leaves no half of one."""
+        if "://" in str(path):
+            super().remove_checkpoint(path)
+        else:
+            replacement.remove(Path(path))
+
+
+class WeightCount(NamedTuple):
+    """How much of a model there is, and how much of it trains."""
+
+    trained: int
+    total: int
+    trained_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "WeightCount":
+        """Count a model that no rank has let go of parts of; where ZeRO-3 has split weights, they count whole."""
+        trains = [p for p in model.parameters() if p.requires_grad]
+        return cls(
+            sum(map(whole_numel, trains)),
+            sum(map(whole_numel, model.parameters())),
+            sum(whole_numel(p) * p.element_size() for p in trains),
+        )
+
+
+def trainable_shapes(module: nn.Module) -> Shapes:
+    """Names and shapes of the weights that train, tied aliases included; whole shapes where ZeRO-3 has split them."""
+    trains = {n: p for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trains.items()}
+
+
+def shapes_of(state_dict: dict[str, Tensor]) -> Shapes:
+    """Names and shapes of saved weights."""
+    return {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+
+
+def saved_shapes(ckpt_path: str) -> Shapes:
+    """Names and shapes of a checkpoint file's weights; the weights themselves are not read.
+
+    Raises:
+        RecipeError: the file is no Lightning checkpoint.
+    """
+    if sharded.is_folder_of_shares(Path(ckpt_path)):
+        return sharded.shapes(Path(ckpt_path))
+    return shapes_of(_read(ckpt_path)["state_dict"])
+
+
+def saved_start(ckpt_path: str) -> Any:
+    """What the adapter's init found (``adapter_start.Start``); None where there was nothing to find.
+
+    Raises:
+        RecipeError: the file is no Lightning checkpoint.
+    """
+    return _read(ckpt_path).get("adapter_start")
+
+
+def saved_base(ckpt_path: str) -> Any:
+    """The fingerprint of the base that a checkpoint's weights were trained on; None where none was written.
+
+    Raises:
+        RecipeError: the file is no Lightning checkpoint.
+    """
+    return _read(ckpt_path).get("base")
+
+
+def saved_data(ckpt_path: str, data_class: str) -> dict[str, Any]:
+    """What a data module has saved in a checkpoint; empty where it has saved nothing.
+
+    Raises:
+        RecipeError: the file is no Lightning checkpoint.
+    """
+    return _read(ckpt_path).get(data_class) or {}
+
+
+def _read(ckpt_path: str) -> dict[str, Any]:
+    try:
+        file = Path(ckpt_path)
+        if sharded.is_folder_of_shares(file):
+            file = file / sharded.META
+        checkpoint = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        checkpoint["state_dict"]
+        return checkpoint
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, UnpicklingError) as error:
+        raise RecipeError(
+            f"ckpt_path={ckpt_path!r} is no Lightning checkpoint ({type(error).__name__}); name a .ckpt file of a run"
+        ) from error
+
+
+def check_fit(saved: Shapes, wanted: Shapes) -> None:
+    """Compare a checkpoint's weights with those that train.
+
+    Raises:
+        RecipeError: names or shapes differ.
+    """
+    if saved == wanted:
+        return
+    differing = sorted(set(saved.items()) ^ set(wanted.items()))
+    name, shape = differing[0]
+    where = "the checkpoint" if saved.get(name) == shape else "the model"
+    raise RecipeError(
+        f"the checkpoint does not fit the model: {len({n for n, _ in differing})} of {len(wanted)} trainable weights "
+        f"differ, e.g. {name} {shape} of {where}; resume with the recipe (base model and peft) that wrote it"
+    )

@@ -1,0 +1,101 @@
+"""Checkpoint files that carry their own SHA-256 sum.
+
+``torch.save`` writes a zip archive. The sum of all its bytes becomes the archive's comment, which every zip reader
+skips and which stays with the file when it is copied.
+"""
+
+import hashlib
+import os
+import struct
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from lit_callbacks.export.manifest import sync
+
+_COMMENT = b"lit_ft sha256="
+_COMMENT_BYTES = len(_COMMENT) + 64
+_FIRST_RECORD = b"PK\x03\x04"
+_END_RECORD, _END_RECORD_BYTES = b"PK\x05\x06", 22
+"""The last record of a zip archive without a comment; its last two bytes are the comment's length."""
+_CHUNK_BYTES = 2**22
+
+
+class _HashingFile:
+    """Hashes what is written to a file. The archive writer replaces errors of the system; the first one is kept."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.sha256.update(data)
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def save(checkpoint: Any, path: Path) -> None:
+    """Write a checkpoint with its sum, and have the system write it to the disk.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    with path.open("wb") as file:
+        hashing = _HashingFile(file)
+        try:
+            torch.save(checkpoint, cast(IO[bytes], hashing))
+        except RuntimeError:
+            if hashing.error is not None:
+                raise hashing.error from None
+            raise
+        file.seek(-2, os.SEEK_END)
+        file.write(struct.pack("<H", _COMMENT_BYTES) + _COMMENT + hashing.sha256.hexdigest().encode())
+        file.flush()
+        os.fsync(file.fileno())
+    sync(path.parent)
+
+
+def verify(path: Path) -> str | None:
+    """What is wrong with a checkpoint file; None where it is as it was written.
+
+    Raises:
+        NoChecksum: it carries none: another program, or an earlier version, wrote it to its end.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, size - _COMMENT_BYTES - _END_RECORD_BYTES))
+        tail = file.read()
+        end, comment = tail[:_END_RECORD_BYTES], tail[_END_RECORD_BYTES:]
+        if end[:4] == _END_RECORD and end[-2:] == struct.pack("<H", _COMMENT_BYTES) and comment.startswith(_COMMENT):
+            written = comment.removeprefix(_COMMENT)
+            is_same = _sha256(file, size - _COMMENT_BYTES - 2).encode() == written
+            return None if is_same else "its bytes are not those that its SHA-256 sum was taken of"
+        if tail[-_END_RECORD_BYTES:][:4] == _END_RECORD and tail[-2:] == b"\0\0":
+            raise NoChecksum
+        file.seek(0)
+        if size > 0 and file.read(4) != _FIRST_RECORD[: min(4, size)]:
+            return "it is no Lightning checkpoint; name a .ckpt file of a run"
+        return f"it is cut short, or its end was overwritten ({size:,} bytes)"
+
+
+class NoChecksum(Exception):
+    """There is nothing to compare a checkpoint with."""
+
+
+def _sha256(file: IO[bytes], count: int) -> str:
+    """Sum of a file's first bytes and of the comment's length as it was before there was a comment."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while count > 0 and (chunk := file.read(min(_CHUNK_BYTES, count))):
+        digest.update(chunk)
+        count -= len(chunk)
+    digest.update(b"\0\0")
+    return digest.hexdigest()

@@ -1,0 +1,94 @@
+"""Whether a checkpoint, file or folder, is what was written."""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lit_callbacks.export.manifest import ManifestError, verify_manifest
+
+from lit_ft.checkpointing.storage import checksum
+from lit_ft.errors import RecipeError
+
+META = "meta.pt"
+"""In a folder of shards, what is no tensor."""
+HAS_MANIFEST = "has_manifest"
+"""Set in the ``meta.pt`` of a folder that has a manifest, so that a missing one is noticed."""
+
+
+class DamagedCheckpoint(RecipeError):
+    """A checkpoint that is not what was written."""
+
+    def __init__(self, path: Path, damage: str) -> None:
+        """Keep both parts of the message.
+
+        Args:
+            path: of the checkpoint.
+            damage: what is wrong with it.
+        """
+        super().__init__(
+            f"checkpoint {str(path)!r} cannot be used: {damage}; --ckpt_path last takes the newest good one"
+        )
+        self.path, self.damage = path, damage
+
+
+def check_intact(path: Path) -> bool:
+    """Compare a checkpoint with the sums that were written with it; it is read once per process, at disk speed.
+
+    Returns:
+        Whether there were sums. A checkpoint of an earlier version has none.
+
+    Raises:
+        DamagedCheckpoint: it differs, or was not written to its end.
+    """
+    damage, has_sums = _compare(path, _identity(path))
+    if damage is not None:
+        raise DamagedCheckpoint(path, damage)
+    return has_sums
+
+
+def check_on_rank_zero(path: Path) -> None:
+    """``check_intact`` on rank 0 alone, saying where there is nothing to compare with.
+
+    Raises:
+        DamagedCheckpoint: on rank 0.
+    """
+    if getattr(rank_zero_only, "rank", 0) == 0 and not check_intact(path):
+        rank_zero_info(f"{path} carries no SHA-256 sums (an earlier version wrote it): its bytes are not compared")
+
+
+def _identity(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times of a checkpoint's files."""
+    files = [Path(root, name) for root, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
+    stats = [(str(file), file.stat()) for file in sorted(files)]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+@lru_cache(maxsize=64)
+def _compare(path: Path, identity: tuple[tuple[str, int, int], ...]) -> tuple[str | None, bool]:
+    try:
+        return (_damage_of_folder(path) if path.is_dir() else checksum.verify(path)), True
+    except checksum.NoChecksum:
+        return None, False
+
+
+def _damage_of_folder(path: Path) -> str | None:
+    try:
+        differences = verify_manifest(path)
+    except FileNotFoundError:
+        if _promises_manifest(path):
+            return "its manifest.json is missing"
+        raise checksum.NoChecksum from None
+    except ManifestError as error:
+        return str(error)
+    return str(differences) if differences.damaged else None
+
+
+def _promises_manifest(path: Path) -> bool:
+    if not (path / META).is_file():
+        return True
+    try:
+        return HAS_MANIFEST in torch.load(path / META, map_location="cpu", weights_only=True)
+    except Exception:  # what bytes that are no checkpoint raise is anything
+        return True

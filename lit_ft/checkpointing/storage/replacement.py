@@ -1,0 +1,111 @@
+"""Atomic replacement of checkpoints, and recovery of replacements that a kill interrupted.
+
+A new checkpoint is complete and on the disk under a hidden name before it takes the place of the earlier one. Hidden
+names, for a target ``last.ckpt``: ``.last.ckpt.<pid>.new`` (a file being written), ``.last.ckpt.new`` (a folder being
+written by all ranks), ``.last.ckpt.old`` (what is being replaced), ``.last.ckpt.removed`` (what is being removed).
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from lit_callbacks.export.manifest import sync
+
+from lit_ft.checkpointing.storage.integrity import DamagedCheckpoint, check_intact
+
+_HIDDEN = re.compile(r"\.(?P<name>.+?\.ckpt)(\.\d+)?\.(new|old|removed)")
+
+
+def temporary_file(path: Path) -> Path:
+    """Where a new checkpoint file is written, beside its place: a rename across file systems is not atomic."""
+    return path.with_name(f".{path.name}.{os.getpid()}.new")
+
+
+def temporary_folder(path: Path) -> Path:
+    """Where a new checkpoint folder is written; all ranks know the name."""
+    return path.with_name(f".{path.name}.new")
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Give a complete checkpoint its name; an earlier checkpoint of that name, file or folder, goes afterwards."""
+    old = path.with_name(f".{path.name}.old")
+    if path.is_dir() and not path.is_symlink():
+        _remove(old)
+        path.rename(old)
+        temporary.rename(path)
+    elif temporary.is_dir():
+        # A folder cannot take a file's place. The file, or a link to another checkpoint, is set aside as well.
+        _remove(old)
+        if path.is_symlink() or path.exists():
+            path.rename(old)
+        temporary.rename(path)
+    else:
+        temporary.replace(path)
+    sync(path.parent)
+    _remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; a kill meanwhile leaves none that is half there."""
+    removed = path.with_name(f".{path.name}.removed")
+    if path.is_dir() and not path.is_symlink():
+        _remove(removed)
+        path.rename(removed)
+        _remove(removed)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def recover(folder: Path) -> list[str]:
+    """Finish the replacements that a kill interrupted, and remove its leftovers.
+
+    Only for a process that is alone in writing there.
+
+    Args:
+        folder: holds checkpoints.
+
+    Returns:
+        A line about each checkpoint that was brought back.
+    """
+    lines = []
+    for path in interrupted(folder):
+        target = _target(path)
+        if not target.exists():  # the new one goes before the old one
+            target.unlink(missing_ok=True)  # a link that leads nowhere
+            path.rename(target)
+            sync(folder)
+            lines.append(f"{target} was being replaced when an earlier process was killed: a complete one is back")
+    for path in _hidden(folder):
+        _remove(path)
+    return lines
+
+
+def interrupted(folder: Path) -> list[Path]:
+    """Complete checkpoints under hidden names whose own name nothing has, new ones first."""
+    found = [path for path in _hidden(folder) if not path.name.endswith(".removed") and not _target(path).exists()]
+    return sorted(filter(_is_complete, found), key=lambda path: path.suffix)
+
+
+def _hidden(folder: Path) -> list[Path]:
+    return [path for path in folder.glob(".*") if _HIDDEN.fullmatch(path.name)]
+
+
+def _target(path: Path) -> Path:
+    match = _HIDDEN.fullmatch(path.name)
+    assert match is not None
+    return path.with_name(match["name"])
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        return check_intact(path)
+    except DamagedCheckpoint:
+        return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

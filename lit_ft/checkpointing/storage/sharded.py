@@ -1,0 +1,323 @@
+"""Checkpoints of weights that are split over ranks: one file, or a folder to which each rank writes its share.
+
+A file is what every Lightning run writes, whole tensors and all. A folder is torch's distributed checkpoint, whose
+tensors have names of their own and no memory of how they were split: it is read under any strategy and any number
+of ranks. ``meta.pt`` in it is the rest of Lightning's checkpoint, ``manifest.json`` the sizes and sums of its files.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lit_callbacks.distributed.gather import whole_tensor
+from lit_callbacks.export.manifest import file_sums, write_manifest
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lit_ft.checkpointing.storage import replacement
+from lit_ft.checkpointing.storage.failures import explain_failed_load, explain_failed_save
+from lit_ft.checkpointing.storage.integrity import HAS_MANIFEST, META
+from lit_ft.checkpointing.storage.metadata_reader import SafeFileSystemReader
+from lit_ft.errors import RecipeError
+
+
+def is_folder_of_shares(path: Path) -> bool:
+    """Whether it is a folder that ``save_shares`` wrote."""
+    return (path / META).is_file()
+
+
+# --- whole states, for files -------------------------------------------------------------------------
+
+
+def gather(state: Any, keep: bool) -> Any:
+    """A state dict with whole tensors on the CPU; a collective. Ranks that do not ``keep`` it get None for each."""
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensor = whole_tensor(leaf)
+        return tensor.cpu() if keep else None
+
+    return tree_map(whole, state)
+
+
+def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's share of a whole tensor, as a ``DTensor`` where the parameter is one."""
+    if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    # No communication: every rank has the whole tensor, as a rule mapped from the same file.
+    mesh = parameter.device_mesh
+    split = distribute_tensor(
+        tensor.to(device=mesh.device_type, dtype=tensor.dtype), mesh, parameter.placements, src_data_rank=None
+    )
+    return split if parameter.device.type == mesh.device_type else split.to(parameter.device)
+
+
+def split_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimiser's saved state in which each tensor is split as the parameter it belongs to."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        **state,
+        "state": {
+            index: {
+                key: split_like(parameters[index], value) if _is_of(parameters[index], value) else value
+                for key, value in values.items()
+            }
+            for index, values in state["state"].items()
+        },
+    }
+
+
+def _is_of(parameter: Tensor, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+# --- parts of an optimiser's state --------------------------------------------------------------------
+
+
+def pick(saved: dict[str, Any], names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Of an optimiser's state, that of some of its parameters.
+
+    Args:
+        saved: a state dict.
+        names: its parameters, in order.
+        groups: the parameters wanted, as the other optimiser groups them.
+
+    Raises:
+        RecipeError: one of them was not trained there.
+    """
+    place = {name: index for index, name in enumerate(names)}
+    if missing := [name for group in groups for name in group if name not in place]:
+        raise RecipeError(
+            f"the checkpoint has no optimizer state for {missing[0]} and {len(missing) - 1} others; resume with the "
+            "recipe that wrote it"
+        )
+    settings = {index: group for group in saved["param_groups"] for index in group["params"]}
+    order = [name for group in groups for name in group]
+    start = 0
+    own_groups = []
+    for group in groups:
+        own_groups.append({**settings[place[group[0]]], "params": list(range(start, start + len(group)))})
+        start += len(group)
+    state = {i: saved["state"][place[name]] for i, name in enumerate(order) if place[name] in saved["state"]}
+    return {"state": state, "param_groups": own_groups}
+
+
+def join(
+    parts: Sequence[tuple[dict[str, Any], Sequence[str]]], order: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """One optimiser's state from those of several, each of which has some of its parameters: the inverse of ``pick``.
+
+    Args:
+        parts: state dicts, each with its parameters' names in order.
+        order: all names as one process would have them.
+
+    Returns:
+        The state, and its parameters' names in order.
+    """
+    rank = {name: index for index, name in enumerate(order)}
+    groups: list[tuple[dict[str, Any], set[str]]] = []
+    states: dict[str, Any] = {}
+    for state, names in parts:
+        after = 0
+        for group in state["param_groups"]:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            found = next((i for i, (known, _) in enumerate(groups) if known == settings), None)
+            if found is None:
+                groups.insert(after, (settings, set()))
+                found = after
+            groups[found][1].update(names[index] for index in group["params"])
+            after = found + 1
+        states |= {names[index]: value for index, value in state["state"].items()}
+    joined = [name for _, members in groups for name in sorted(members, key=lambda name: rank[name])]
+    place = {name: index for index, name in enumerate(joined)}
+    return {
+        "state": {place[name]: value for name, value in states.items()},
+        "param_groups": [{**known, "params": sorted(place[n] for n in members)} for known, members in groups],
+    }, joined
+
+
+# --- folders -----------------------------------------------------------------------------------------
+
+
+def save_shares(
+    checkpoint: dict[str, Any],
+    path: Path,
+    names: Sequence[Sequence[str]],
+    join_stages: Callable[[Any], list[Any]] = lambda own: [own],
+    order: Sequence[str] = (),
+    background: Any = None,
+) -> Future[Any] | None:
+    """Write each rank's share.
+
+    Args:
+        checkpoint: Lightning's, with split tensors.
+        path: the folder; an earlier checkpoint there is replaced.
+        names: for each optimiser, its parameters' names in order.
+        join_stages: gathers an object from the ranks that hold other parameters.
+        order: of all parameters, where others hold some.
+        background: a process group of the CPU: the shares are copied, and written while training goes on.
+
+    Returns:
+        With ``background``, what becomes of it; the folder has its name once that is done.
+    """
+    tensors: dict[str, Any] = {f"weights/{name}": tensor.detach() for name, tensor in checkpoint["state_dict"].items()}
+    described = []
+    for place, (state, own) in enumerate(zip(checkpoint.get("optimizer_states", []), names, strict=True)):
+        others: dict[int, dict[str, Any]] = {}
+        for index, values in state["state"].items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{place}/{key}/{own[index]}"] = value
+                else:
+                    others.setdefault(index, {})[key] = value
+        described.append(({"state": others, "param_groups": state["param_groups"]}, list(own)))
+    stages = join_stages((list(checkpoint["state_dict"]), described))
+    rest = {**checkpoint, "state_dict": sorted({name for weights, _ in stages for name in weights})}
+    of_optimizers = zip(*(described for _, described in stages), strict=True)
+    joined = [join(parts, order or parts[0][1]) for parts in of_optimizers]
+    rest["optimizer_states"] = [{"state": state, "names": names} for state, names in joined]
+    temporary = replacement.temporary_folder(path)
+    with explain_failed_save(path):
+        _start_anew(temporary)
+    if background is None:
+        with explain_failed_save(path, temporary):
+            dcp.save(tensors, checkpoint_id=temporary)  # waits for all ranks
+            _finish(temporary, path, rest)
+        return None
+    copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tensors)
+    writing: Any = dcp.async_save(copies, checkpoint_id=temporary, process_group=background)
+    finished: Future[Any] = Future()
+    writing.add_done_callback(lambda written: _finish_later(finished, written, temporary, path, rest, background))
+    return finished
+
+
+def _start_anew(temporary: Path) -> None:
+    """Remove what a killed process has left, before any rank writes."""
+    if dist.get_rank() == 0 and temporary.exists():
+        shutil.rmtree(temporary)
+    dist.barrier()
+
+
+def _finish_later(
+    finished: "Future[Any]", written: "Future[Any]", temporary: Path, path: Path, rest: dict[str, Any], group: Any
+) -> None:
+    try:
+        with explain_failed_save(path, temporary):
+            written.result()
+            _finish(temporary, path, rest, group)
+        finished.set_result(None)
+    except Exception as error:
+        finished.set_exception(error)
+
+
+def _finish(temporary: Path, path: Path, rest: dict[str, Any], group: Any = None) -> None:
+    """Write the manifest of a folder that all ranks have written, and give it its name; a collective.
+
+    Each rank takes the sums of the files that it wrote, which are still in its memory.
+    """
+    own = file_sums(temporary, [file.name for file in temporary.glob(f"__{dist.get_rank()}_*")])
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own, group=group)
+    if dist.get_rank() == 0:
+        torch.save({**rest, HAS_MANIFEST: True}, temporary / META)
+        sums = {name: entry for part in parts for name, entry in part.items()}
+        write_manifest(temporary, sums=sums)
+        replacement.replace(temporary, path)
+
+
+def load_shares(
+    path: Path, module: nn.Module, groups: Sequence[Sequence[Sequence[str]]], aliases: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Lightning's checkpoint, its tensors split as the module's; each rank reads its share only.
+
+    Args:
+        path: the folder.
+        module: its parameters say what is read and how it is split.
+        groups: for each optimiser, the names of its parameters by group.
+        aliases: names of module parameters that optimisers know by another: tied weights, here under their second.
+    """
+    rest = torch.load(path / META, map_location="cpu", weights_only=True)
+    own = dict(module.named_parameters(remove_duplicate=False))
+    own_by_name = own | {known: own[name] for name, known in (aliases or {}).items()}
+    tensors: dict[str, Any] = {
+        f"weights/{name}": torch.empty_like(own[name], requires_grad=False)
+        for name in rest["state_dict"]
+        if name in own
+    }
+    saved = _sizes(path)
+    for place, of_optimizer in enumerate(groups):
+        for name in (name for group in of_optimizer for name in group):
+            for key in _keys(saved, place, name):
+                like, entry = own_by_name[name], saved[key]
+                tensors[key] = (
+                    torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
+                    if entry.size == like.shape
+                    else torch.empty(entry.size, dtype=entry.properties.dtype)
+                )
+    with explain_failed_load(path):
+        dcp.load(tensors, storage_reader=SafeFileSystemReader(path))
+    whole = _as_lightning(rest, tensors)
+    # A validation has no optimizers to give states to.
+    whole["optimizer_names"] = [[name for group in of_optimizer for name in group] for of_optimizer in groups]
+    whole["optimizer_states"] = [
+        pick(state, entry["names"], of_optimizer)
+        for state, entry, of_optimizer in zip(
+            whole["optimizer_states"], rest["optimizer_states"], groups, strict=bool(groups)
+        )
+    ]
+    return whole
+
+
+def read_whole(path: Path) -> dict[str, Any]:
+    """Lightning's checkpoint from a folder, with whole tensors in memory: for a process that holds all weights."""
+    rest = torch.load(path / META, map_location="cpu", weights_only=True)
+    tensors: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in _sizes(path).items()
+    }
+    with warnings.catch_warnings(), explain_failed_load(path):
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
+        dcp.load(tensors, storage_reader=SafeFileSystemReader(path), no_dist=True)
+    return _as_lightning(rest, tensors)
+
+
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights in a folder; they are not read."""
+    return {
+        key.removeprefix("weights/"): tuple(entry.size)
+        for key, entry in _sizes(path).items()
+        if key.startswith("weights/")
+    }
+
+
+def _sizes(path: Path) -> dict[str, TensorStorageMetadata]:
+    metadata = SafeFileSystemReader(path).read_metadata().state_dict_metadata
+    return {key: entry for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _keys(saved: dict[str, TensorStorageMetadata], place: int, name: str) -> list[str]:
+    return [key for key in saved if key.startswith(f"optimizer.{place}/") and key.split("/", 2)[2] == name]
+
+
+def _as_lightning(rest: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    states = []
+    for place, entry in enumerate(rest["optimizer_states"]):
+        state = {index: dict(values) for index, values in entry["state"]["state"].items()}
+        index_of = {name: index for index, name in enumerate(entry["names"])}
+        for key, value in tensors.items():
+            if key.startswith(f"optimizer.{place}/"):
+                _, what, name = key.split("/", 2)
+                state.setdefault(index_of[name], {})[what] = value
+        states.append({"state": state, "param_groups": entry["state"]["param_groups"]})
+    weights = {key.removeprefix("weights/"): value for key, value in tensors.items() if key.startswith("weights/")}
+    names = [entry["names"] for entry in rest["optimizer_states"]]
+    return {**rest, "state_dict": weights, "optimizer_states": states, "optimizer_names": names}

@@ -1,0 +1,121 @@
+"""A Hugging Face folder to which each rank writes a part of the weights."""
+
+import copy
+import json
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from lit_callbacks.distributed.gather import persistent_buffers, whole_tensor
+from lit_callbacks.export.merge_check import MergeFailed
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from lit_ft.errors import RecipeError
+
+
+def collect(base: nn.Module, writers: int, place: int, left_out: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+    """Gather whole weights and persistent buffers one after the other, and keep some of them.
+
+    A collective of the ranks that share them.
+
+    Args:
+        base: the model, or what of it is here.
+        writers: ranks that the same weights are split over; each keeps its part of the layers.
+        place: of this rank among them.
+        left_out: parameters that are saved elsewhere.
+    """
+    kept = {}
+    for name, weight in chain(base.named_parameters(), persistent_buffers(base)):
+        if name not in left_out:
+            whole = whole_tensor(weight)
+            if _layer_of(name) % writers == place:
+                kept[name] = whole.cpu().clone()
+    return kept
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer that a weight belongs to: what is converted together is kept together."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+
+
+def write_part(base: PreTrainedModel, weights: dict[str, Tensor], file: Path) -> None:
+    """Write some of a model's weights, named as in its published files.
+
+    ``save_pretrained`` cannot: it writes on rank 0 only.
+
+    Raises:
+        RecipeError: a weight is not finite.
+    """
+    for name, weight in weights.items():
+        if not torch.isfinite(weight).all():
+            raise RecipeError(
+                f"{name} has values that are not finite; nothing is written, resume an earlier checkpoint"
+            )
+    whole = _skeleton(base)
+    whole._weight_conversions = getattr(base, "_weight_conversions", None)  # those of the files that it was read from
+    as_published = revert_weight_conversion(whole, weights)
+    contiguous = {name: weight.contiguous() for name, weight in as_published.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(contiguous, file, metadata={"format": "pt"})
+
+
+def check_complete(base: PreTrainedModel, names: set[str]) -> None:
+    """Refuse to call a folder whole that lacks parameters or persistent buffers.
+
+    Args:
+        base: the model, or what of it is here.
+        names: what all ranks together write.
+
+    Raises:
+        MergeFailed: something is missing.
+    """
+    whole = _skeleton(base)
+    wanted = (name for name, _ in chain(whole.named_parameters(), persistent_buffers(whole)))
+    if missing := [name for name in wanted if name not in names]:
+        raise MergeFailed(f"no rank writes {', '.join(missing[:3])} ({len(missing)} in all); nothing was written")
+
+
+def _skeleton(base: PreTrainedModel) -> Any:
+    """The whole model, without values."""
+    with torch.device("meta"):
+        return type(base)(copy.deepcopy(base.config))
+
+
+def join_parts(base: PreTrainedModel, folder: Path) -> None:
+    """Make a model of the files in a folder, on one rank.
+
+    Args:
+        base: the model, or what of it is here.
+        folder: where the parts are.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    where, size = {}, 0
+    for number, file in enumerate(files, start=1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        for key, bytes_of in _contents(file):
+            where[key], size = name, size + bytes_of
+        file.rename(folder / name)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    config = copy.deepcopy(base.config)
+    config.architectures, config.dtype = [type(base).__name__], base.dtype
+    config.save_pretrained(folder)
+    if base.generation_config is not None:
+        base.generation_config.save_pretrained(folder)
+
+
+def _contents(file: Path) -> Iterator[tuple[str, int]]:
+    with safe_open(file, framework="pt") as tensors:
+        for key in tensors.keys():  # noqa: SIM118
+            weight = tensors.get_slice(key)
+            count = 1
+            for length in weight.get_shape():
+                count *= length
+            yield key, count * int(weight.get_dtype().strip("BFIU")) // 8

@@ -1,0 +1,1 @@
+"""Tokenized samples to packed batches of each rank."""

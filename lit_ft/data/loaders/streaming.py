@@ -1,0 +1,362 @@
+"""Data larger than memory: rows are read, tokenised and shuffled a buffer at a time.
+
+A buffer is a small epoch: the plan that deals out data in memory deals out a buffer too, and what does not
+fill an optimiser step goes first in the next. The place in the stream is a few counts, so that a
+resumed run goes on with the very next row, whatever the number of worker processes.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_ft.data.loaders.batching import BatchPlan, MicroBatch, deal_of, lay_out, micro_batches, position_under
+from lit_ft.data.loaders.mixing import Mixing
+from lit_ft.data.text.sources import Source
+from lit_ft.data.tokens.preparation import BAD_ROWS_NAMED, ROWS_PER_BATCH, Preparation
+from lit_ft.data.tokens.samples import Samples, TokenArrays, collect
+from lit_ft.data.tokens.tokenization import Part, PlacedRow, encode_batches
+from lit_ft.errors import RecipeError
+from lit_ft.packed_batch import Row
+
+WINDOWS_KEPT = 3
+"""Beginnings of optimizer steps that a place remembers: the one in progress, and those that were drawn ahead."""
+
+Tokens = tuple[int, np.ndarray, np.ndarray]
+"""A sample: the number of its source, ids, labels."""
+
+
+class MixedRows(Iterator[PlacedRow]):
+    """Rows of several sources in the proportions of a mixing; its place is a list of counts."""
+
+    def __init__(self, sources: Sequence[Source], mixing: Mixing, place: dict[str, list[int]] | None = None) -> None:
+        """Open the sources.
+
+        Args:
+            sources: what is read.
+            mixing: in which proportions; without weights, equal shares.
+            place: as ``place`` gave it, to go on from there.
+        """
+        self.sources, self.mixing = sources, mixing
+        self._ended = False
+        start = place or {name: [0] * len(sources) for name in ("drawn", "read", "passes")}
+        self._drawn, self._read, self._passes = (list(start[name]) for name in ("drawn", "read", "passes"))
+        self._open = [source.rows(read, streaming=True) for source, read in zip(sources, self._read, strict=True)]
+
+    def place(self) -> dict[str, list[int]]:
+        """Per source: rows drawn in all, rows read in this pass, passes that are over."""
+        return {"drawn": list(self._drawn), "read": list(self._read), "passes": list(self._passes)}
+
+    def __next__(self) -> PlacedRow:
+        while not self._ended:
+            number = self._choose()
+            row = next(self._open[number], None)
+            if row is not None:
+                self._drawn[number] += 1
+                self._read[number] += 1
+                return (number, *row)
+            if self._read[number] == 0:
+                raise RecipeError(f"{self.sources[number].path!r} holds no rows; at least one is needed")
+            self._passes[number] += 1
+            self._read[number] = 0
+            self._ended = self.mixing.strategy == "first_exhausted" or all(self._passes)
+            if self.mixing.strategy == "all_exhausted":
+                self._open[number] = self.sources[number].rows(streaming=True)
+        raise StopIteration
+
+    def _choose(self) -> int:
+        if self.mixing.strategy == "concatenate":
+            return next(number for number, passes in enumerate(self._passes) if not passes)
+        # Whose turn it is when each source's draws are spread evenly.
+        weights = self.mixing.weights or (1.0,) * len(self.sources)
+        return min(range(len(weights)), key=lambda number: (self._drawn[number] + 0.5) / weights[number])
+
+
+@dataclass
+class _Buffer:
+    """What is dealt out together."""
+
+    samples: Samples
+    units: list[MicroBatch]
+    start: dict[str, Any]
+    """The stream's place before it, with the samples left over from the one before."""
+
+
+def start_of_pass(epoch: int) -> dict[str, Any]:
+    """The place of the first micro-batch of a pass over all rows.
+
+    ``skip`` counts units of the buffer that optimizer steps of another size have taken; ``position`` counts
+    micro-batches from there, and ``batch`` those of the trainer's epoch.
+    """
+    return {"epoch": epoch, "buffer": 0, "skip": 0, "position": 0, "batch": 0, "rows": None, "left": None}
+
+
+class StreamLoader:
+    """Iterates one replica's micro-batches of a stream; has no length.
+
+    Every rank reads the whole stream, so that all agree on the order without talking.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        preparation: Preparation,
+        plan: BatchPlan,
+        *,
+        names: tuple[str, ...],
+        buffer_rows: int,
+        replica: int = 0,
+        accumulate: Callable[[], int] = lambda: 1,
+        cut: int | None = None,
+        repeats: bool = False,
+        workers: int = 0,
+    ) -> None:
+        """Prepare the loader.
+
+        Args:
+            sources: what is read.
+            preparation: how rows become samples.
+            plan: how samples are dealt out, with the mixing of the sources.
+            names: of the sources with a loss curve.
+            buffer_rows: rows that are read and shuffled at a time.
+            replica: which share is this rank's.
+            accumulate: micro-batches per optimiser step, asked for at the start of each epoch.
+            cut: micro-batches after which the trainer ends an epoch; None where a pass over all rows is one.
+            repeats: begin each epoch with the first row, as ``overfit_batches`` does.
+            workers: processes that tokenise ahead; 0 does it between two steps.
+        """
+        self.sources, self.preparation, self.plan = sources, preparation, plan
+        self.names, self.buffer_rows, self.replica = names, buffer_rows, replica
+        self._accumulate, self._cut, self._repeats, self._workers = accumulate, cut, repeats, workers
+        self.seconds_waited = 0.0
+        """Time that the training loop has waited for rows."""
+        self.notes: Counter[str] = Counter()
+        """What was done to the rows that were read, as ``encoding.NOTES`` names it, and how many there were."""
+        self._place: dict[str, Any] = start_of_pass(0)
+        self._deal: dict[str, int] = {}
+        self._batch = 0
+        self._is_over = False
+        self._windows: deque[dict[str, Any]] = deque(maxlen=WINDOWS_KEPT)
+        self._resume: dict[str, Any] | None = None
+        self._is_open = False
+        self._tokenizations = [preparation.tokenization(source) for source in sources]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the micro-batch that trains next, and those where the last optimizer steps began.
+
+        Lightning draws one ahead from a loader without length, to know which is the last; that one
+        has not been trained on.
+        """
+        if self._resume is not None:
+            return self._resume
+        deal = self._deal or deal_of(self.plan, self._accumulate())
+        windows = list(self._windows)
+        return {**self._place, "batches": self._cut, "is_over": self._is_over, "windows": windows, "deal": deal}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place at the next iteration.
+
+        Raises:
+            RecipeError: rows were drawn already.
+        """
+        if self._is_open and any(state[name] != self._place[name] for name in ("epoch", "buffer", "position")):
+            raise RecipeError(
+                "a schedule opened the stream before its place was restored; set trainer.max_epochs to -1"
+            )
+        self._resume = state
+
+    @staticmethod
+    def rewind(state: dict[str, Any], micro_batch: int, ready: int) -> None:
+        """Set a saved place back to the micro-batch that an optimizer step begins with.
+
+        Args:
+            state: of ``state_dict``, changed in place.
+            micro_batch: the one that trains next, counted by the trainer within the epoch.
+            ready: micro-batches of the epoch that the trainer had begun when it was saved.
+        """
+        begun = [place for place in state.get("windows", []) if place["batch"] <= micro_batch]
+        if begun:
+            state |= begun[-1]
+            state["position"] += micro_batch - state["batch"]
+        else:  # written before places of windows were kept
+            state["position"] -= ready - micro_batch
+        state |= {"batch": micro_batch, "is_over": False}
+
+    @staticmethod
+    def begin_again(state: dict[str, Any]) -> None:
+        """Set a saved place to the beginning of its pass."""
+        state |= start_of_pass(state["epoch"])
+
+    def __iter__(self) -> Iterator[Row]:
+        # On from where the last iteration was left: limit_train_batches cuts a stream into parts.
+        self._is_open = True
+        resume, self._resume = self._resume, None
+        now = deal_of(self.plan, self._accumulate())
+        if resume is not None:
+            place = self._dealt_anew({**start_of_pass(0), **resume}, resume.get("deal"), now)
+        else:
+            place = self._dealt_anew(self._place, self._deal, now)
+        self._batch = place["batch"] if resume is not None and place["batch"] != self._cut else 0
+        if self._repeats and self._batch == 0:
+            place = start_of_pass(0)
+        self._deal, self._is_over = now, False
+        self._windows.clear()
+        yield from self._one_pass(place)
+        if self._batch == 0:  # the part before has ended with its pass
+            yield from self._one_pass(self._place)
+        self._is_over = True
+
+    def _dealt_anew(self, place: dict[str, Any], then: dict[str, int] | None, now: dict[str, int]) -> dict[str, Any]:
+        """A place between optimizer steps, counted for steps that are dealt in another way from there on."""
+        place = {name: place[name] for name in start_of_pass(0)}
+        if not then or then == now:
+            return place
+        if place["position"] % then["accumulate"]:
+            position_under({**place, "deal": then}, self.plan, now["accumulate"])  # says why not
+        taken, trained = (place[name] * then["units"] for name in ("position", "batch"))
+        return {**place, "skip": place["skip"] + taken, "position": 0, "batch": trained // now["units"]}
+
+    def _one_pass(self, start: dict[str, Any]) -> Iterator[Row]:
+        """The rest of a pass over all rows, from a place on."""
+        position, accumulate = start["position"], self._deal["accumulate"]
+        for number, buffer in enumerate(self._buffers(start), start["buffer"]):
+            dealt = micro_batches(
+                buffer.units, buffer.samples, self.plan, self.replica, accumulate, whole=self._cut is not None
+            )
+            for at, piece in enumerate(islice(dealt, position, None), position):
+                place = {**buffer.start, "epoch": start["epoch"], "buffer": number, "position": at}
+                place["batch"] = self._batch
+                if at % accumulate == 0:
+                    self._windows.append(place)
+                started = time.perf_counter()
+                row = lay_out(piece, buffer.samples)
+                self.seconds_waited += time.perf_counter() - started
+                self._batch += 1
+                # The trainer draws one ahead unless it knows where the epoch ends.
+                self._place = place if self._cut is None else {**place, "position": at + 1, "batch": self._batch}
+                yield row
+            position = 0
+        self._place = start_of_pass(start["epoch"] + 1)
+
+    # --- buffers ---------------------------------------------------------------------------------
+
+    def _buffers(self, resume: dict[str, Any]) -> Iterator[_Buffer]:
+        left: list[list[Tokens]] = _unpack(resume["left"])
+        window = self.plan.micro_batch_size * self.plan.replicas * self._deal["accumulate"]
+        number, skip = resume["buffer"], resume["skip"]
+        started = time.perf_counter()
+        ending = False
+        filled = self._filled(resume["rows"])
+        ahead = next(filled, None)
+        while ahead is not None:
+            (rows, fresh), ahead = ahead, next(filled, None)
+            samples = _samples([*(one for unit in left for one in unit), *fresh], self.names, len(self.sources))
+            old = sum(map(len, left))
+            units = list(_consecutive(map(len, left)))
+            if fresh:
+                later = samples.take(np.arange(old, len(samples)))
+                plan = replace(self.plan, mixing=Mixing())  # the stream is mixed already
+                units += [[old + i for i in unit] for unit in plan.units(later, resume["epoch"], number)]
+            start = {"rows": rows, "left": _pack(left), "skip": skip}
+            ending = ahead is None
+            full = len(units) if ending else skip + (len(units) - skip) // window * window
+            left = [[(int(samples.source[i]), *samples[i]) for i in unit] for unit in units[full:]]
+            self.seconds_waited += time.perf_counter() - started
+            yield _Buffer(samples, units[skip:full], start)
+            started = time.perf_counter()
+            number, skip = number + 1, 0
+
+    def _filled(self, place: dict[str, list[int]] | None) -> Iterator[tuple[dict[str, list[int]], list[Tokens]]]:
+        """Each buffer's samples, and the stream's place before it."""
+        stream = MixedRows(self.sources, self.plan.mixing, place)
+        chunks = -(-self.buffer_rows // ROWS_PER_BATCH)
+
+        def batches() -> Iterator[tuple[Any, list[PlacedRow]]]:
+            while True:
+                rows, room = stream.place(), self.buffer_rows
+                while room and (batch := list(islice(stream, min(ROWS_PER_BATCH, room)))):
+                    room -= len(batch)
+                    yield (rows, room == 0), batch
+                if room:
+                    return
+
+        samples: list[Tokens] = []
+        rows: dict[str, list[int]] = {}
+        for (rows, is_full), places, parts in encode_batches(batches(), self._tokenizations, self._workers, chunks):
+            samples += self._in_order(places, parts)
+            if is_full:
+                yield rows, samples
+                samples = []
+        if samples:
+            yield rows, samples
+
+    def _in_order(self, places: list[str], parts: list[Part]) -> list[Tokens]:
+        """A batch's samples in the order of its rows."""
+        found: list[tuple[int, Tokens]] = []
+        for source, positions, encoded in parts:
+            skipped = self.preparation.check([places[i] for i in positions], encoded)
+            if skipped and not self.notes["skipped"]:
+                named = "; ".join(skipped[:BAD_ROWS_NAMED])
+                rank_zero_info(f"rows that cannot be used are skipped (data.on_bad_row=skip): {named}")
+            self.notes += encoded.notes + Counter(skipped=len(skipped), rows=encoded.count)
+            ends = np.cumsum(encoded.lengths)
+            for row, end, length in zip(encoded.rows, ends, encoded.lengths, strict=True):
+                span = slice(end - length, end)
+                found.append((int(positions[row]), (source, encoded.ids[span], encoded.labels[span])))
+        return [tokens for _, tokens in sorted(found, key=lambda pair: pair[0])]
+
+    def describe(self) -> list[str]:
+        """A line for each thing that was done to the rows that were read."""
+        rows = self.notes["rows"]
+        lines = self._tokenizations[0].describe(self.notes, rows)
+        if self.notes["skipped"]:
+            lines.append(f"{self.notes['skipped']:,} of {rows:,} rows cannot be used and were skipped")
+        return [f"the stream: {line}" for line in lines]
+
+
+def _samples(tokens: Sequence[Tokens], names: tuple[str, ...], sources: int) -> Samples:
+    source = np.array([number for number, _, _ in tokens], dtype=np.int64)
+    parts: list[TokenArrays] = []
+    index = np.zeros(len(tokens), dtype=np.int64)
+    for number in range(sources):
+        mine = [(ids, labels) for which, ids, labels in tokens if which == number]
+        index[source == number] = np.arange(len(mine))
+        empty = [np.zeros(0, dtype=np.int32)]
+        lengths = np.array([len(ids) for ids, _ in mine], dtype=np.int64)
+        ids, labels = (np.concatenate([pair[k] for pair in mine] or empty) for k in (0, 1))
+        parts.append(collect(ids, labels, lengths))
+    return Samples(parts, names, source, index)
+
+
+def _consecutive(sizes: Iterator[int]) -> Iterator[list[int]]:
+    start = 0
+    for size in sizes:
+        yield list(range(start, start + size))
+        start += size
+
+
+def _pack(units: list[list[Tokens]]) -> dict[str, Any]:
+    """Units as tensors and lists, which a checkpoint holds."""
+    samples = [tokens for unit in units for tokens in unit]
+    return {
+        "units": [len(unit) for unit in units],
+        "sources": [source for source, _, _ in samples],
+        "ids": [torch.from_numpy(np.array(ids)) for _, ids, _ in samples],
+        "labels": [torch.from_numpy(np.array(labels)) for _, _, labels in samples],
+    }
+
+
+def _unpack(packed: dict[str, Any] | None) -> list[list[Tokens]]:
+    if packed is None:
+        return []
+    samples = [
+        (source, ids.numpy(), labels.numpy())
+        for source, ids, labels in zip(packed["sources"], packed["ids"], packed["labels"], strict=True)
+    ]
+    return [[samples[i] for i in unit] for unit in _consecutive(iter(packed["units"]))]

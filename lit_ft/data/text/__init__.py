@@ -1,0 +1,1 @@
+"""Data sources to text segments: file formats, conversations and chat templates."""

@@ -1,0 +1,299 @@
+"""Chat templates: the tokenizer's own, one from the recipe, or one of four built in."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from lit_ft.data.text.formats import Chat, Message
+from lit_ft.errors import BadRow, RecipeError
+from lit_ft.render_limits import CHARACTERS, Rendering, check_length
+
+_CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+_LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+_GEMMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'system' %}
+{%- if loop.length == 1 %}{{ raise_exception('a system prompt alone has no turn to go into') }}{% endif %}
+{%- else %}
+{%- set before = messages[0].content | trim + '\\n\\n' if loop.index0 == 1 and messages[0].role == 'system' else '' %}
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' + before }}
+{{- message.content | trim + '<end_of_turn>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+_PLAIN = """\
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{ 'Assistant: ' + message.content + eos_token + '\\n' }}
+{%- else %}{{ message.role | capitalize + ': ' + message.content + '\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+BUILT_IN = {"chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA, "plain": _PLAIN}
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+    """Give the tokenizer a chat template: the name of a built-in one, Jinja text, or a file of it.
+
+    Raises:
+        RecipeError: it is none of these, or the tokenizer lacks a token that a built-in one is made of.
+    """
+    if template is None:
+        return
+    if template in BUILT_IN:
+        text = BUILT_IN[template]
+        marks = sorted(set(re.findall(r"<\|\w+\|>|<\w+_of_turn>", text)))
+        if missing := [mark for mark in marks if mark not in tokenizer.get_added_vocab()]:
+            raise RecipeError(
+                f"data.chat_template={template!r} needs the tokens {', '.join(missing)}, which the tokenizer of "
+                f"{tokenizer.name_or_path!r} does not have; use plain, or the tokenizer's own template"
+            )
+    elif "{" in template:
+        text = template
+    elif Path(template).is_file():
+        text = Path(template).read_text(encoding="utf-8")
+    else:
+        raise RecipeError(
+            f"data.chat_template={template!r} is no file, no Jinja text, and not built in ({', '.join(BUILT_IN)}); "
+            "give one of these"
+        )
+    tokenizer.chat_template = text
+
+
+class ChatTemplate:
+    """The template of a tokenizer, and what it does, found by rendering probes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None = None) -> None:
+        """Look at a tokenizer's template.
+
+        Args:
+            tokenizer: with a ``chat_template``.
+            options: variables that the template takes, e.g. ``{"enable_thinking": False}``.
+
+        Raises:
+            RecipeError: there is no template, or it does not render a question and an answer.
+        """
+        if not tokenizer.chat_template:
+            raise RecipeError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which conversations need; give one "
+                f"with --data.chat_template FILE.jinja, or a built-in one ({', '.join(BUILT_IN)}), or train on raw text"
+            )
+        self._tokenizer, self._options = tokenizer, options or {}
+        self.name = f"the chat template of {tokenizer.name_or_path!r}"
+        self._check_options(self._options)
+        self._rendering = Rendering(self.name)
+        try:
+            with self._rendering:
+                self._compiled = _compile_jinja_template(tokenizer.get_chat_template())
+        except (TemplateError, OverflowError, RecursionError, SyntaxError) as error:
+            raise RecipeError(
+                f"{self.name} is no Jinja template ({type(error).__name__}: {error}); give another one with "
+                "data.chat_template"
+            ) from error
+        given = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **self._options}
+        self._variables = {**self._compiled.globals, **given}
+        try:
+            self.closing = self.render([_QUESTION, _ANSWER]).rpartition(_ANSWER["content"])[2]
+        except RecipeError:
+            raise
+        except Exception as error:
+            raise RecipeError(
+                f"{self.name} does not render a question and an answer ({type(error).__name__}: {error}); give another "
+                "one with data.chat_template"
+            ) from error
+        tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
+        self._special = re.compile(special)
+        self._adjacent_specials = re.compile(rf"(?:{special})+")
+        self._tail = re.compile(rf"(?:{special}|\s)*\Z")
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        text = str(self._tokenizer.chat_template)
+        if unknown := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", text)]:
+            raise RecipeError(f"data.template_options: {self.name} uses no {unknown[0]!r}; take it out")
+
+    def render(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, generation: bool = False
+    ) -> str:
+        """The text of a conversation, and with ``generation`` the opening of the assistant's turn.
+
+        Raises:
+            RecipeError: the template takes more time or memory than one conversation may.
+        """
+        with self._rendering:
+            text = self._render(messages, tools, generation)
+        if len(text) > CHARACTERS:
+            check_length(self.name, text, len(str((messages, tools))))
+        return text
+
+    def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, generation: bool) -> str:
+        if tools is not None or not all(message.keys() == _PLAIN_KEYS for message in messages):
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools, tokenize=False, add_generation_prompt=generation, **self._options
+            )
+        # What apply_chat_template does for plain turns, without the copies that cost more than tokenising a short row.
+        variables = {**self._variables, "messages": messages, "add_generation_prompt": generation}
+        context = self._compiled.environment.context_class(
+            self._compiled.environment, variables, None, self._compiled.blocks
+        )
+        return "".join(self._compiled.root_render_func(context))
+
+    @cached_property
+    def ending(self) -> str:
+        """What closes the assistant's turn, through the last of its special tokens; empty where there is none.
+
+        The token that generation stops at may stand behind another one (``<|END_RESPONSE|><|END_OF_TURN_TOKEN|>``).
+        Tokens that vanish once another turn follows close the whole text, not the turn.
+        """
+        run = self._adjacent_specials.search(self.closing)
+        if run is None:
+            return ""
+        stays = len(os.path.commonprefix([self.closing, self._closing_before_a_question()]))  # noqa: RUF071
+        ends = [run.start() + token.end() for token in self._special.finditer(run.group())]
+        return self.closing[: max([end for end in ends if end <= stays], default=ends[0])]
+
+    def _closing_before_a_question(self) -> str:
+        try:
+            return self.render([_QUESTION, _ANSWER, _QUESTION]).partition(_ANSWER["content"])[2]
+        except RecipeError:
+            raise
+        except Exception:  # whatever a foreign template raises: it takes one question and one answer
+            return ""
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """The special token that the assistant's turn ends with; empty where there is none."""
+        return self._special.findall(self.ending)[-1] if self.ending else ""
+
+    @cached_property
+    def opening(self) -> str:
+        """What stands between a question and its answer; a generation prompt may be another."""
+        through, before = self.render([_QUESTION, _ANSWER]), self.render([_QUESTION])
+        return through.removeprefix(before).partition(_ANSWER["content"])[0]
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What follows a question at inference."""
+        return self.render([_QUESTION], generation=True).removeprefix(self.render([_QUESTION]))
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """Whether declared tools, calls and results all show in the text."""
+        name, value, result = "probe_tool", "probe_value", "probe_result"
+        schema = {"type": "object", "properties": {"probe_argument": {"type": "string"}}}
+        tools = [{"type": "function", "function": {"name": name, "description": "probe", "parameters": schema}}]
+        call = {
+            "type": "function",
+            "id": "call00001",
+            "function": {"name": name, "arguments": {"probe_argument": value}},
+        }
+        messages = [
+            _QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": name, "tool_call_id": "call00001", "content": result},
+            _ANSWER,
+        ]
+        try:
+            text = self.render(messages, tools)
+        except RecipeError:
+            raise
+        except Exception:  # whatever a foreign template raises: it does not render tools
+            return False
+        return all(part in text for part in ("probe_argument", value, result))
+
+    def cut_after_end_of_turn(self, text: str) -> tuple[str, bool]:
+        """An assistant turn's text through its last end-of-turn token, and whether it has one.
+
+        What a template writes after that token belongs to nobody's turn, nor does white space where there is none.
+        A turn with calls may end in its own way: with Gemma 4's ``<tool_call|><|tool_response>``, for one, at the last
+        of which generation stops.
+        """
+        if self.ending and text.endswith(self.closing):
+            return text[: len(text) - len(self.closing) + len(self.ending)], True
+        tail = self._tail.search(text)
+        run = self._adjacent_specials.search(text, tail.start()) if tail else None
+        if run is None:
+            return text.removesuffix(self.closing[len(self.closing.rstrip()) :]), False
+        ends = [run.start() + token.end() for token in self._special.finditer(run.group())]
+        at_end_of_turn = [end for end in ends if self.end_of_turn and text[:end].endswith(self.end_of_turn)]
+        return text[: (at_end_of_turn or ends[-1:])[0]], True
+
+    def check_seen(self, messages: Sequence[Message], text: str) -> None:
+        """Refuse a rendering that leaves out what a user or a system prompt says.
+
+        Raises:
+            BadRow: some is missing.
+        """
+        for number, message in enumerate(messages, 1):
+            if message["role"] in ("system", "developer", "user") and message["content"].strip() not in text:
+                raise BadRow(
+                    f"{self.name} leaves out the text of turn {number} ({message['role']}); give another template, or "
+                    "take the turn out"
+                )
+
+
+def spell_out_tools(chat: Chat) -> Chat:
+    """A conversation with its functions, calls and results as text, for templates that show none.
+
+    Calls and results are tagged as Hermes and Qwen tag them.
+    """
+    messages: list[Message] = []
+    marks: dict[int, bool] = {}
+    if chat.tools and (chat.messages[0]["role"] == "assistant" or chat.marks.get(0)):
+        # The functions are no part of what is trained on.
+        messages.append({"role": "system", "content": ""})
+    for i, message in enumerate(chat.messages):
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if chat.messages[i - 1]["role"] == "tool":  # several results are one turn, as several calls are
+                messages[-1]["content"] += f"\n{result}"
+                marks[len(messages) - 1] = marks.get(len(messages) - 1, False) or chat.marks.get(i, False)
+                continue
+            spelled = {"role": "user", "content": result}
+        else:
+            calls = [_spell(call["function"]) for call in message.get("tool_calls", [])]
+            text = "\n".join(part for part in (message["content"], *calls) if part)
+            spelled = {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
+        if i in chat.marks:
+            marks[len(messages)] = chat.marks[i]
+        messages.append(spelled)
+    if chat.tools:
+        listing = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in chat.tools)
+        parts = [_TOOLS.format(listing), messages[0]["content"]]
+        in_system = messages[0]["role"] != "user"
+        messages[0]["content"] = "\n\n".join(part for part in (reversed(parts) if in_system else parts) if part)
+    return Chat(messages, None, marks)
+
+
+def _spell(function: dict[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
+
+
+_TOOLS = (
+    "You may call the functions below. To call one, answer with its name and arguments as JSON within "
+    "<tool_call></tool_call>.\n<tools>\n{}\n</tools>"
+)
+
+_PLAIN_KEYS = {"role", "content"}
+_QUESTION: Message = {"role": "user", "content": "probe question"}
+_ANSWER: Message = {"role": "assistant", "content": "probe answer"}

@@ -1,0 +1,403 @@
+"""Raw rows to examples: one function per data format.
+
+A new format is a function here, an entry in ``FORMATS`` and a test. A function raises ``BadRow`` with
+what is wrong and what was expected; who calls it knows the file and the line.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lit_ft.data.text.sources import RawRow
+from lit_ft.errors import BadRow
+from lit_ft.packed_batch import IGNORE_INDEX
+
+Message = dict[str, Any]
+"""One turn as Hugging Face chat templates take it: ``role``, ``content``, ``tool_calls``, ..."""
+
+
+THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message under which data sets and templates keep what an assistant thinks before it answers."""
+
+
+@dataclass
+class Chat:
+    """A conversation."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the functions that may be called."""
+    marks: dict[int, bool] = field(default_factory=dict)
+    """Turns that the row itself says to train on, or not."""
+
+
+@dataclass
+class Text:
+    """Raw text, closed by the end-of-sequence token."""
+
+    text: str
+    """Supervised."""
+    prompt: str = ""
+    """Comes before it, not supervised."""
+
+
+@dataclass
+class Tokens:
+    """Token ids as they are."""
+
+    ids: list[int]
+    labels: list[int]
+    """Unshifted; ``IGNORE_INDEX`` where not supervised."""
+
+
+Example = Chat | Text | Tokens
+
+
+# --- the formats -----------------------------------------------------------------------------------
+
+
+def alpaca(row: RawRow) -> Chat:
+    """``instruction``, ``output``; optional ``input``, ``system``, ``history`` (pairs of earlier turns).
+
+    A non-empty ``input`` follows the instruction after a newline, in the user turn.
+    """
+    question = "\n".join(part for part in (_text(row, "instruction"), _text(row, "input", required=False)) if part)
+    answer = _text(row, "output")
+    if not question:
+        raise BadRow("'instruction' is empty; the user turn needs text")
+    if not answer:
+        raise BadRow("'output' is empty; there is nothing to learn from this row, remove it")
+    messages = _system(_text(row, "system", required=False))
+    for number, pair in enumerate(_list(row, "history", required=False), 1):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise BadRow(f"'history' item {number} is {_kind(pair)}; a pair [question, answer] is needed")
+        messages += _turn(*(_string(part, f"'history' item {number}", empty=False) for part in pair))
+    return Chat([*messages, *_turn(question, answer)])
+
+
+def sharegpt(row: RawRow) -> Chat:
+    """``conversations`` of ``from`` and ``value``; optional ``system``, ``tools``.
+
+    ``from``: human, gpt, system, function_call (value: JSON with name and arguments, or a list of such), observation.
+    """
+    messages: list[Message] = []
+    for number, turn in enumerate(_list(row, "conversations"), 1):
+        where = f"'conversations' item {number}"
+        if not isinstance(turn, Mapping):
+            raise BadRow(f"{where} is {_kind(turn)}; an object with 'from' and 'value' is needed")
+        role = _SHAREGPT_ROLES.get(_string(turn.get("from"), f"{where}: 'from'"))
+        if role is None:
+            raise BadRow(f"{where}: 'from' is {_shown(turn['from'])}; known are {', '.join(_SHAREGPT_ROLES)}")
+        text = _string(turn.get("value"), f"{where}: 'value'")
+        mark = {key: turn[key] for key in (*_MARKS, *THINKING_KEYS) if turn.get(key) is not None}
+        if role == "call":
+            calls = _json(text, f"{where}: 'value' of a function_call")
+            if not isinstance(calls, dict | list) or not calls:
+                raise BadRow(f"{where}: 'value' of a function_call is {_shown(text)}; name and arguments are needed")
+            messages.append({"role": "assistant", "content": "", "tool_calls": calls, **mark})
+        else:
+            messages.append({"role": role, "content": text, **mark})
+    if system := _text(row, "system", required=False):
+        if messages[0]["role"] == "system":
+            raise BadRow("has a 'system' and a system turn in 'conversations'; keep one")
+        return _chat(_system(system) + messages, row.get("tools"), "conversations", first=0)
+    return _chat(messages, row.get("tools"), "conversations")
+
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "call",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+def messages(row: RawRow) -> Chat:
+    """``messages`` as OpenAI has them: ``role``, ``content``, ``tool_calls``; optional ``tools``, and marks.
+
+    ``train: false`` or ``weight: 0`` leaves an assistant turn unsupervised, ``train: true`` supervises any turn.
+    """
+    return _chat(_list(row, "messages"), row.get("tools"), "messages")
+
+
+def completion(row: RawRow) -> Text:
+    """``text``: every token supervised, closed by the end-of-sequence token."""
+    return Text(_string(row.get("text"), "'text'", empty=False))
+
+
+def prompt_completion(row: RawRow) -> Text | Chat:
+    """``prompt`` and ``completion``: two texts, or two lists of messages; the completion is supervised."""
+    prompt, answer = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, list) and isinstance(answer, list):
+        chat = _chat([*prompt, *answer], row.get("tools"), "prompt and completion")
+        for i, message in enumerate(chat.messages[: len(prompt)]):
+            if message["role"] == "assistant":
+                chat.marks[i] = False
+        if not any(message["role"] == "assistant" for message in chat.messages[len(prompt) :]):
+            raise BadRow("'completion' holds no assistant turn; there is nothing to learn from this row, remove it")
+        return chat
+    return Text(_string(answer, "'completion'", empty=False), _string(prompt, "'prompt'", empty=False))
+
+
+def tokenized(row: RawRow) -> Tokens:
+    """``input_ids``, untouched; optional ``labels`` (-100 where not supervised) or a mask (1 where supervised).
+
+    Positions where an ``attention_mask`` is 0 are padding and are left out.
+    """
+    ids = _integers(row, "input_ids")
+    if not ids:
+        raise BadRow("'input_ids' is empty; remove the row")
+    labels = list(ids)
+    for column in ("labels", *_TOKEN_MASKS):
+        if row.get(column) is None:
+            continue
+        values = _integers(row, column, may_be_bool=column != "labels")
+        if len(values) != len(ids):
+            raise BadRow(f"{column!r} has {len(values)} items for {len(ids)} 'input_ids'; one each is needed")
+        if column != "labels" and not set(values) <= {0, 1}:
+            raise BadRow(f"{column!r} holds other values than 0 and 1; it must be 1 where a token is supervised")
+        labels = (
+            values if column == "labels" else [i if keep else IGNORE_INDEX for i, keep in zip(ids, values, strict=True)]
+        )
+        break
+    if row.get("attention_mask") is not None:
+        real = _integers(row, "attention_mask", may_be_bool=True)
+        if len(real) != len(ids):
+            raise BadRow(f"'attention_mask' has {len(real)} items for {len(ids)} 'input_ids'; one each is needed")
+        if not set(real) <= {0, 1}:
+            raise BadRow("'attention_mask' holds other values than 0 and 1; it must be 0 where a token is padding")
+        if not any(real):
+            raise BadRow("'attention_mask' is 0 everywhere; remove the row")
+        ids, labels = ([v for v, keep in zip(values, real, strict=True) if keep] for values in (ids, labels))
+    return Tokens(ids, labels)
+
+
+_TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+
+
+class Format(NamedTuple):
+    """How a format is read, and what tells it apart."""
+
+    read: Callable[[RawRow], Example]
+    columns: frozenset[str]
+
+
+FORMATS: dict[str, Format] = {
+    "tokenized": Format(tokenized, frozenset({"input_ids"})),
+    "messages": Format(messages, frozenset({"messages"})),
+    "sharegpt": Format(sharegpt, frozenset({"conversations"})),
+    "alpaca": Format(alpaca, frozenset({"instruction", "output"})),
+    "prompt_completion": Format(prompt_completion, frozenset({"prompt", "completion"})),
+    "completion": Format(completion, frozenset({"text"})),
+}
+
+
+def find_format(row: RawRow) -> str:
+    """The format all of whose columns the row has; else the first of whose columns it has some.
+
+    Raises:
+        BadRow: no format fits.
+    """
+    turns = row.get("conversations")
+    has_roles = isinstance(turns, list) and all(isinstance(turn, Mapping) and "role" in turn for turn in turns)
+    if turns and has_roles and "messages" not in row:
+        raise BadRow("'conversations' has turns of role and content; set columns to {messages: conversations}")
+    for overlap in (frozenset.issubset, lambda columns, row: not columns.isdisjoint(row)):
+        for name, form in FORMATS.items():
+            if overlap(form.columns, row.keys()):
+                return name
+    needs = "; ".join(f"{name} needs {', '.join(sorted(form.columns))}" for name, form in FORMATS.items())
+    raise BadRow(
+        f"has the columns {', '.join(map(repr, sorted(row))) or 'none'}, which no format knows ({needs}); rename them, "
+        "or say which is which with columns, e.g. {instruction: question, output: answer}"
+    )
+
+
+def renamed(row: RawRow, columns: Mapping[str, str] | None) -> RawRow:
+    """The row under the names that a format knows; ``columns`` says what each is called in the row."""
+    if not columns:
+        return row
+    theirs = set(columns.values())
+    ours = {name: row[column] for name, column in columns.items() if column in row}
+    return {**{name: value for name, value in row.items() if name not in theirs}, **ours}
+
+
+# --- conversations ---------------------------------------------------------------------------------
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MARKS = ("train", "weight")
+
+
+def _chat(raw: list[Any], tools: Any, column: str, first: int = 1) -> Chat:
+    chat = Chat([], _tools(tools))
+    for number, turn in enumerate(raw, first):
+        where = f"{column!r} item {number}"
+        if not isinstance(turn, Mapping):
+            raise BadRow(f"{where} is {_kind(turn)}; an object with 'role' and 'content' is needed")
+        message = _message(turn, where)
+        if (mark := _mark(turn, where)) is not None:
+            chat.marks[len(chat.messages)] = mark
+        _check_order(chat.messages, message["role"], where)
+        chat.messages.append(message)
+    if not any(message["role"] == "assistant" for message in chat.messages):
+        raise BadRow(f"{column!r} holds no assistant turn; there is nothing to learn from this row, remove it")
+    return chat
+
+
+def _message(turn: Mapping[str, Any], where: str) -> Message:
+    role = _string(turn.get("role"), f"{where}: 'role'")
+    role = "tool" if role == "function" else role
+    if role not in _ROLES:
+        raise BadRow(f"{where}: 'role' is {_shown(role)}; known are {', '.join(_ROLES)}")
+    # Hugging Face leaves keys without a value out as well: templates would print None.
+    message = {key: value for key, value in turn.items() if value is not None and key not in _MARKS}
+    message["role"] = role
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], where)
+        if role != "assistant":
+            raise BadRow(f"{where}: 'tool_calls' belong to the assistant, not to {role!r}")
+    may_be_empty = role in ("system", "developer", "tool") or "tool_calls" in message
+    message["content"] = _content(message.get("content", "" if may_be_empty else None), where, may_be_empty)
+    return message
+
+
+def _content(value: Any, where: str, may_be_empty: bool) -> str:
+    if isinstance(value, list):
+        for part in value:
+            if not isinstance(part, Mapping) or part.get("type") != "text":
+                kind = f"of type {_shown(part.get('type'))}" if isinstance(part, Mapping) else f"that is {_kind(part)}"
+                raise BadRow(f"{where}: 'content' holds a part {kind}; only text can be trained on")
+        value = "".join(_string(part.get("text"), f"{where}: 'text' of 'content'") for part in value)
+    return _string(value, f"{where}: 'content'", empty=may_be_empty)
+
+
+def _check_order(before: list[Message], role: str, where: str) -> None:
+    last = before[-1] if before else None
+    if role in ("system", "developer") and any(message["role"] not in ("system", "developer") for message in before):
+        raise BadRow(f"{where}: 'role' is {role!r} after other turns; it must come first")
+    if role == "assistant" and last is not None and last["role"] == "assistant":
+        raise BadRow(f"{where}: two assistant turns follow each other; join them, or put back what was between them")
+    if role == "tool" and not (last and (last["role"] == "tool" or "tool_calls" in last)):
+        raise BadRow(f"{where}: a tool's result follows no tool call; put back the assistant turn with 'tool_calls'")
+    if role in ("user", "assistant") and last is not None and "tool_calls" in last:
+        raise BadRow(f"{where}: the tool call before it has no result; put back the turn of role 'tool'")
+
+
+def _mark(turn: Mapping[str, Any], where: str) -> bool | None:
+    for key in _MARKS:
+        value = turn.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise BadRow(f"{where}: {key!r} is {_shown(value)}; it must be 1 or true (train on it), or 0 or false")
+        # weight: 1 is OpenAI's default for every turn; it makes no user turn supervised.
+        return None if key == "weight" and value else bool(value)
+    return None
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    if isinstance(value, str):
+        value = _json(value, "'tools'") if value.strip() else None
+    if value is None or value in ([], {}):
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadRow(f"'tools' is {_kind(value)}; a list of objects is needed, or a string that holds one as JSON")
+    return [tool if "function" in tool else _as_tool(tool) for tool in value]
+
+
+def _as_tool(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {key: part for key, part in function.items() if key != "type"}}
+
+
+def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    calls = value if isinstance(value, list) else [value]
+    if not calls:
+        raise BadRow(f"{where}: 'tool_calls' is empty; leave it out")
+    result = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRow(f"{where}: a tool call is {_kind(call)} without a name; it needs 'name' and 'arguments'")
+        arguments = {} if function.get("arguments") in (None, "") else function["arguments"]
+        # OpenAI spells the arguments as JSON in a string; templates write JSON themselves.
+        arguments = _json(arguments, f"{where}: 'arguments'") if isinstance(arguments, str) else arguments
+        if not isinstance(arguments, dict):
+            raise BadRow(f"{where}: 'arguments' of {function['name']!r} is {_kind(arguments)}; an object is needed")
+        extra = {key: call[key] for key in ("id",) if call.get(key) is not None}
+        result.append({"type": "function", **extra, "function": {"name": function["name"], "arguments": arguments}})
+    return result
+
+
+def _system(text: str) -> list[Message]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _turn(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+# --- values ----------------------------------------------------------------------------------------
+
+
+def _text(row: RawRow, column: str, required: bool = True) -> str:
+    value = row.get(column)
+    if value is None and not required:
+        return ""
+    if value is None:
+        raise BadRow(f"has no {column!r}; each row needs it (columns here: {', '.join(map(repr, row)) or 'none'})")
+    return _string(value, repr(column))
+
+
+def _string(value: Any, what: str, empty: bool = True) -> str:
+    if value is None:
+        raise BadRow(f"{what} is missing; text is needed")
+    if not isinstance(value, str):
+        raise BadRow(f"{what} is {_kind(value)}; text is needed")
+    if not value and not empty:
+        raise BadRow(f"{what} is empty; remove it, or the row")
+    return value
+
+
+def _list(row: RawRow, column: str, required: bool = True) -> list[Any]:
+    value = row.get(column)
+    if value is None and not required:
+        return []
+    if not isinstance(value, list) or (required and not value):
+        raise BadRow(f"{column!r} is {'empty' if value == [] else _kind(value)}; a list is needed")
+    return value
+
+
+def _integers(row: RawRow, column: str, may_be_bool: bool = False) -> list[int]:
+    value = row.get(column)
+    if not isinstance(value, list) or not all(
+        type(item) is int or (may_be_bool and type(item) is bool) for item in value
+    ):
+        raise BadRow(f"{column!r} is {_kind(value)}; a list of whole numbers is needed")
+    if not all(-(2**31) <= item < 2**31 for item in value):
+        raise BadRow(f"{column!r} holds a number that is no token id; the largest is {_shown(max(value, key=abs))}")
+    return [int(item) for item in value]
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{what} is not JSON ({error})") from error
+
+
+def _shown(value: Any) -> str:
+    # Of a value of any size and depth: repr has no end to the one, and no stack for the other.
+    return repr(value)[:80] if isinstance(value, str | int | float) else _kind(value)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "missing"
+    if isinstance(value, list) and value:
+        return f"a list of {', '.join(sorted({type(item).__name__ for item in value}))}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,215 @@
+"""Examples to pieces of text: which are supervised, proven by rendering prefixes.
+
+A conversation is rendered prefix by prefix, so that no template needs generation marks: what the turns
+before an answer render to (with the generation prompt) is not supervised, the answer's text and its
+end-of-turn token are. Each piece is tokenised on its own, exactly as at inference, where the prompt's
+tokens are given and the answer's are produced.
+"""
+
+import os
+from typing import Literal
+
+from lit_ft.data.text.chat_template import ChatTemplate, spell_out_tools
+from lit_ft.data.text.formats import THINKING_KEYS, Chat, Message, Text
+from lit_ft.errors import BadRow, RecipeError
+
+Piece = tuple[str, bool]
+"""Text, and whether it is supervised."""
+
+Supervise = Literal["assistant", "last", "all"]
+
+
+def prompt_and_answer(chat: Chat, template: ChatTemplate) -> tuple[str, Message, Message]:
+    """What the model sees before its last answer, the turn it answers, and that answer."""
+    last = _answers(chat)[-1]
+    chat = _with_tools(chat, template, [])
+    prompt = _before(chat, last, template)
+    return prompt, chat.messages[max(last - 1, 0)], chat.messages[last]
+
+
+def text_pieces(text: Text, closing: str) -> list[Piece]:
+    """Raw text, and the token that a sequence closes with."""
+    return [(text.prompt, False), (text.text + closing, True)]
+
+
+def chat_samples(
+    chat: Chat, template: ChatTemplate, supervise: Supervise, closing: str, notes: list[str]
+) -> list[list[Piece]]:
+    """Cut a conversation into supervised and unsupervised text.
+
+    Args:
+        chat: the conversation.
+        template: renders it.
+        supervise: assistant is every assistant turn that is not marked otherwise; last is the last one;
+            all is every token through the last answer.
+        closing: the end-of-sequence token, for templates that close an assistant's turn with none.
+        notes: is given the names of what was not as expected.
+
+    Returns:
+        One sample, or several where the template rewrites earlier turns once more follow (as templates do
+        that drop earlier thinking): then each answer comes with the prompt that it has at inference. None
+        where nothing is supervised.
+
+    Raises:
+        BadRow: the template does not render it, or leaves part of it out.
+    """
+    chat = _with_tools(chat, template, notes)
+    turns = _supervised_turns(chat, supervise)
+    if not turns:
+        return []
+    if turns[-1] < len(chat.messages) - 1 and not _is_answer(chat, -1):
+        notes.append("ends without answer")
+    befores = [_before(chat, i, template) for i in turns]
+    throughs = [_render(chat, i + 1, template) for i in turns]
+    template.check_seen(chat.messages[: turns[-1]], befores[-1])
+    samples: list[list[Piece]] = [[]]
+    done = ""
+    for i, before, through in zip(turns, befores, throughs, strict=True):
+        before, turn = _cut(chat, i, before, through, template, notes)
+        turn, has_end = template.cut_after_end_of_turn(turn)
+        if not turn.removesuffix(template.ending).strip():
+            raise BadRow(f"{template.name} shows nothing of turn {i + 1} ({chat.messages[i]['role']})")
+        if _is_answer(chat, i):
+            notes += _left_out(chat, i, before, turn, template)
+        if not has_end and _is_answer(chat, i):
+            notes.append("end of turn added")
+            turn += closing
+        if not before.startswith(done):
+            notes.append("split")
+            samples.append([])
+            done = ""
+        samples[-1] += [(before[len(done) :], supervise == "all"), (turn, True)]
+        done = before + turn
+    return samples
+
+
+def _render(chat: Chat, turns: int, template: ChatTemplate, generation: bool = False) -> str:
+    try:
+        return template.render(chat.messages[:turns], chat.tools, generation)
+    except RecipeError:
+        raise
+    except Exception as error:  # a template's own refusals are of any type
+        raise BadRow(f"{template.name} does not render it ({type(error).__name__}: {error})") from error
+
+
+def _before(chat: Chat, i: int, template: ChatTemplate) -> str:
+    """What stands before the text of a turn: before an answer, what the model sees at inference."""
+    if _is_answer(chat, i):
+        try:
+            return _render(chat, i, template, generation=True)
+        except BadRow:
+            if i > 0:
+                raise
+    # A question has no generation prompt, and few templates render what comes before the first turn.
+    return _begin(chat, i, template)
+
+
+def _thinking_put_back(message: Message, opener: str, turn: str) -> str:
+    """An answer as it follows a generation prompt that opens its thinking, where the template writes it without.
+
+    Templates drop the thinking of finished turns, the last one included, though the model has to produce it.
+
+    Args:
+        message: the answer.
+        opener: what the generation prompt has more than the turn, e.g. ``<think>\\n``.
+        turn: the answer as the template writes it.
+
+    Returns:
+        What the answer says after ``opener``; empty if it does not begin with it, or if nothing is left out.
+    """
+    begin, content = opener.strip(), message["content"].lstrip()
+    if not begin or not content.startswith(begin) or "tool_calls" in message or not _leaves_out(message, turn):
+        return ""
+    rest: str = content[len(begin) :]
+    return rest.lstrip() if opener[-1:].isspace() else rest
+
+
+def _left_out(chat: Chat, i: int, before: str, turn: str, template: ChatTemplate) -> list[str]:
+    """Names of the notes about what a template does not write of an answer."""
+    message, notes = chat.messages[i], []
+    if _leaves_out(message, turn):
+        # A generation prompt may have the answer's first words, those that open its thinking.
+        earlier = _render(chat, i, template)
+        opened = before[len(earlier) :] if before.startswith(earlier) else ""
+        if _leaves_out(message, opened + turn):
+            notes.append("answer left out in part")
+    thinking = [message[key] for key in THINKING_KEYS if message.get(key) not in (None, True, False)]
+    if any(_squeezed(str(text)) not in _squeezed(turn) for text in thinking):
+        notes.append("thinking left out")
+    return notes
+
+
+def _leaves_out(message: Message, turn: str) -> bool:
+    """Whether some of an answer is not in its turn; white space may differ, as templates that move thinking do."""
+    names = [call["function"]["name"] for call in message.get("tool_calls", [])]
+    if any(turn.count(name) < names.count(name) for name in names):
+        return True
+    content = message["content"].strip()
+    return content not in turn and _squeezed(content) not in _squeezed(turn)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _is_answer(chat: Chat, i: int) -> bool:
+    return bool(chat.messages[i]["role"] == "assistant")
+
+
+def _with_tools(chat: Chat, template: ChatTemplate, notes: list[str]) -> Chat:
+    if not chat.tools and not any(m["role"] == "tool" or "tool_calls" in m for m in chat.messages):
+        return chat
+    if template.renders_tools:
+        return chat
+    notes.append("tools spelled out")
+    try:
+        return spell_out_tools(chat)
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"its tools cannot be written as JSON ({error}); keep them as JSON in a string") from error
+
+
+def _answers(chat: Chat) -> list[int]:
+    return [i for i in range(len(chat.messages)) if _is_answer(chat, i)]
+
+
+def _supervised_turns(chat: Chat, supervise: Supervise) -> list[int]:
+    answers = _answers(chat)
+    if supervise == "all":
+        return answers[-1:]
+    wanted = set(answers[-1:] if supervise == "last" else answers)
+    wanted |= {i for i, mark in chat.marks.items() if mark and supervise == "assistant"}
+    return sorted(i for i in wanted if chat.marks.get(i, True))
+
+
+def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, notes: list[str]) -> tuple[str, str]:
+    """The unsupervised text before a turn, that of inference where the template goes on like that; and the turn."""
+    if through.startswith(before):
+        return before, through[len(before) :]
+    earlier = _render(chat, i, template)
+    if through.startswith(earlier):
+        # No further than the template's opening: an answer may begin as what the generation prompt has there.
+        opened = _common([before, through, earlier + template.opening])
+        if goes_on := _thinking_put_back(chat.messages[i], before[len(opened) :], through[len(opened) :]):
+            notes.append("thinking put back")
+            return before, goes_on + template.closing
+        notes.append("other opening")
+        return opened, through[len(opened) :]
+    # As Mistral's, which writes a system prompt into the last turn while that is the user's.
+    opened, generation = _begin(chat, i, template), before.removeprefix(earlier)
+    if before.startswith(earlier) and opened.endswith(template.opening) and template.opening.startswith(generation):
+        return before, through[len(opened) - len(template.opening) + len(generation) :]
+    raise BadRow(
+        f"{template.name} writes the turns before turn {i + 1} in another way once it follows, so that its place "
+        "cannot be told; give another template with data.chat_template"
+    )
+
+
+def _begin(chat: Chat, i: int, template: ChatTemplate) -> str:
+    """What stands before the text of a turn, found by giving it another text."""
+    message = chat.messages[i]
+    other = {**message, "content": "b" if message["content"].lstrip().startswith("a") else "a"}
+    return _common([_render(Chat([*chat.messages[:i], m], chat.tools), i + 1, template) for m in (message, other)])
+
+
+def _common(texts: list[str]) -> str:
+    return os.path.commonprefix(texts)  # noqa: RUF071 (characters are what is wanted)

@@ -1,0 +1,360 @@
+"""Where rows come from: files, folders, globs, saved data sets and the hub, read lazily, row by row.
+
+JSON, CSV and text are read here, so that an error names the file and the line and no value changes its
+type on the way; Parquet, saved data sets and the hub go through the ``datasets`` library.
+"""
+
+import csv
+import gzip
+import hashlib
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from glob import escape, glob, has_magic
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Literal, Optional
+
+from huggingface_hub import HfApi, is_offline_mode
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.output.printable import printable
+
+from lit_ft.errors import BadRow, RecipeError, explained
+
+RawRow = dict[str, Any]
+FormatName = Literal[
+    "auto", "alpaca", "sharegpt", "messages", "completion", "prompt_completion", "tokenized", "indexed"
+]
+
+TEXT_FILES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".md")
+"""Suffixes read here; each may be followed by .gz."""
+DEEPEST = 100
+"""Lists and objects within each other; deeper ones break templates and process pools."""
+SUFFIXES = (*TEXT_FILES, *(f"{suffix}.gz" for suffix in TEXT_FILES), ".parquet")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set of a mixture."""
+
+    path: str
+    """File (.json, .jsonl, .csv, .tsv, .txt, .parquet, .bin/.idx), folder or glob of them, saved data set, hub id."""
+    name: Optional[str] = None
+    """Names its loss curve; by default the file's name without suffix."""
+    format: FormatName = "auto"
+    """Format of its rows; auto goes by the columns of the first."""
+    weight: Optional[float] = None
+    """Share of the samples that are drawn from it, against the other sources' weights; see data.mixing."""
+    max_rows: Optional[int] = None
+    """Read only so many rows, from the top."""
+    split: str = "train"
+    """Split of a hub data set or a saved DatasetDict."""
+    subset: Optional[str] = None
+    """Configuration of a hub data set."""
+    columns: Optional[dict[str, str]] = None
+    """For each column that the format needs, what it is called here, e.g. {instruction: question}."""
+    system: Optional[str] = None
+    """System prompt for rows that bring none of their own; data.system by default."""
+    document: Literal["line", "file"] = "line"
+    """What a row of a .txt or .md file is: each line, or the whole file."""
+
+    def __post_init__(self) -> None:
+        if self.max_rows is not None and self.max_rows < 1:
+            raise RecipeError(f"{self.path}: max_rows={self.max_rows} must be 1 or more; leave it out for all rows")
+
+    @property
+    def title(self) -> str:
+        """Its name, for curves and reports; on one line and without control characters, as it goes into all of them."""
+        return printable(self._own_name, one_line=True)
+
+    @property
+    def _own_name(self) -> str:
+        return self.name or Path(self.path.rstrip("/")).name.split(".")[0].replace("*", "") or "data"
+
+    @property
+    def index_prefix(self) -> Path | None:
+        """Where ``.bin`` and ``.idx`` of an indexed data set lie, without the suffix; None for anything else."""
+        path = Path(self.path).expanduser()
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        is_indexed = self.format == "indexed" or (not path.is_dir() and Path(f"{prefix}.idx").is_file())
+        return prefix if is_indexed else None
+
+    @property
+    def _saved(self) -> Path | None:
+        folder = Path(self.path).expanduser()
+        is_saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        return folder if is_saved else None
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether the path names a data set of the hub."""
+        is_name = self.path.count("/") <= 1 and not self.path.startswith((".", "~", "/")) and not has_magic(self.path)
+        return is_name and not self.path.endswith(SUFFIXES) and not Path(self.path).exists()
+
+    def files(self) -> list[Path]:
+        """The files that hold the rows, sorted by path.
+
+        Raises:
+            RecipeError: there are none.
+        """
+        path = Path(self.path).expanduser()
+        if path.is_file():
+            if not path.name.endswith(SUFFIXES):
+                raise RecipeError(f"{self.path}: {path.suffix or 'no suffix'} is not read; give {', '.join(SUFFIXES)}")
+            return [path]
+        if path.is_dir():
+            found = sorted(
+                file for file in path.rglob("*") if file.is_file() and ".cache" not in file.relative_to(path).parts
+            )
+        elif has_magic(self.path):
+            found = sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
+        else:
+            raise RecipeError(f"{self.path!r} does not exist; give a file, a folder, a glob, or a hub data set's name")
+        # A folder often holds a README of the data beside the data.
+        files = [
+            file for file in found if file.name.endswith(SUFFIXES) and file.stem.lower() not in ("readme", "license")
+        ]
+        if not files:
+            raise RecipeError(
+                f"{self.path!r} holds no file that can be read ({', '.join(SUFFIXES)}); name another folder"
+            )
+        if left := [file.name for file in found if file not in files]:
+            rank_zero_info(f"{self.path}: {len(left)} files are not data and were left out: {', '.join(left[:5])}")
+        return files
+
+    def rows(self, skip: int = 0, streaming: bool = False) -> Iterator[tuple[str, RawRow | BadRow]]:
+        """Each row with its place (file and line, or row number); one that does not parse is a ``BadRow``.
+
+        Args:
+            skip: rows left out at the top.
+            streaming: read a hub data set from there, without a copy on disk.
+
+        Raises:
+            RecipeError: a file as a whole cannot be read.
+        """
+        if self._saved is not None or self.is_on_hub:
+            rows: Iterator[tuple[str, RawRow | BadRow]] = _arrow_rows(self.path, self.dataset(streaming))
+        else:
+            rows = (row for file in self.files() for row in _file_rows(file, self.document))
+        return islice(rows, skip, self.max_rows)
+
+    def dataset(self, streaming: bool = False) -> Any:
+        """The data set that ``datasets`` makes of a saved folder or a hub name.
+
+        Raises:
+            RecipeError: it cannot be had, or lacks the split.
+        """
+        import datasets
+
+        if self._saved is not None:
+            _check_saved(self._saved)
+            with explained(f"{self.path}: is no saved data set that loads", "save it again"):
+                data = datasets.load_from_disk(str(self._saved))
+            if not isinstance(data, datasets.DatasetDict):
+                return data
+            if self.split not in data:
+                raise RecipeError(f"{self.path}: has no split {self.split!r}; its splits are {', '.join(data)}")
+            return data[self.split]
+        try:
+            # Ask once: where the hub does not answer, `datasets` would ask again and again for half a minute.
+            if not is_offline_mode():
+                HfApi().dataset_info(self.path, timeout=10)
+            return datasets.load_dataset(self.path, self.subset, split=self.split, streaming=streaming)
+        except Exception as error:  # from no name server to a wrong name: all mean that it cannot be had
+            why = str(error).strip().split("\n")[0].rstrip(".:")[:160]
+            raise RecipeError(
+                f"{self.path!r} is no file or folder here, and cannot be had from the hub ({why}); mend the path, or "
+                "the name, split or subset of the data set (HF_HUB_OFFLINE=1 takes one that was downloaded before)"
+            ) from error
+
+    def content(self) -> list[Path]:
+        """The files whose content decides the rows: for a hub data set, those that it was downloaded to."""
+        if self.is_on_hub:
+            return [Path(entry["filename"]) for entry in self.dataset().cache_files]
+        if self._saved is not None:
+            return sorted(file for file in self._saved.rglob("*") if file.is_file() and "cache-" not in file.name)
+        return self.files()
+
+    def digest(self) -> str:
+        """Fingerprint of the rows' content."""
+        digest = hashlib.blake2b(digest_size=16)
+        for file in self.content():
+            digest.update(f"\n{file.name} {file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
+            with file.open("rb") as stream:
+                while block := stream.read(2**22):
+                    digest.update(block)
+        return digest.hexdigest()
+
+
+def _check_saved(folder: Path) -> None:
+    """Refuse a saved data set that names files elsewhere: `datasets` joins them to the folder as they are."""
+    for state in folder.rglob("state.json"):
+        try:
+            names = [str(entry["filename"]) for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+        except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+            raise RecipeError(f"{state}: is no state of a saved data set ({type(error).__name__}: {error})") from error
+        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise RecipeError(
+                f"{folder}: state.json names a file outside of the folder ({outside[0]!r}); save it again"
+            )
+
+
+def _arrow_rows(path: str, rows: Any) -> Iterator[tuple[str, RawRow | BadRow]]:
+    # Columns of images, audio and video would be opened, or downloaded, from wherever a row says.
+    with explained(f"{path}: cannot be read", "mend or remove it"):
+        numbered = enumerate((rows if hasattr(rows, "decode") else rows.to_iterable_dataset()).decode(False), 1)
+    while True:
+        with explained(f"{path}: cannot be read", "mend or remove it"):
+            found = next(numbered, None)
+        if found is None:
+            return
+        yield f"{path}, row {found[0]}", _without_padding(found[1])
+
+
+def _without_padding(value: Any) -> Any:
+    """Drop what Arrow adds: each struct of a column has the keys of all, with None where a row had none."""
+    if isinstance(value, dict):
+        return {key: _without_padding(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_padding(item) for item in value]
+    return value
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def _file_rows(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:
+    try:
+        yield from _rows_by_suffix(file, document)
+    except (OSError, EOFError, zlib.error) as error:
+        raise RecipeError(f"{file}: cannot be read ({error}); mend or remove it") from error
+
+
+def _rows_by_suffix(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:
+    if file.suffix == ".parquet":
+        return _parquet_rows(file)
+    if file.stat().st_size == 0:
+        raise RecipeError(f"{file}: is empty; at least one row is needed")
+    kind = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+    if kind in (".json", ".jsonl"):
+        return _json_rows(file)
+    if kind in (".csv", ".tsv"):
+        return _csv_rows(file, "\t" if kind == ".tsv" else ",")
+    return _text_rows(file, document)
+
+
+def _open(file: Path) -> IO[bytes]:
+    stream: Any = gzip.open(file) if file.suffix == ".gz" else file.open("rb")  # noqa: SIM115 (the caller closes it)
+    if stream.read(3) != b"\xef\xbb\xbf":  # a byte-order mark, as Windows editors write it
+        stream.seek(0)
+    return stream
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
+    import datasets
+
+    try:
+        yield from _arrow_rows(
+            str(file), datasets.load_dataset("parquet", data_files=escape(str(file)), split="train", streaming=True)
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{file}: is not a Parquet file ({str(error).splitlines()[0]}); mend or remove it") from error
+
+
+def _json_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
+    """A document that is a list, or one object a line: told apart by the first character, whatever the suffix."""
+    with _open(file) as stream:
+        start = stream.read(2**12).lstrip()[:1]
+    return _document_rows(file) if start == b"[" else _line_rows(file)
+
+
+def _document_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
+    with _open(file) as stream:
+        content = stream.read()
+    try:
+        document = json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise RecipeError(f"{file}:{line}: is not UTF-8 (byte {error.start}); convert the file to UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"{file}:{error.lineno}: is not JSON (column {error.colno}: {error.msg}); mend it") from error
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{file}: is not JSON that can be read ({error}); mend it") from error
+    for number, row in enumerate(document, 1):
+        yield f"{file}, row {number}", _checked(row)
+
+
+def _line_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
+    with _open(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield f"{file}:{number}", _parse_line(line)
+
+
+def _parse_line(line: bytes) -> RawRow | BadRow:
+    try:
+        return _checked(json.loads(line.decode("utf-8")))
+    except UnicodeDecodeError as error:
+        return BadRow(f"is not UTF-8 (byte {error.start} of the line); convert the file to UTF-8")
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}: {error.msg}"
+        return BadRow(f"is not JSON ({where}); each line must be one object, or the whole file a list of them")
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"is not JSON that can be read ({error}); mend the line")
+
+
+def _checked(row: Any) -> RawRow | BadRow:
+    if not isinstance(row, dict):
+        return BadRow(f"is a JSON {type(row).__name__}; each row must be an object")
+    level: list[Any] = [row]
+    for _ in range(DEEPEST):
+        level = [
+            item
+            for holder in level
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return row
+    return BadRow(f"is nested more than {DEEPEST} deep, which no format is; mend the row")
+
+
+def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow]]:
+    # Not through pandas or Arrow: they would read an answer of 042 as the number 42, and "NA" as nothing.
+    csv.field_size_limit(sys.maxsize)
+    with _open(file) as stream:
+        reader = csv.reader(_decoded(file, stream), delimiter=delimiter, strict=True)
+        lines = (cells for cells in reader if cells)
+        try:
+            columns = next(lines, [])
+            if doubled := [name for name in columns if columns.count(name) > 1]:
+                raise RecipeError(f"{file}:1: has two columns {doubled[0]!r}; rename one")
+            for cells in lines:
+                if len(cells) == len(columns):
+                    row: RawRow | BadRow = dict(zip(columns, cells, strict=True))
+                else:
+                    sign = "tabs" if delimiter == "\t" else "commas"
+                    row = BadRow(f"has {len(cells)} cells under {len(columns)} columns; quote cells that hold {sign}")
+                yield f"{file}:{reader.line_num}", row
+        except csv.Error as error:
+            raise RecipeError(f"{file}:{max(reader.line_num, 1)}: is not CSV ({error}); mend the quotes") from error
+
+
+def _text_rows(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:
+    with _open(file) as stream:
+        if document == "file":
+            yield str(file), {"text": "".join(_decoded(file, stream))}
+            return
+        for number, line in enumerate(_decoded(file, stream), 1):
+            if line.strip():
+                yield f"{file}:{number}", {"text": line.rstrip("\r\n")}
+
+
+def _decoded(file: Path, stream: IO[bytes]) -> Iterator[str]:
+    for number, line in enumerate(stream, 1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{file}:{number}: is not UTF-8; convert the file to UTF-8") from error

@@ -1,0 +1,1 @@
+"""Text segments to token ids and labels, cached on the disk."""

@@ -1,0 +1,162 @@
+"""Tokenised sources on disk: never stale, never half-written, made once for all ranks.
+
+A cache entry is a folder named after a fingerprint of everything that decides its content. It is
+written beside its place and renamed when complete. A file lock lets one process write and all others
+wait: no rank waits in a collective, which would time out, and a killed writer's lock is free at once.
+Sums of its files are compared before it is used: an entry with a flipped bit is written anew.
+"""
+
+import errno
+import hashlib
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_ft.data.text import chat_template, formats, rendering, sources
+from lit_ft.data.tokens import megatron_indexed, samples, segment_encoder, truncation
+from lit_ft.data.tokens import tokenization as encoding
+from lit_ft.data.tokens.tokenization import Tokenization
+from lit_ft.errors import RecipeError
+
+SECONDS_BEFORE_SAYING_SO = 5
+SUMS = "sums.json"
+"""In an entry: a sum of each of its other files."""
+_CHUNK_BYTES = 2**22
+
+
+def default_folder() -> Path:
+    """``LIT_FT_CACHE``, or ``lit_ft`` in the user's cache folder."""
+    given = os.environ.get("LIT_FT_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_ft"
+
+
+def fingerprint(source_digest: str, tokenization: Tokenization, **more: Any) -> str:
+    """Name of the entry: a digest of the rows' content, of how they become tokens, and of the code that does it."""
+    tokenizer = tokenization.tokenizer
+    settings = {f.name: getattr(tokenization, f.name) for f in fields(tokenization) if f.name != "tokenizer"}
+    code = (
+        encoding,
+        formats,
+        megatron_indexed,
+        truncation,
+        rendering,
+        samples,
+        sources,
+        chat_template,
+        segment_encoder,
+    )
+    ingredients = {
+        "rows": source_digest,
+        "settings": {**settings, **more},
+        "tokenizer": [type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template],
+        "special tokens": tokenizer.special_tokens_map,
+        "code": [inspect.getsource(module) for module in code],
+        "libraries": [version(name) for name in ("transformers", "tokenizers", "jinja2", "datasets", "numpy")],
+    }
+    text = json.dumps(ingredients, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
+    """The folder of a cache entry; written by the first process that asks.
+
+    Args:
+        folder: of the cache.
+        key: the entry's fingerprint.
+        write: fills a folder with the entry.
+
+    Raises:
+        RecipeError: the cache cannot be written.
+    """
+    place = folder / key
+    if place.is_dir() and not damage_of(place):
+        return place
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f"{key}.lock")
+        _acquire(lock)
+    except OSError as error:
+        raise RecipeError(
+            f"data.cache_dir={str(folder)!r} cannot be written ({error.strerror}); give another folder"
+        ) from error
+    try:
+        if place.is_dir() and (damage := damage_of(place)):
+            rank_zero_info(f"the token cache's entry {place} is damaged ({damage}); it is written anew")
+            _remove(place)
+        if not place.is_dir():
+            _write(folder / f"{key}.unfinished", place, write)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+            raise
+        raise RecipeError(
+            f"data.cache_dir={str(folder)!r}: tokens cannot be written ({error.strerror}); make room there, or give "
+            "another folder"
+        ) from error
+    finally:
+        lock.release()
+    return place
+
+
+def damage_of(place: Path) -> str:
+    """What is wrong with an entry, all of whose bytes are read; empty if nothing is."""
+    try:
+        wanted = json.loads((place / SUMS).read_text(encoding="utf-8"))
+        found = _sums_of(place)
+    except (OSError, ValueError) as error:
+        return f"{SUMS} cannot be read: {error}"
+    if not isinstance(wanted, dict):
+        return f"{SUMS} holds no sums"
+    wrong = [name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
+    return f"{', '.join(wrong)} not as written" if wrong else ""
+
+
+def _sums_of(place: Path) -> dict[str, str]:
+    """An XXH3 sum of each file: against accidents, at the speed of memory, where SHA-256 would slow every start."""
+    import xxhash  # comes with datasets
+
+    sums = {}
+    for path in sorted(place.iterdir()):
+        if path.name != SUMS:
+            digest = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+            sums[path.name] = digest.hexdigest()
+    return sums
+
+
+def _remove(place: Path) -> None:
+    """Remove an entry; other processes that have mapped its files keep them."""
+    removed = place.with_name(f"{place.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    place.rename(removed)
+    shutil.rmtree(removed)
+
+
+def _write(unfinished: Path, place: Path, write: Callable[[Path], None]) -> None:
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir()
+        write(unfinished)
+        (unfinished / SUMS).write_text(json.dumps(_sums_of(unfinished)), encoding="utf-8")
+        unfinished.rename(place)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _acquire(lock: FileLock) -> None:
+    try:
+        lock.acquire(timeout=SECONDS_BEFORE_SAYING_SO)
+    except Timeout:
+        rank_zero_info(f"another process tokenises the data; waiting for it ({lock.lock_file})")
+        lock.acquire()

@@ -1,0 +1,263 @@
+"""One source, ready to train on: read, checked, tokenised, cached, with a line for all that was done to it."""
+
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lit_ft.data.text.formats import find_format, renamed
+from lit_ft.data.text.rendering import Supervise
+from lit_ft.data.text.sources import Source
+from lit_ft.data.tokens import cache as token_cache
+from lit_ft.data.tokens.megatron_indexed import read_documents
+from lit_ft.data.tokens.samples import TokenArrays, collect, read_arrays, write_arrays
+from lit_ft.data.tokens.segment_encoder import TextEncoder
+from lit_ft.data.tokens.tokenization import Tokenization, encode_batches
+from lit_ft.data.tokens.truncation import Encoded, Overlong
+from lit_ft.errors import BadRow, RecipeError
+
+OnBadRow = Literal["error", "skip"]
+
+ROWS_PER_BATCH = 500
+"""Rows that a process tokenises at a time."""
+BAD_ROWS_NAMED = 5
+"""How many skipped rows are named; all are counted."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A source's samples and its history."""
+
+    source: Source
+    arrays: TokenArrays
+    rows: int
+    """Rows that were read."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What was done to rows, counted; see ``encoding.NOTES``."""
+    bad: list[str] = field(default_factory=list)
+    """The first rows that were skipped, each with its place and what is wrong."""
+    bad_rows: int = 0
+    lines: list[str] = field(default_factory=list)
+    """What a user is told."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How sources become samples: the options of the data that decide it."""
+
+    tokenizer: Any
+    system: str | None = None
+    supervise: Supervise = "assistant"
+    max_length: int | None = None
+    overlong: Overlong = "truncate"
+    template_options: dict[str, Any] | None = None
+    on_bad_row: OnBadRow = "error"
+    cache_dir: str | None = None
+    workers: int | None = None
+    """Processes that tokenise; None is one per CPU core for data that is worth it."""
+
+    def tokenization(self, source: Source) -> Tokenization:
+        """How a source's rows become tokens.
+
+        Raises:
+            RecipeError: it has no row, or the first fits no format.
+        """
+        return Tokenization(
+            tokenizer=self.tokenizer,
+            format=self._format(source),
+            columns=source.columns,
+            system=source.system or self.system,
+            supervise=self.supervise,
+            max_length=self.max_length,
+            overlong=self.overlong,
+            template_options=self.template_options,
+        )
+
+    def _format(self, source: Source) -> str:
+        if source.format != "auto" and not source.columns:
+            return source.format
+        for place, row in source.rows(streaming=True):  # no copy of a hub data set for the first row
+            if isinstance(row, BadRow):
+                self.refuse(place, row)
+                continue
+            if missing := [name for name in (source.columns or {}).values() if name not in row]:
+                names = ", ".join(map(repr, row))
+                raise RecipeError(
+                    f"{place}: columns names {missing[0]!r}, but the row's are {names or 'none'}; mend it"
+                )
+            try:
+                return source.format if source.format != "auto" else find_format(renamed(row, source.columns))
+            except BadRow as error:
+                raise RecipeError(f"{place}: {error}") from error
+        raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed")
+
+    def refuse(self, place: str, message: Any) -> None:
+        """Stop at a row that cannot be used, unless such rows are to be skipped.
+
+        Raises:
+            RecipeError: ``on_bad_row`` is ``error``.
+        """
+        if self.on_bad_row == "error":
+            raise RecipeError(f"{place}: {message} (data.on_bad_row=skip leaves such rows out, and counts them)")
+
+    def check(self, places: list[str], encoded: Encoded) -> list[str]:
+        """What is wrong with the rows that cannot be used, with their places.
+
+        Raises:
+            RecipeError: there are some, and they are not to be skipped.
+        """
+        if encoded.too_long:
+            row, tokens = encoded.too_long[0]
+            raise RecipeError(
+                f"{places[row]}: {tokens} tokens are over data.max_length={self.max_length} "
+                f"({len(encoded.too_long)} such rows among these {encoded.count}); raise it, or set data.overlong "
+                "to truncate, truncate_left_prompt or drop"
+            )
+        for row, message in encoded.bad:
+            self.refuse(places[row], message)
+        return [f"{places[row]}: {message}" for row, message in encoded.bad]
+
+    def prepare(self, source: Source) -> Prepared:
+        """Read and tokenise a source, or map what an earlier run made of the same rows.
+
+        Raises:
+            RecipeError: something cannot be read, or a row cannot be used, or nothing is left.
+        """
+        if source.index_prefix is not None:
+            return self._map_indexed(source, source.index_prefix)
+        tokenization = self.tokenization(source)
+        key = token_cache.fingerprint(
+            source.digest(),
+            tokenization,
+            on_bad_row=self.on_bad_row,
+            reading=[source.split, source.subset, source.max_rows, source.document],
+        )
+        folder = Path(self.cache_dir).expanduser() if self.cache_dir else token_cache.default_folder()
+
+        def write(place: Path) -> None:
+            self._tokenize(source, tokenization, place)
+
+        place = token_cache.entry(folder / "tokens", key, write)
+        meta = json.loads((place / "meta.json").read_text(encoding="utf-8"))
+        prepared = Prepared(
+            source, read_arrays(place), meta["rows"], Counter(meta["notes"]), meta["bad"], meta["bad_rows"]
+        )
+        prepared.lines.extend(self._describe(prepared, tokenization))
+        self._check_left(prepared)
+        return prepared
+
+    def try_out(self, source: Source) -> None:
+        """Find what is wrong with a source that is not read as a whole, from its first rows.
+
+        Raises:
+            RecipeError: something cannot be read, or a row cannot be used.
+        """
+        tokenization = self.tokenization(source)
+        head = list(islice(source.rows(streaming=True), ROWS_PER_BATCH))
+        self.check([place for place, _ in head], tokenization.encode([row for _, row in head]))
+
+    def _tokenize(self, source: Source, tokenization: Tokenization, place: Path) -> None:
+        batches: list[Encoded] = []
+        firsts = []
+        rows = bad_rows = 0
+        bad: list[str] = []
+        stream = ((0, where, row) for where, row in source.rows())
+        chunks = iter(lambda: (None, list(islice(stream, ROWS_PER_BATCH))), (None, []))
+        for _, places, ((_, _, encoded),) in encode_batches(chunks, [tokenization], self._workers(source)):
+            bad += self.check(places, encoded)
+            bad, bad_rows = bad[:BAD_ROWS_NAMED], bad_rows + len(encoded.bad)
+            batches.append(encoded)
+            firsts.append(rows)
+            rows += encoded.count
+        if not rows:
+            raise RecipeError(f"{source.path!r} holds no rows; at least one is needed")
+        arrays = collect(
+            np.concatenate([batch.ids for batch in batches]),
+            np.concatenate([batch.labels for batch in batches]),
+            np.concatenate([batch.lengths for batch in batches]),
+            np.concatenate([first + batch.rows for first, batch in zip(firsts, batches, strict=True)]),
+        )
+        write_arrays(place, arrays)
+        notes = sum((batch.notes for batch in batches), Counter[str]())
+        meta = {"rows": rows, "notes": notes, "bad": bad, "bad_rows": bad_rows}
+        (place / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+    def _workers(self, source: Source) -> int:
+        if self.workers is not None:
+            return self.workers
+        # Starting processes costs more than a small data set.
+        return available_cores() if sum(file.stat().st_size for file in source.content()) > 5_000_000 else 0
+
+    def _describe(self, prepared: Prepared, tokenization: Tokenization) -> list[str]:
+        lines = tokenization.describe(prepared.notes, prepared.rows)
+        if prepared.bad_rows:
+            named = "; ".join(prepared.bad)
+            more = ", ..." if prepared.bad_rows > len(prepared.bad) else ""
+            lines.append(
+                f"{prepared.bad_rows:,} of {prepared.rows:,} rows cannot be used and were skipped "
+                f"(data.on_bad_row=skip): {named}{more}"
+            )
+        return [f"{prepared.source.path}: {line}" for line in lines]
+
+    def _check_left(self, prepared: Prepared) -> None:
+        if len(prepared.arrays) == 0:
+            reasons = "; ".join(prepared.lines) or "no row has anything to learn from"
+            raise RecipeError(
+                f"{prepared.source.path}: not one of {prepared.rows:,} rows has a supervised token within "
+                f"data.max_length={self.max_length}; {reasons}"
+            )
+
+    def _map_indexed(self, source: Source, prefix: Path) -> Prepared:
+        ids, spans = read_documents(prefix)
+        spans = spans[: source.max_rows]
+        rows = np.arange(len(spans))
+        if len(spans) == 0:
+            raise RecipeError(f"{source.path!r} holds no documents; at least one is needed")
+        last = TextEncoder(self.tokenizer).vocabulary - 1
+        seen = ids[int(spans[:, 0].min()) : int(spans[:, 1].max())]
+        smallest, largest = int(seen.min()), int(seen.max())
+        if smallest < 0 or largest > last:
+            strange = smallest if smallest < 0 else largest
+            raise RecipeError(
+                f"{source.path}: holds the token id {strange}, those of the tokenizer are 0 to {last}; set "
+                "model.tokenizer to the one that wrote it"
+            )
+        lines = []
+        tokens = spans[:, 1] - spans[:, 0]
+        if self.max_length is not None and (tokens > self.max_length).any():
+            count = int((tokens > self.max_length).sum())
+            say = f"{count:,} of {len(tokens):,} documents are longer than data.max_length={self.max_length} tokens"
+            if self.overlong == "error":
+                raise RecipeError(f"{source.path}: {say}; raise it, or set data.overlong to truncate (they are split)")
+            if self.overlong == "drop":
+                rows, spans = rows[tokens <= self.max_length], spans[tokens <= self.max_length]
+            else:
+                rows, spans = _in_pieces(spans, self.max_length)
+            deed = "were dropped" if self.overlong == "drop" else "go on in further samples"
+            lines = [f"{source.path}: {say} and {deed}"]
+        kept = spans[:, 1] - spans[:, 0] > 1  # one token predicts nothing
+        spans, rows = spans[kept], rows[kept]
+        arrays = TokenArrays(ids, ids, spans, rows, spans[:, 1] - spans[:, 0] - 1)
+        prepared = Prepared(source, arrays, len(tokens), lines=lines)
+        self._check_left(prepared)
+        return prepared
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _in_pieces(spans: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Spans of up to ``max_length``, each beginning with the token that the one before ends with; and their rows."""
+    step = max(max_length - 1, 1)
+    counts = np.maximum(-(-(spans[:, 1] - spans[:, 0] - 1) // step), 1)
+    rows = np.repeat(np.arange(len(spans)), counts)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = spans[rows, 0] + within * step
+    return rows, np.stack([begins, np.minimum(begins + max_length, spans[rows, 1])], axis=1)

@@ -1,0 +1,99 @@
+"""Pieces of text to token ids and labels."""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lit_ft.data.text.rendering import Piece
+from lit_ft.packed_batch import IGNORE_INDEX
+
+
+class TextEncoder:
+    """Pieces of text to ids.
+
+    Most tokenizers encode a text piece by piece as they do at inference. Those of the SentencePiece
+    kind write a space before each piece; their texts are encoded whole, and offsets say whose a token is.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Look at a tokenizer; its padding and truncation are switched off.
+
+        Args:
+            tokenizer: a fast one.
+        """
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocabulary = max(tokenizer.get_vocab().values()) + 1
+        """Token ids reach up to it; some may be unused."""
+        special = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = _any_of(token.content for token in special.values())
+        self._ids = {
+            token.content: id_
+            for id_, token in special.items()
+            if not (token.lstrip or token.rstrip or token.single_word)
+        }
+        self._alone = _any_of(self._ids)
+        self._right_stripping = [id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.rstrip]
+        two = [self._encode([text])[0] for text in ("one\n", "two")]
+        self.is_piecewise = bool(tokenizer.decode([*two[0], *two[1]]) == "one\ntwo")
+
+    def has_special(self, text: str) -> bool:
+        """Whether some of the text would be read as a special token."""
+        return self._special.search(text) is not None
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode(self, samples: Sequence[Sequence[Piece]]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Ids and labels of all samples, end to end, and the tokens of each."""
+        ids, flags, lengths = (self._by_piece if self.is_piecewise else self._by_offset)(samples)
+        flat = np.array(ids, dtype=np.int32)
+        return flat, np.where(np.array(flags, dtype=bool), flat, np.int32(IGNORE_INDEX)), lengths
+
+    def _by_piece(self, samples: Sequence[Sequence[Piece]]) -> tuple[list[int], np.ndarray, list[int]]:
+        # Special tokens stand alone in any text, and what stands between them is often the same: encode it once.
+        parts = [[self._alone.split(text) for text, _ in sample] for sample in samples]
+        known: dict[str, list[int]] = {"": []}
+        known.update((token, [id_]) for token, id_ in self._ids.items())
+        new = list({part: None for sample in parts for piece in sample for part in piece if part not in known})
+        known.update(zip(new, self._encode(new), strict=True))
+        ids: list[int] = []
+        ends, lengths = [], []
+        for sample in parts:
+            start = len(ids)
+            for piece in sample:
+                for part in piece:
+                    ids += known[part]
+                ends.append(len(ids))
+            lengths.append(len(ids) - start)
+        flags = np.array([flag for sample in samples for _, flag in sample], dtype=bool)
+        return ids, np.repeat(flags, np.diff([0, *ends])), lengths
+
+    def _by_offset(self, samples: Sequence[Sequence[Piece]]) -> tuple[list[int], np.ndarray, list[int]]:
+        texts = ["".join(text for text, _ in sample) for sample in samples]
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        ids = [encoding.ids for encoding in encodings]
+        lengths = list(map(len, ids))
+        flat = list(chain.from_iterable(ids))
+        # All texts end to end, each with one character more: a token of no character may be at the end.
+        pieces = [piece for sample in samples for piece in (*sample, ("\0", False))]
+        flags = np.array([flag for _, flag in pieces], dtype=bool)
+        of_character = np.repeat(flags, np.array([len(text) for text, _ in pieces], dtype=np.int64))
+        begins = np.cumsum([0, *(len(text) + 1 for text in texts)])[:-1]
+        offsets = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
+        starts, ends = np.fromiter(offsets, np.int64).reshape(-1, 2).T + np.repeat(begins, lengths)
+        # A word that takes in the space before an answer is of the answer. A special token that takes in the space
+        # behind it is where it starts: it ends an answer, or opens its turn.
+        at_end = of_character[np.maximum(ends - 1, starts)]
+        if self._right_stripping:
+            at_end &= ~np.isin(flat, self._right_stripping)
+        return flat, of_character[starts] | at_end, lengths
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    return re.compile(f"({pattern})" if pattern else "((?!))")

@@ -1,0 +1,303 @@
+"""Rows to token ids and labels, in batches through the fast tokenizer, in worker processes.
+
+``Tokenization`` says everything that decides what a row's tokens are; the token cache takes its
+fingerprint from it.
+"""
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lit_ft.data.text.chat_template import ChatTemplate
+from lit_ft.data.text.formats import FORMATS, THINKING_KEYS, Chat, Example, Text, renamed
+from lit_ft.data.text.rendering import Piece, Supervise, chat_samples, text_pieces
+from lit_ft.data.text.sources import RawRow
+from lit_ft.data.tokens.segment_encoder import TextEncoder
+from lit_ft.data.tokens.truncation import Encoded, Overlong, fit_to_length
+from lit_ft.errors import BadRow
+from lit_ft.packed_batch import IGNORE_INDEX
+from lit_ft.render_limits import limited
+
+NOTES = {
+    "truncated": "rows are longer than data.max_length={max_length} tokens and were cut at the end "
+    "(data.overlong={overlong})",
+    "prompt truncated": "rows are longer than data.max_length={max_length} tokens and lost the beginning of their "
+    "prompt (data.overlong={overlong})",
+    "dropped": "rows are longer than data.max_length={max_length} tokens and were dropped (data.overlong={overlong})",
+    "continued": "rows of raw text are longer than data.max_length={max_length} tokens and go on in further samples",
+    "nothing supervised": "rows had no supervised token left and were dropped",
+    "split": "answers became samples of their own, because {template} writes earlier turns otherwise than the last",
+    "end of turn added": "answers were closed with {closing!r}, because {template} closes them with no special token",
+    "other opening": "answers begin in another way than {template} opens the assistant's turn at inference{openings}; "
+    "they are trained as the template writes them",
+    "thinking put back": "answers begin with thinking that {template} leaves out of finished turns; they are trained "
+    "with it, as they follow the prompt of inference, which opens it",
+    "answer left out in part": "answers lost part of what they say, because {template} leaves it out",
+    "thinking left out": f"answers have thinking ({', '.join(THINKING_KEYS)}) that {{template}} does not show, so it "
+    "is not trained; write it into the content, or take it out",
+    "ends without answer": "conversations end with a turn that is not the assistant's; it was left out",
+    "tools spelled out": "conversations have functions, calls or results, which {template} does not show; they were "
+    "spelled out as text",
+    "special tokens in text": "rows spell special tokens in their text, which are read as such",
+}
+"""What each note says, after a number; in braces, settings and names of the run."""
+
+
+@dataclass
+class Tokenization:
+    """Everything that decides what a row's tokens and labels are."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """Its ``chat_template`` is the one that is used."""
+    format: str
+    """A key of ``FORMATS``."""
+    columns: dict[str, str] | None = None
+    system: str | None = None
+    supervise: Supervise = "assistant"
+    max_length: int | None = None
+    overlong: Overlong = "truncate"
+    template_options: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A compiled template cannot go to another process, which makes its own.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template; asked for by conversations alone."""
+        return ChatTemplate(self.tokenizer, self.template_options)
+
+    @cached_property
+    def encoder(self) -> "TextEncoder":
+        """The tokenizer, as it is used here."""
+        return TextEncoder(self.tokenizer)
+
+    @cached_property
+    def opening(self) -> int | None:
+        """The token that the tokenizer opens raw text with, if it does."""
+        first = self.tokenizer("")["input_ids"][:1]
+        return first[0] if first and first[0] == self.tokenizer.bos_token_id else None
+
+    def describe(self, notes: Counter[str], rows: int) -> list[str]:
+        """The notes as lines."""
+        closing = self.tokenizer.eos_token
+        words = {"max_length": self.max_length, "overlong": self.overlong, "closing": closing}
+        words["template"] = f"the chat template of {self.tokenizer.name_or_path!r}"
+        words["openings"] = _openings(self.template) if notes["other opening"] else ""
+        return [f"{notes[name]:,} of {rows:,} {NOTES[name].format(**words)}" for name in NOTES if notes[name]]
+
+    def example(self, row: RawRow | BadRow) -> Example:
+        """What a row says.
+
+        Raises:
+            BadRow: it does not follow its format.
+        """
+        if isinstance(row, BadRow):
+            raise row
+        example = FORMATS[self.format].read(renamed(row, self.columns))
+        if self.system and isinstance(example, Chat) and example.messages[0]["role"] not in ("system", "developer"):
+            marks = {i + 1: mark for i, mark in example.marks.items()}
+            return Chat([{"role": "system", "content": self.system}, *example.messages], example.tools, marks)
+        return example
+
+    def encode(self, rows: Sequence[RawRow | BadRow]) -> Encoded:
+        """Tokenise a batch of rows."""
+        bad: dict[int, str] = {}
+        notes: Counter[str] = Counter()
+        examples: dict[int, Example] = {}
+        for i, row in enumerate(rows):
+            try:
+                examples[i] = self.example(row)
+            except BadRow as error:
+                bad[i] = str(error)
+        if self.format == "tokenized":
+            ids, labels, lengths, owners = self._tokens(examples, bad)
+            whole = {i for i in owners if examples[i].ids == examples[i].labels}  # type: ignore[union-attr]
+        else:
+            with limited(f"the chat template of {self.tokenizer.name_or_path!r}"):
+                pieces, owners = self._pieces(examples, bad, notes)
+            ids, labels, lengths = self.encoder.encode(pieces)
+            if self.opening is not None:
+                is_text = np.array([isinstance(examples[i], Text) for i in owners], dtype=bool)
+                ids, labels, lengths = _open(ids, labels, lengths, is_text, self.opening)
+            whole = {i for i in owners if isinstance(example := examples[i], Text) and not example.prompt}
+        encoded = Encoded(ids, labels, np.array(lengths, dtype=np.int64), np.array(owners, dtype=np.int64), len(rows))
+        encoded.bad, encoded.notes = sorted(bad.items()), notes
+        return fit_to_length(encoded, self.max_length, self.overlong, whole, self.tokenizer.bos_token_id)
+
+    def _tokens(
+        self, examples: dict[int, Any], bad: dict[int, str]
+    ) -> tuple[np.ndarray, np.ndarray, list[int], list[int]]:
+        """The rows that are tokens already: ids and labels end to end, tokens and row of each."""
+        last = self.encoder.vocabulary - 1
+        for i, example in examples.items():
+            values = [*example.ids, *(label for label in example.labels if label != IGNORE_INDEX)]
+            if values and not 0 <= min(values) <= max(values) <= last:
+                bad[i] = (
+                    f"its token ids reach from {min(values)} to {max(values)}; those of the tokenizer are 0 to {last}"
+                )
+        good = [i for i in examples if i not in bad]
+        ids = np.fromiter(chain.from_iterable(examples[i].ids for i in good), dtype=np.int32)
+        labels = np.fromiter(chain.from_iterable(examples[i].labels for i in good), dtype=np.int32)
+        return ids, labels, [len(examples[i].ids) for i in good], good
+
+    def _pieces(
+        self, examples: dict[int, Example], bad: dict[int, str], notes: Counter[str]
+    ) -> tuple[list[list[Piece]], list[int]]:
+        """The text samples of a batch, and the row that each comes from."""
+        closing = self.tokenizer.eos_token or ""
+        samples: list[list[Piece]] = []
+        owners: list[int] = []
+        for i, example in examples.items():
+            noted: list[str] = []  # of no account if the row is refused
+            try:
+                if isinstance(example, Chat):
+                    own = chat_samples(example, self.template, self.supervise, closing, noted)
+                else:
+                    own = [text_pieces(example, closing)]  # type: ignore[arg-type]
+                check_encodable(own)
+            except BadRow as error:
+                bad[i] = str(error)
+                continue
+            if not own:
+                noted.append("nothing supervised")
+            if any(map(self.encoder.has_special, contents_of(example))):
+                noted.append("special tokens in text")
+            if noted:
+                notes.update(noted)
+            samples += own
+            owners += [i] * len(own)
+        return samples, owners
+
+
+def _openings(template: ChatTemplate) -> str:
+    """How a template opens the assistant's turn at inference, and in a conversation, where the two differ."""
+    wanted, written = template.generation_prompt, template.opening
+    return f" ({wanted!r}, written is {written!r})" if wanted != written else ""
+
+
+def _open(
+    ids: np.ndarray, labels: np.ndarray, lengths: list[int], is_text: np.ndarray, opening: int
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Put a token in front of each text; as a part of the text, some tokenizers would go on from it differently."""
+    tokens = np.array(lengths, dtype=np.int64)
+    starts = (np.cumsum(tokens) - tokens)[is_text]
+    return np.insert(ids, starts, opening), np.insert(labels, starts, IGNORE_INDEX), (tokens + is_text).tolist()
+
+
+def contents_of(example: Example) -> list[str]:
+    """What a row itself says, without what a template adds."""
+    if isinstance(example, Chat):
+        return [message["content"] for message in example.messages]
+    return [example.prompt, example.text] if isinstance(example, Text) else []
+
+
+def check_encodable(samples: list[list[Piece]]) -> None:
+    """Refuse text that UTF-8 cannot hold.
+
+    Raises:
+        BadRow: JSON escapes spell half of a surrogate pair.
+    """
+    for text, _ in chain(*samples):
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = ord(error.object[error.start])
+                raise BadRow(f"its text holds half of a surrogate pair (\\u{half:04x}); mend the text") from error
+
+
+# --- many rows -------------------------------------------------------------------------------------
+
+PlacedRow = tuple[int, str, RawRow | BadRow]
+"""Number of its source, file and line, and the row."""
+Part = tuple[int, np.ndarray, Encoded]
+"""Rows of a batch that share a source: its number, their positions in the batch, their samples."""
+
+_tokenizations: Sequence[Tokenization]
+
+
+def _start_worker(tokenizations: Sequence[Tokenization]) -> None:
+    global _tokenizations
+    _tokenizations = tokenizations
+    gc.freeze()  # what the parent had is not searched for garbage again and again
+    # A terminal sends Ctrl-C to all processes; the parent ends these.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    # A worker holds both ends of the pipe that it waits at, so it would never learn that the parent was killed.
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _encode_in_worker(batch: list[tuple[int, RawRow | BadRow]]) -> list[Part]:
+    return encode_batch(batch, _tokenizations)
+
+
+def encode_batch(batch: Sequence[tuple[int, RawRow | BadRow]], tokenizations: Sequence[Tokenization]) -> list[Part]:
+    """Tokenise rows, each with the number of its source, as the sources want it."""
+    sources = np.array([source for source, _ in batch])
+    return [
+        (int(source), mine, tokenizations[int(source)].encode([batch[int(i)][1] for i in mine]))
+        for source in np.unique(sources)
+        for mine in [np.flatnonzero(sources == source)]
+    ]
+
+
+def encode_batches(
+    batches: Iterable[tuple[Any, list[PlacedRow]]], tokenizations: Sequence[Tokenization], workers: int, ahead: int = 0
+) -> Iterator[tuple[Any, list[str], list[Part]]]:
+    """Tokenise batches of rows, in order.
+
+    Args:
+        batches: each with a tag that comes back with it.
+        tokenizations: how, for each source.
+        workers: processes; 0 does it in this one. The result does not depend on it.
+        ahead: batches that are tokenised before they are asked for, at least two per worker.
+
+    Returns:
+        For each batch its tag, the places of its rows, and their samples by source.
+    """
+    if workers < 1:
+        for tag, batch in batches:
+            yield tag, [place for _, place, _ in batch], encode_batch([(s, row) for s, _, row in batch], tokenizations)
+        return
+    # Not multiprocessing.Pool: that waits for ever where a worker was killed.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context(), _start_worker, (tokenizations,)) as pool:
+        try:
+            yield from _in_order(pool, batches, max(2 * workers, ahead))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # else the batches that wait are tokenised first
+            raise
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, batches: Iterable[tuple[Any, list[PlacedRow]]], ahead: int
+) -> Iterator[tuple[Any, list[str], list[Part]]]:
+    waiting: deque[tuple[Any, list[str], Future[list[Part]]]] = deque()
+    for tag, batch in batches:
+        future = pool.submit(_encode_in_worker, [(source, row) for source, _, row in batch])
+        waiting.append((tag, [place for _, place, _ in batch], future))
+        if len(waiting) > ahead:
+            tag, places, future = waiting.popleft()
+            yield tag, places, future.result()
+    while waiting:
+        tag, places, future = waiting.popleft()
+        yield tag, places, future.result()

@@ -1,0 +1,110 @@
+"""A batch of tokenised rows, cut to length."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from lit_ft.packed_batch import IGNORE_INDEX
+
+Overlong = Literal["truncate", "truncate_left_prompt", "drop", "error"]
+
+
+@dataclass
+class Encoded:
+    """Samples of a batch of rows, laid end to end."""
+
+    ids: np.ndarray
+    """``(tokens,)``, int32."""
+    labels: np.ndarray
+    """``(tokens,)``, int32, unshifted; ``IGNORE_INDEX`` where not supervised."""
+    lengths: np.ndarray
+    """``(samples,)``, tokens per sample."""
+    rows: np.ndarray
+    """``(samples,)``: which row of the batch a sample comes from."""
+    count: int
+    """Rows of the batch."""
+    bad: list[tuple[int, str]] = field(default_factory=list)
+    """Rows that cannot be used, and what is wrong."""
+    too_long: list[tuple[int, int]] = field(default_factory=list)
+    """Rows over the limit, and their tokens, where that is an error."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What was done to rows, counted; the words are those of ``NOTES``."""
+
+
+def fit_to_length(
+    encoded: Encoded, max_length: int | None, overlong: Overlong, whole: set[int], bos: int | None
+) -> Encoded:
+    """Apply ``max_length``, and leave out samples that teach nothing.
+
+    Args:
+        encoded: samples of any length; changed in place and returned.
+        max_length: most tokens of a sample; None for no limit.
+        overlong: what happens to longer ones.
+        whole: rows of which every token is supervised; these go on in further samples where others are cut.
+        bos: id of the token that stays in front of a prompt that loses its beginning.
+    """
+    starts = np.concatenate([[0], np.cumsum(encoded.lengths)])
+    is_long = encoded.lengths > max_length if max_length is not None else np.zeros(len(encoded.lengths), dtype=bool)
+    notes = encoded.notes
+    spans: list[tuple[int, np.ndarray]] = []  # (row, indices into the tokens)
+    for k in np.flatnonzero(is_long):
+        assert max_length is not None
+        row, tokens = int(encoded.rows[k]), np.arange(starts[k], starts[k + 1])
+        if overlong == "error":
+            encoded.too_long.append((row, len(tokens)))
+        elif overlong == "drop":
+            notes["dropped"] += 1
+        elif row in whole:
+            notes["continued"] += 1
+            # A sample's first token is never a target: the next one begins with the last of the one before.
+            step = max(max_length - 1, 1)
+            spans += [(row, tokens[at : at + max_length]) for at in range(0, len(tokens) - 1, step)]
+        elif overlong == "truncate":
+            notes["truncated"] += 1
+            spans.append((row, tokens[:max_length]))
+        else:
+            spans.append((row, _without_early_prompt(tokens, encoded, max_length, bos)))
+    if is_long.any():
+        kept = [(int(encoded.rows[k]), np.arange(starts[k], starts[k + 1])) for k in np.flatnonzero(~is_long)]
+        kept = sorted([*kept, *spans], key=lambda span: span[0])
+        order = np.concatenate([tokens for _, tokens in kept] or [np.zeros(0, dtype=np.int64)])
+        encoded.ids, encoded.labels = encoded.ids[order], encoded.labels[order]
+        encoded.rows = np.array([row for row, _ in kept], dtype=np.int64)
+        encoded.lengths = np.array([len(tokens) for _, tokens in kept], dtype=np.int64)
+    return _without_unsupervised(encoded)
+
+
+def _without_early_prompt(tokens: np.ndarray, encoded: Encoded, max_length: int, bos: int | None) -> np.ndarray:
+    supervised = np.flatnonzero(encoded.labels[tokens] != IGNORE_INDEX)
+    if not len(supervised):
+        return tokens[:max_length]
+    end = supervised[-1] + 1
+    breaks = np.flatnonzero(np.diff(supervised) > 1)
+    answer = supervised[breaks[-1] + 1] if len(breaks) else supervised[0]  # where the last answer begins
+    head = tokens[:1] if bos is not None and encoded.ids[tokens[0]] == bos else tokens[:0]
+    room = max_length - len(head)
+    start = max(end - room, len(head))
+    if start >= answer:
+        # The answer alone is too long: it keeps one token to be predicted from, and loses its end.
+        encoded.notes["truncated"] += 1
+        start = max(answer - 1, len(head))
+    else:
+        encoded.notes["prompt truncated"] += 1
+    return np.concatenate([head, tokens[start : min(start + room, end)]])
+
+
+def _without_unsupervised(encoded: Encoded) -> Encoded:
+    starts = np.concatenate([[0], np.cumsum(encoded.lengths)]).astype(np.int64)
+    is_target = encoded.labels != IGNORE_INDEX
+    is_target[starts[:-1][encoded.lengths > 0]] = False
+    counts = np.diff(np.concatenate([[0], np.cumsum(is_target)])[starts])
+    if counts.all():
+        return encoded
+    keep = counts > 0
+    encoded.notes["nothing supervised"] += int((~keep).sum())
+    of_token = np.repeat(keep, encoded.lengths)
+    encoded.ids, encoded.labels = encoded.ids[of_token], encoded.labels[of_token]
+    encoded.rows, encoded.lengths = encoded.rows[keep], encoded.lengths[keep]
+    return encoded

@@ -1,0 +1,1 @@
+"""Adapters and merged models as Hugging Face folders."""

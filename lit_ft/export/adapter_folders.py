@@ -1,0 +1,217 @@
+"""Adapters that lie in folders: picked, checked against a base, weighted and merged into one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.export.atomic_folder import put_back
+from lit_callbacks.export.manifest import ManifestError, read_manifest, verify_manifest
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from transformers import PreTrainedModel
+
+from lit_ft.errors import RecipeError, explained
+from lit_ft.model.files import size_check
+from lit_ft.model.files.fingerprint import Fingerprint, check_same_base, read_fingerprint
+from lit_ft.tuning import bottleneck  # noqa: F401 (the method of bottleneck is known to PEFT once it is imported)
+from lit_ft.tuning.lora_init import FROM_THE_BASE, init_of
+
+Combination = Literal[
+    "cat",
+    "linear",
+    "svd",
+    "ties",
+    "ties_svd",
+    "dare_linear",
+    "dare_ties",
+    "dare_linear_svd",
+    "dare_ties_svd",
+    "magnitude_prune",
+    "magnitude_prune_svd",
+]
+"""PEFT's ways to make one adapter of several; ``cat`` alone is their weighted sum exactly."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in a folder, and its weight among others."""
+
+    folder: Path
+    weight: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> "Adapter":
+        """Read ``PATH`` or ``PATH=WEIGHT``; a run's folder stands for the adapter in it.
+
+        Raises:
+            RecipeError: there is no adapter.
+        """
+        path, _, number = text.rpartition("=")
+        try:
+            weight = float(number) if path else 1.0
+        except ValueError:
+            path, weight = "", 1.0
+        named = Path(path or text)
+        for folder in (named, named / "adapter"):
+            put_back(folder)
+            if (folder / "adapter_config.json").is_file():
+                return cls(folder, weight)
+        raise RecipeError(
+            f"adapter={text!r}: neither {str(named)!r} nor {str(named / 'adapter')!r} holds an adapter_config.json; "
+            "name an adapter's folder or a run's, with =WEIGHT behind it where there are several"
+        )
+
+    @property
+    def config(self) -> PeftConfig:
+        """Its PEFT config.
+
+        Raises:
+            RecipeError: the file is damaged.
+        """
+        with explained(f"{self.folder / 'adapter_config.json'}", "put back the file"):
+            return PeftConfig.from_pretrained(str(self.folder))
+
+    @property
+    def recorded_base(self) -> str | None:
+        """The base that it was trained on, as its files have it."""
+        base = read_fingerprint(self.folder)
+        return base["pretrained"] if base else self.config.base_model_name_or_path
+
+    def check(self, skeleton: PreTrainedModel, base: Fingerprint) -> None:
+        """Refuse an adapter that is damaged, or of another base.
+
+        Args:
+            skeleton: the base without weights; PEFT's layers are added to it.
+            base: the base at hand.
+
+        Raises:
+            RecipeError: a file, the recorded base, a name or a shape differs.
+        """
+        name = f"the adapter {str(self.folder)!r}"
+        check_unchanged(self.folder)
+        recorded = read_fingerprint(self.folder)
+        if recorded is not None:
+            check_same_base(recorded, base, name)
+        else:
+            _check_name(self.config.base_model_name_or_path, base["pretrained"], name)
+        self._check_shapes(skeleton, name)
+
+    def _check_shapes(self, skeleton: PreTrainedModel, name: str) -> None:
+        config: Any = self.config
+        if isinstance(getattr(config, "init_lora_weights", None), str):
+            config.init_lora_weights = True  # inits look at weights, of which a skeleton has none
+        with explained(f"{name} does not fit {type(skeleton).__name__}", "name its base, or put back its files"):
+            model = get_peft_model(skeleton, config)
+        file = self.folder / "adapter_model.safetensors"
+        held = dict(size_check.shapes_of(file, name))
+        for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items():
+            if held.get(key) != tuple(tensor.shape):
+                found = f"is {held[key]}" if key in held else "is missing"
+                raise RecipeError(
+                    f"{name} was trained on another base: {key} {found} there, and {tuple(tensor.shape)} on this one; "
+                    "name the base that it was trained on"
+                )
+
+
+def check_unchanged(folder: Path, most_bytes: int | None = None) -> None:
+    """Compare an exported folder with its manifest; one without a manifest passes, as other programs write none.
+
+    Args:
+        folder: of an adapter or a model.
+        most_bytes: the SHA-256 sums of a larger folder's files are not compared, only their sizes, and a line says so;
+            None compares all.
+
+    Raises:
+        RecipeError: files are missing or have changed; texts (``*.md``) may.
+    """
+    try:
+        size = sum(entry.size for entry in read_manifest(folder)["files"].values())
+        with_sums = most_bytes is None or size <= most_bytes
+        differences = verify_manifest(folder, only=lambda name: not name.endswith(".md"), with_sums=with_sums)
+    except FileNotFoundError:
+        return
+    except ManifestError as error:
+        raise RecipeError(f"{error}; export the folder again") from error
+    if differences.damaged:
+        raise RecipeError(
+            f"{str(folder)!r} is not what was exported ({differences}); export it again, or remove its manifest.json "
+            "if it was changed on purpose"
+        )
+    if not with_sums:
+        rank_zero_info(
+            f"{folder}: {size / 2**30:,.1f} GiB are compared with manifest.json by size alone; python -m lit_ft verify "
+            f"{folder} compares their bytes"
+        )
+
+
+def load_adapters(
+    base: PreTrainedModel, adapters: list[Adapter], combination: Combination = "cat", density: float | None = None
+) -> PeftModel:
+    """Put adapters on a base, as one.
+
+    Args:
+        base: the model.
+        adapters: a single one of weight 1 stays as it is.
+        combination: how several become one.
+        density: share of an adapter's weights that ties, dare and magnitude_prune keep.
+
+    Raises:
+        RecipeError: they cannot be combined.
+    """
+    if len(adapters) == 1 and adapters[0].weight == 1:
+        return PeftModel.from_pretrained(base, str(adapters[0].folder))
+    for adapter in adapters:
+        _check_combinable(adapter)
+    if ("ties" in combination or "dare" in combination or "prune" in combination) != (density is not None):
+        raise RecipeError(
+            f"combination={combination} with density={density}: ties, dare and magnitude_prune keep a share of the "
+            "weights, e.g. density 0.5; the others take none"
+        )
+    names = [f"given{number}" for number in range(len(adapters))]
+    model = PeftModel.from_pretrained(base, str(adapters[0].folder), adapter_name=names[0])
+    for name, adapter in zip(names[1:], adapters[1:], strict=True):
+        model.load_adapter(str(adapter.folder), adapter_name=name)
+    # PEFT gives the sum lora_alpha = r for a scaling of 1, which rsLoRA would make sqrt(r); the adapters have theirs.
+    cast(LoraConfig, model.peft_config[names[0]]).use_rslora = False
+    weights = [adapter.weight for adapter in adapters]
+    try:
+        model.base_model.add_weighted_adapter(names, weights, "default", combination, density=density)
+    except ValueError as error:
+        raise RecipeError(f"combination={combination}: {error}") from error
+    model.set_adapter("default")
+    for name in names:
+        model.delete_adapter(name)
+    rank = cast(LoraConfig, model.peft_config["default"]).r
+    summands = " + ".join(f"{adapter.weight:g} x {adapter.folder}" for adapter in adapters)
+    exact = "the weighted sum exactly" if combination == "cat" else "not the weighted sum exactly, as cat is"
+    rank_zero_info(f"{summands} -> one adapter of rank {rank} ({combination}: {exact})")
+    return model
+
+
+def _check_name(recorded: str | None, base: str, name: str) -> None:
+    """An adapter without a fingerprint has its base's name: a folder's last part may be a hub id's."""
+    if recorded and Path(recorded).name != Path(base).name:
+        raise RecipeError(
+            f"{name} was trained on {recorded!r}, and the base is {base!r}; name the base that it was trained on"
+        )
+    rank_zero_info(
+        f"{name} records no weights of its base ({recorded or 'nor a name'}): compared by name and shapes alone"
+    )
+
+
+def _check_combinable(adapter: Adapter) -> None:
+    config: Any = adapter.config
+    method = config.peft_type.value
+    reasons = {
+        f"{method} adapters are no sums": method != "LORA",
+        "DoRA's magnitudes are no sums": getattr(config, "use_dora", False),
+        "layers in modules_to_save are no sums": getattr(config, "modules_to_save", None),
+        "rows in trainable_token_indices are no sums": getattr(config, "trainable_token_indices", None),
+        "biases are not combined by PEFT": getattr(config, "bias", "none") != "none",
+        "target_parameters are not combined by PEFT": getattr(config, "target_parameters", None),
+        "its init changes the base": init_of(config).startswith(FROM_THE_BASE),
+    }
+    if reason := next((reason for reason, applies in reasons.items() if applies), None):
+        raise RecipeError(
+            f"adapter={str(adapter.folder)!r} cannot be weighted or combined: {reason}; export it alone, with weight 1"
+        )

@@ -1,0 +1,144 @@
+"""What lies beside the weights in an exported folder: the model card, and where generation stops."""
+
+import copy
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.export.adapter_merger import Kind, Texts
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_ft.bounded_yaml import load_yaml
+from lit_ft.checkpointing.selection import candidates, position_of
+from lit_ft.data.text.chat_template import ChatTemplate
+from lit_ft.data.text_data import TextDataModule
+from lit_ft.errors import RecipeError
+from lit_ft.export.model_card import Card
+from lit_ft.run.folder import RUNS, RunFolder
+from lit_ft.training.causal_lm import CausalLM
+
+
+def texts_of(run: RunFolder) -> Texts:
+    """What ``AdapterMerger`` writes beside the weights at the end of a run."""
+
+    def texts(kind: Kind, trainer: Trainer, module: LightningModule) -> Mapping[str, str]:
+        if not isinstance(module, CausalLM):
+            return {}
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        data = getattr(trainer, "datamodule", None)
+        return run_texts(kind, run, module, logged, samples_of(data) if isinstance(data, TextDataModule) else {})
+
+    return texts
+
+
+def run_texts(
+    kind: Kind, run: RunFolder, module: CausalLM, logged: Mapping[str, float], samples: Mapping[str, int]
+) -> dict[str, str]:
+    """Text files for a folder that holds what a run trained, by name.
+
+    Args:
+        kind: of the folder.
+        run: its recipe and its metrics.
+        module: what was trained.
+        logged: metrics, where the run has no metrics.csv.
+        samples: training samples of each source.
+    """
+    recipe = load_yaml(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
+    base, added = module.base_fingerprint, [*module.added_tokens, *module.added_special_tokens]
+    card = Card(
+        kind=kind,
+        title=" ".join(run.root.parts[-2:]) if RUNS in run.root.parents else run.root.name,  # recipe and time
+        base=module.pretrained,
+        commit=base["commit"] if base else None,
+        method="all weights" if module.peft is None else module.peft.peft_type.value,
+        notes=[f"Tokens added: {', '.join(f'`{token}`' for token in added)}."] if added else [],
+        adds_tokens=bool(added),
+        samples=samples,
+        metrics=_results(_last_of(run.root / "metrics.csv") or logged),
+        recipe=recipe,
+    )
+    texts = {"README.md": str(card)}
+    if kind == "merged":
+        texts |= generation_texts(module.base_model, module.tokenizer)
+    return texts
+
+
+def generation_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """A ``generation_config.json`` that stops at the end of a turn, where the model's own does not.
+
+    Inference engines stop at the ids of this file alone: without the template's they would answer on and on.
+    """
+    try:
+        end = ChatTemplate(tokenizer).end_of_turn if tokenizer.chat_template else ""
+    except RecipeError:  # a template that renders no plain answers says nothing of where they end
+        end = ""
+    given = model.generation_config.eos_token_id
+    stops = [given] if isinstance(given, int) else list(given or [])
+    if not end or (stop := tokenizer.get_vocab()[end]) in stops:
+        return {}
+    config = copy.deepcopy(model.generation_config)
+    config.eos_token_id = [*stops, stop]
+    rank_zero_info(
+        f"generation_config.json: eos_token_id {given} -> {config.eos_token_id}, so that {end} ends an answer"
+    )
+    return {"generation_config.json": config.to_json_string()}
+
+
+def samples_of(data: TextDataModule) -> dict[str, int]:
+    """Training samples of each source."""
+    if "train" not in data.splits:
+        return {}
+    samples, sources = data.splits["train"], data.sources["train"]
+    counts = np.bincount(samples.source, minlength=len(sources))
+    return {source.title: int(count) for source, count in zip(sources, counts, strict=True)}
+
+
+def describe_step(run: RunFolder, checkpoint: Path, max_steps: int) -> list[str]:
+    """Which step of a run a checkpoint holds, and whether the run went further; as lines.
+
+    Args:
+        run: the run.
+        checkpoint: one of its checkpoints.
+        max_steps: optimizer steps of its recipe; -1 where epochs or time end it.
+    """
+    position = position_of(checkpoint)
+    if position is None:
+        return [f"{checkpoint} does not say at which step it was written"]
+    last = max(_steps_logged(run.root / "metrics.csv"), position.global_step)
+    total = max_steps if max_steps > 0 else last
+    lines = [f"{checkpoint} is step {position.global_step:,} of {total:,}"]
+    newer = [one for one in candidates(run.checkpoints)[0] if one.position[:3] > position[:3]]
+    if newer:
+        step = newer[0].position.global_step
+        lines.append(f"a newer checkpoint is {newer[0].path}, of step {step:,}; take it with --checkpoint")
+    if last > max(position.global_step, *(one.position.global_step for one in newer), 0):
+        lines.append(
+            f"the run was logged up to step {last:,} (metrics.csv), of which no checkpoint is left: what is exported "
+            "is not where it ended"
+        )
+    return lines
+
+
+def _steps_logged(path: Path) -> int:
+    """Optimizer steps with a training loss; the first is logged as 0."""
+    if not path.is_file():
+        return 0
+    with path.open(newline="") as file:
+        return max((int(row["step"]) + 1 for row in csv.DictReader(file) if row.get("train/loss")), default=0)
+
+
+def _last_of(path: Path) -> dict[str, float]:
+    """The last value of each column."""
+    if not path.is_file():
+        return {}
+    with path.open(newline="") as file:
+        return {name: float(value) for row in csv.DictReader(file) for name, value in row.items() if value}
+
+
+def _results(metrics: Mapping[str, Any]) -> dict[str, float]:
+    wanted = ("train/loss", "train/token_accuracy", "val/", "test/")
+    return {name: value for name, value in sorted(metrics.items()) if name.startswith(wanted)}

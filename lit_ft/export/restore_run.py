@@ -1,0 +1,61 @@
+"""A run's module again, from its recipe and a checkpoint."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import set_parsing_settings
+from lightning.pytorch import LightningModule
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.data.text.chat_template import set_chat_template
+from lit_ft.errors import LIBRARY_ERRORS, RecipeError
+from lit_ft.model.files.fingerprint import check_same_base
+from lit_ft.recipe.parser import RecipeParser, said_by_the_class
+from lit_ft.training.causal_lm import CausalLM
+
+
+def rebuild(config: dict[str, Any], checkpoint: Path) -> CausalLM:
+    """A run's module with the weights of one of its checkpoints.
+
+    Args:
+        config: the run's ``config.yaml``.
+        checkpoint: a .ckpt file.
+
+    Raises:
+        RecipeError: the module is another class, the checkpoint does not fit it, or the base has changed since.
+    """
+    module = module_of(config)
+    state = AnyCheckpointIO().load_checkpoint(checkpoint, map_location="cpu", weights_only=True)
+    check_same_base(state.get("base"), module.base_fingerprint, f"the checkpoint {str(checkpoint)!r}")
+    module.start = state.get("adapter_start")
+    module.configure_model()
+    module.on_load_checkpoint(state)
+    module.load_state_dict(state["state_dict"], strict=False)
+    return module
+
+
+def module_of(config: dict[str, Any]) -> CausalLM:
+    """A run's module, without weights.
+
+    Args:
+        config: the run's ``config.yaml``.
+
+    Raises:
+        RecipeError: the module is another class.
+    """
+    if config["seed_everything"] is not False:
+        os.environ["PL_GLOBAL_SEED"] = str(config["seed_everything"])  # random base weights are drawn again
+    set_parsing_settings(subclasses_enabled=[QuantizationConfigMixin])
+    parser = RecipeParser()
+    parser.add_subclass_arguments(LightningModule, "model", required=True)
+    parsed = parser.parse_object({"model": config["model"]})
+    try:
+        module = parser.instantiate_classes(parsed).model
+    except LIBRARY_ERRORS as error:
+        raise said_by_the_class(error) from error
+    if not isinstance(module, CausalLM):
+        raise RecipeError(f"the run's model is a {type(module).__name__}; export writes lit_ft.CausalLM runs")
+    set_chat_template(module.tokenizer, config["data"].get("init_args", {}).get("chat_template"))
+    return module

@@ -1,0 +1,1 @@
+"""Activations between the forward and the backward pass: recomputed, or kept in host memory."""

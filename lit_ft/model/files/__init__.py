@@ -1,0 +1,1 @@
+"""Weight files of a model folder: paths, sizes and fingerprints, checked without loading the model."""

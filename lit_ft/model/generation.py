@@ -1,0 +1,113 @@
+"""Greedy answers from a model that trains on packed rows."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lit_callbacks.distributed.gather import is_split
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_ft.errors import RecipeError
+from lit_ft.model.packed_attention import PACKED
+from lit_ft.render_limits import render_chat
+
+
+@contextmanager
+def dense_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Padded batches and a KV cache instead of packed rows."""
+    training = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if training == PACKED else training)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(training)
+
+
+@contextmanager
+def greedy_decoding(model: PreTrainedModel, stops: Sequence[int], pad_token_id: int | None) -> Iterator[None]:
+    """The likeliest token each time: no sampling, penalty or constraint that the base's generation_config asks for.
+
+    Args:
+        model: the Hugging Face model; its ``generation_config`` is set aside, because ``generate`` fills in from it
+            whatever its caller leaves open.
+        stops: ids that end an answer.
+        pad_token_id: for answers that end before others.
+    """
+    given = model.generation_config
+    model.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=list(stops) or None, pad_token_id=pad_token_id, use_cache=given.use_cache
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = given
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end an answer: the base's end tokens, the tokenizer's, and those that close a turn in the chat template.
+
+    A base model's own end token may never come after a turn of a conversation, where the template has another one.
+    """
+    given = model.generation_config.eos_token_id
+    stops = [given] if isinstance(given, int) else list(given or [])
+    stops += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return list(dict.fromkeys([*stops, *tokenizer.convert_tokens_to_ids(closing_tokens(tokenizer))]))
+
+
+def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Special tokens that the chat template writes right after an answer; none where there is no such template."""
+    if not tokenizer.chat_template:
+        return []
+    answer = "probe answer"
+    turns = [{"role": "user", "content": "probe question"}, {"role": "assistant", "content": answer}]
+    try:
+        closing = render_chat(tokenizer, turns).rpartition(answer)[2]
+    except RecipeError:
+        raise
+    except Exception:  # whatever a foreign template raises: it renders no plain answers, and says nothing of their end
+        return []
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    one = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+    run = re.match(rf"\s*((?:{one})+)", closing)
+    return re.findall(one, run.group(1)) if run else []
+
+
+@torch.no_grad()
+def generate_answers(
+    model: Any,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+) -> list[str]:
+    """Answer prompts greedily, as one left-padded batch; an answer ends at any of ``stop_ids``.
+
+    Args:
+        model: what generates: ``base`` or the PEFT model around it.
+        base: the Hugging Face model.
+        tokenizer: with a padding or end-of-sequence token.
+        prompts: rendered: special tokens are written out, as is the opening of the assistant's turn.
+        max_new_tokens: most tokens of an answer.
+    """
+    lockstep = is_split(base)
+    if not prompts and not lockstep:
+        return []
+    pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    # A rank without prompts answers one that nobody asked: the others need its share of the weights.
+    encoded = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts or ["."]]
+    longest = max(map(len, encoded))
+    input_ids = torch.tensor([[pad_token_id] * (longest - len(ids)) + ids for ids in encoded], device=base.device)
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded], device=base.device)
+    was_training = model.training
+    model.eval()
+    with dense_attention(base), greedy_decoding(base, stop_ids(base, tokenizer), pad_token_id):
+        generated = model.generate(
+            input_ids=input_ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            synced_gpus=lockstep,
+        )
+    model.train(was_training)
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in generated[: len(prompts), longest:]]

@@ -1,0 +1,260 @@
+"""From a name or folder to a tokenizer, a config, a model: the Hugging Face side of a run."""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
+from lit_ft.model import deferred_cast
+from lit_ft.model import quantization as quantized_base
+from lit_ft.model.files import finite_weights, size_check
+from lit_ft.model.files.weight_files import check_weight_files
+from lit_ft.model.packed_attention import PACKED
+
+CONFIG_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, StrictDataclassError)
+"""What transformers raises of a config.json."""
+WEIGHT_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, SafetensorError, UnpicklingError)
+"""What transformers raises of weight files."""
+Init = Literal["pretrained", "random"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id.
+
+    Raises:
+        RecipeError: there is none, or it cannot be reached.
+    """
+    # A folder may hold a tokenizer alone.
+    if not os.path.isfile(Path(pretrained).expanduser() / "tokenizer_config.json"):
+        _check_folder(pretrained)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(pretrained, trust_remote_code=False)
+        tokenizer("a")  # some settings are looked at only then
+        return tokenizer
+    except Exception as error:  # tokenizers raises nothing more exact of a file that does not parse
+        if os.path.isdir(pretrained):
+            raise RecipeError(
+                f"model.pretrained={pretrained!r} holds no tokenizer that loads ({_first_line(error)}); put "
+                "tokenizer.json and tokenizer_config.json there, or set model.tokenizer"
+            ) from error
+        raise _unreachable(pretrained, error) from error
+
+
+def load_config(pretrained: str) -> PretrainedConfig:
+    """The model config of a folder or hub id.
+
+    Raises:
+        RecipeError: there is none, it does not parse, or it cannot be reached.
+    """
+    _check_folder(pretrained)
+    if os.path.isfile(path := Path(pretrained).expanduser() / "config.json"):
+        size_check.check_sizes(path, _named(pretrained))
+    try:
+        return AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
+    except CONFIG_ERRORS as error:
+        if os.path.isdir(pretrained):
+            raise RecipeError(f"model.pretrained={pretrained!r}: config.json: {_first_line(error)}") from error
+        raise _unreachable(pretrained, error) from error
+
+
+def _named(pretrained: str) -> str:
+    return f"model.pretrained={pretrained!r}"
+
+
+def _check_folder(pretrained: str) -> None:
+    folder = Path(pretrained).expanduser()
+    if os.path.isdir(folder) and not (folder / "config.json").is_file():
+        raise RecipeError(
+            f"model.pretrained={pretrained!r} is a folder without config.json; name one that "
+            "save_pretrained wrote (config.json, weights, tokenizer)"
+        )
+    looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
+    if looks_like_path and not os.path.exists(folder):
+        raise RecipeError(f"model.pretrained={pretrained!r} does not exist; name a model folder or a hub id")
+    if os.path.isdir(folder):  # which, unlike Path.is_dir, takes names that are too long
+        return
+    try:
+        is_cached = try_to_load_from_cache(pretrained, "config.json") is not None
+    except HFValidationError as error:
+        raise RecipeError(
+            f"model.pretrained={pretrained!r} is no folder here, and no hub id can be spelt so ({_first_line(error)}); "
+            "name a model folder or a hub id"
+        ) from error
+    if not is_cached:
+        _check_hub(pretrained)
+
+
+def _check_hub(pretrained: str) -> None:
+    """Ask the hub once; transformers would ask ten times, for a minute, where there is no network."""
+    try:
+        HfApi().model_info(pretrained, timeout=10)
+    except Exception as error:  # from no name server to a wrong name: all mean that the model cannot be had
+        raise _unreachable(pretrained, error) from error
+
+
+def _unreachable(pretrained: str, error: Exception) -> RecipeError:
+    return RecipeError(
+        f"model.pretrained={pretrained!r} is no folder here and cannot be had from the hub "
+        f"({_first_line(error)}); where there is a network, download it with `hf download {pretrained} "
+        f"--local-dir models/{pretrained.split('/')[-1]}` and name that folder, or try the embedded model: "
+        "python -m lit_ft fit --config recipes/quickstart.yaml"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    if "custom code" in str(error):
+        return "it wants Python code of its own (auto_map) to be run, which is never done"
+    lines = str(error).strip().split("\n")
+    if isinstance(error, StrictDataclassError):  # says which check has failed, and in the next line what it found
+        lines = [" ".join(line.strip() for line in lines)]
+    return lines[0].rstrip(".:")[:160]
+
+
+def pick_attention(config: PretrainedConfig, requested: str) -> str:
+    """The attention function: ``auto`` is packed attention where it computes what the model asks for."""
+    if requested != "auto":
+        return requested
+    text = config.get_text_config()
+    needs_eager = getattr(text, "attn_logit_softcapping", None) or text.model_type == "gpt_oss"
+    return "eager" if needs_eager else PACKED
+
+
+def check_architecture(config: PretrainedConfig) -> None:
+    """Refuse models that would train on something else than they compute elsewhere.
+
+    Raises:
+        RecipeError: it says why.
+    """
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    if "chunked_attention" in kinds:
+        raise RecipeError(
+            f"model.pretrained: {config.model_type} (Llama 4) has chunked attention, and scales attention by a token's "
+            "place in the row, neither of which is computed for rows of several samples; take another model, e.g. "
+            "Llama 3"
+        )
+
+
+def load_base(
+    pretrained: str,
+    init: Init = "pretrained",
+    dtype: Dtype = "auto",
+    attn_implementation: str = "auto",
+    quantization: QuantizationConfigMixin | None = None,
+) -> PreTrainedModel:
+    """Build the base model, in training mode.
+
+    Args:
+        pretrained: folder or hub id.
+        init: ``pretrained`` reads the weights; ``random`` draws them (config.json is enough).
+        dtype: of the weights; ``auto`` is what the config says.
+        attn_implementation: as transformers has it, or ``auto``.
+        quantization: quantise the weights while reading them.
+
+    Raises:
+        RecipeError: weights are missing, or quantised in a way that does not train.
+    """
+    config = load_config(pretrained)
+    check_architecture(config)
+    options: dict[str, Any] = {
+        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
+        "attn_implementation": pick_attention(config, attn_implementation),
+    }
+    if init == "random":
+        if quantization is not None:
+            raise RecipeError("model.quantization needs weights to quantise; set model.init to pretrained")
+        config.quantization_config = None  # drawn weights are dense, whatever the checkpoint's are
+        options["dtype"] = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
+        size_check.check_memory(skeleton(pretrained), options["dtype"], _named(pretrained))
+        with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        if (Path(pretrained) / "generation_config.json").is_file():
+            with explained(f"{_named(pretrained)}: generation_config.json", "mend or remove it"):
+                model.generation_config = GenerationConfig.from_pretrained(pretrained)
+        return model.train()
+    check_weight_files(pretrained)
+    options |= quantized_base.reading_options(config, quantization)
+    casts_later = deferred_cast.is_wanted() and dtype != "auto" and "device_map" not in options
+    if casts_later:
+        options["dtype"] = "auto"
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            pretrained, config=config, output_loading_info=True, trust_remote_code=False, **options
+        )
+    except WEIGHT_ERRORS as error:
+        raise RecipeError(
+            f"model.pretrained={pretrained!r} has no weights that load ({_first_line(error)}); add "
+            "model.safetensors, or train from scratch with --model.init random"
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise RecipeError(
+            f"model.pretrained={pretrained!r} lacks weights of the model, which would be random "
+            f"({len(missing)}: {', '.join(missing[:3])}, ...); name a checkpoint that has them all"
+        )
+    model.train()
+    if not deferred_cast.is_wanted():  # else the strategy looks at each rank's part, once it is split
+        finite_weights.check_base(model, pretrained)
+    if casts_later:
+        deferred_cast.mark(model, getattr(torch, dtype))
+    quantized_base.prepare_for_training(model)
+    return model
+
+
+def skeleton(pretrained: str, dtype: Dtype = "auto") -> PreTrainedModel:
+    """The base model without weights, on the meta device, in their dtype: for checks before the long work."""
+    config = load_config(pretrained)
+    check_architecture(config)
+    of_weights = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    with (
+        torch.device("meta"),
+        explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)),
+    ):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=of_weights)
+
+
+class _HiddenStates(nn.Module):
+    """Stands in for the decoder: hands the hidden states on that it is given."""
+
+    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """The model's own way from hidden states ``(n, H)`` to logits ``(n, V)``.
+
+    It runs the model's ``forward`` with the decoder left out, so that soft-capping (gemma2) and
+    scaling (granite, cohere) stay right.
+    """
+    head = copy.copy(model)
+    head._modules = {**model._modules, model.base_model_prefix: _HiddenStates()}
+    return lambda hidden: head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers that Hugging Face says must not be split between devices."""
+    names: set[str] = set()
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel):
+            names |= set(model._no_split_modules or [])
+    # Also once fully_shard has given them a class of its own, derived from theirs.
+    return [layer for layer in module.modules() if names & {kind.__name__ for kind in type(layer).__mro__}]

@@ -1,0 +1,217 @@
+"""Block-diagonal causal attention over a padding-free row, as a Hugging Face attention function.
+
+Registered with transformers' ``AttentionInterface`` under ``PACKED``, so that models stay unmodified.
+No mask is built: each sample (segment) of the row is its own causal attention. On CUDA this is one
+variable-length flash-attention call; elsewhere one SDPA call per segment.
+
+Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, result ``(1, T, heads, head_dim)``.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from lit_ft.errors import RecipeError
+
+PACKED = "lit_ft_packed"
+
+# The CPU flash kernel's bf16 backward is slow on short segments: 1.3 ms at 50 tokens and 14 heads against
+# 0.4 ms in fp32, casts included; from 256 tokens on bf16 wins (python -m benchmarks.speed.attention).
+_CPU_FP32_BELOW = 256
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    segment_lengths: list[int] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each segment of the row, causally.
+
+    Args:
+        segment_lengths: lengths of the samples in the row; travels through the model's keyword arguments.
+        sliding_window: tokens that a position sees back, itself included; None for all of its segment.
+
+    Raises:
+        RecipeError: the model asks for what this function does not do, or was called without a row.
+    """
+    if softcap is not None or s_aux is not None:
+        raise RecipeError(
+            "this architecture caps its attention logits or uses attention sinks, which packed attention "
+            "does not compute; set model.attn_implementation to eager"
+        )
+    if segment_lengths is None or attention_mask is not None:
+        raise RecipeError(
+            f"attn_implementation={PACKED} serves padding-free training rows only; for other use call "
+            "model.set_attn_implementation('sdpa') first (if this came up in training: the architecture "
+            "does not pass arguments on to its attention, set model.attn_implementation to sdpa)"
+        )
+    if (mesh := getattr(module, "context_mesh", None)) is not None:
+        return attend_to_all_ranks(query, key, value, mesh, segment_lengths, dropout, scaling, sliding_window), None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
+        return _varlen(query, key, value, segment_lengths, scaling, sliding_window), None
+    segments = zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = [_segment(q, k, v, dropout, scaling, sliding_window) for q, k, v in segments]
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return joined.transpose(1, 2), None
+
+
+def attend_to_all_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: DeviceMesh,
+    lengths: Sequence[int],
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of this rank's tokens of a row to those of all ranks (context parallelism).
+
+    Args:
+        query: of this rank's tokens, in the order of ``own_ranges``.
+        key: likewise.
+        value: likewise.
+        mesh: the ranks.
+        lengths: of the whole row's segments.
+        dropout: of attention weights.
+        scaling: of logits.
+        window: tokens that a position sees back.
+    """
+    tokens, ranks = sum(lengths), mesh.size()
+    order = torch.cat([_places(tokens, ranks, rank) for rank in range(ranks)]).argsort().to(query.device)
+    keys, values = (_gather(tensor, mesh)[:, :, order] for tensor in (key, value))
+    starts = [0, *accumulate(lengths)]
+    pieces, taken = [], 0
+    for own in own_ranges(tokens, ranks, mesh.get_local_rank()):
+        for start, end in pairwise(starts):
+            first, last = max(start, own.start), min(end, own.stop)
+            if first < last:
+                q = query[:, :, taken : taken + last - first]
+                taken += last - first
+                pieces.append((q, keys[:, :, start:last], values[:, :, start:last]))
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
+        joined_q, joined_k, joined_v = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
+        own_lengths, key_lengths = [q.shape[2] for q, _, _ in pieces], [k.shape[2] for _, k, _ in pieces]
+        return _varlen(joined_q, joined_k, joined_v, own_lengths, scaling, window, key_lengths)
+    return torch.cat([_segment(*piece, dropout, scaling, window) for piece in pieces], dim=2).transpose(1, 2)
+
+
+def own_ranges(tokens: int, ranks: int, rank: int) -> list[range]:
+    """Places in a row of the tokens that a rank computes: a piece from the front, and one as far from the end.
+
+    Args:
+        tokens: of the row, a multiple of twice the ranks.
+        ranks: that the row is dealt out to.
+        rank: one of them.
+    """
+    size = tokens // (2 * ranks)
+    return [range(size * piece, size * (piece + 1)) for piece in (rank, 2 * ranks - 1 - rank)]
+
+
+def _places(tokens: int, ranks: int, rank: int) -> Tensor:
+    return torch.cat([torch.arange(part.start, part.stop) for part in own_ranges(tokens, ranks, rank)])
+
+
+def _gather(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All ranks' tokens; backward, the sum of what each rank found for them."""
+    whole = DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False).redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | None, window: int | None) -> Tensor:
+    """Causal attention of a segment's last tokens to all of it."""
+    length, dtype = q.shape[2], q.dtype
+    before = k.shape[2] - length
+    if q.device.type == "cpu" and dtype == torch.bfloat16 and length < _CPU_FP32_BELOW:
+        q, k, v = q.float(), k.float(), v.float()
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.device.type not in ("cpu", "cuda"):  # MPS groups heads from torch 2.13 on only
+        k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
+    mask = None
+    if before or (window is not None and length > window):
+        back = torch.arange(length, device=q.device)[:, None] + before - torch.arange(k.shape[2], device=q.device)
+        mask = back >= 0 if window is None else (back >= 0) & (back < window)
+    out = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=groups > 1,
+    )
+    return out.to(dtype)
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    scaling: float | None,
+    window: int | None,
+    key_lengths: list[int] | None = None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = q.shape[1] // k.shape[1]
+    ends_q, ends_k = (_ends(of, q.device) for of in (lengths, key_lengths or lengths))
+    # varlen_attn takes (T, heads, head_dim); key heads are repeated because enable_gqa is newer than torch 2.11.
+    q_thd = q[0].transpose(0, 1)
+    k_thd, v_thd = (tensor[0].repeat_interleave(groups, dim=0).transpose(0, 1) for tensor in (k, v))
+    back = -1 if window is None else window - 1
+    longest_q, longest_k = max(lengths), max(key_lengths or lengths)
+    out = varlen_attn(q_thd, k_thd, v_thd, ends_q, ends_k, longest_q, longest_k, scale=scaling, window_size=(back, 0))
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def _ends(lengths: list[int], device: torch.device) -> Tensor:
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return ends.pin_memory().to(device, non_blocking=True)
+
+
+def block_masks(config: PretrainedConfig, position_ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """Block-diagonal masks by kind of layer, for models that build their own without looking at positions.
+
+    Args:
+        config: of the model.
+        position_ids: of a row, ``(1, T)``.
+        dtype: of the hidden states.
+
+    Returns:
+        What such a model takes as ``attention_mask``; None for those that see from positions where samples begin.
+    """
+    text = config.get_text_config()
+    if text.model_type not in _BLIND_TO_POSITIONS:
+        return None
+    embeddings = torch.empty(1, 1, 1, dtype=dtype, device=position_ids.device).expand(*position_ids.shape, 1)
+    options = {"config": text, "inputs_embeds": embeddings, "attention_mask": None, "past_key_values": None}
+    make = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    return {kind: make[kind](**options, position_ids=position_ids) for kind in set(text.layer_types)}
+
+
+_BLIND_TO_POSITIONS = {"afmoe", "gpt_oss"}
+"""Model types that call ``create_causal_mask`` without ``position_ids`` (transformers 5.23)."""
+
+
+# Compiled, it would be compiled anew for every list of lengths.
+AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))

@@ -1,0 +1,201 @@
+"""Quantised bases: made while a checkpoint is read, or read from one that is quantised already."""
+
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from peft import PeftConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lit_ft.errors import RecipeError
+
+_DEQUANTISED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
+"""Methods of checkpoints that are read into dense weights. Kept packed, transformers would unpack them in the first
+forward pass anyway (compressed-tensors), or round activations too, through which no true gradient comes back."""
+_CALIBRATED = ("gptq", "awq", "auto-round")
+"""Methods that look at data while they quantise: only read, from checkpoints."""
+_ON_CPU = ("bitsandbytes", "torchao", "quanto", "gptq", "awq", *_DEQUANTISED)
+"""Methods whose layers are made on the CPU and moved to the device with the rest of the model."""
+_GPTQMODEL = (
+    "pip install optimum defuser device-smi logbar pypcre tokenicer threadpoolctl && pip install --no-deps gptqmodel"
+)
+_INSTALL = {
+    "bitsandbytes": "pip install bitsandbytes",
+    "torchao": "pip install torchao, which the extra lit-ft[torchao] names",
+    "gptq": _GPTQMODEL,
+    "awq": _GPTQMODEL,
+    "compressed-tensors": "pip install compressed-tensors",
+    "quanto": "pip install optimum-quanto",
+}
+
+
+# --- rules, before weights are read ------------------------------------------------------------------
+
+
+def check_requested(quantization: QuantizationConfigMixin, peft: PeftConfig | None) -> None:
+    """Refuse a ``model.quantization`` that does not train here.
+
+    Raises:
+        RecipeError: it says what is missing.
+    """
+    if peft is None:
+        raise RecipeError(
+            "model.quantization is set without model.peft; quantised weights cannot be trained, add a method"
+        )
+    if (method := method_of(quantization)) in _CALIBRATED:
+        raise RecipeError(
+            f"model.quantization: {method} looks at data while it quantises; name a checkpoint that was quantised with "
+            "it as model.pretrained and leave model.quantization out"
+        )
+    _check_installed("model.quantization", quantization, stored=False)
+
+
+def check_stored(
+    pretrained: str, config: PretrainedConfig, quantization: QuantizationConfigMixin | None, peft: PeftConfig | None
+) -> None:
+    """Refuse what cannot be done with a checkpoint that is quantised already.
+
+    Args:
+        pretrained: its name, for the message.
+        config: its config.json.
+        quantization: asked for by the recipe.
+        peft: the tuning method.
+
+    Raises:
+        RecipeError: it says what is missing.
+    """
+    if (stored := _stored(config)) is None:
+        return
+    where, method = f"model.pretrained={pretrained!r}", method_of(stored)
+    if quantization is not None:
+        raise RecipeError(f"{where} is quantised already ({method}); leave model.quantization out")
+    _check_installed(where, stored, stored=True)
+    if is_packed(config) and peft is None:
+        raise RecipeError(
+            f"{where} is quantised ({method}), and quantised weights cannot be trained; set model.peft, e.g. to "
+            "peft.LoraConfig, or name the checkpoint that it was quantised from"
+        )
+
+
+def packed_method(config: PretrainedConfig) -> str | None:
+    """transformers' name of the quantization of a checkpoint whose weights stay quantized when they are read."""
+    stored = _stored(config)
+    return None if stored is None or method_of(stored) in _DEQUANTISED else method_of(stored)
+
+
+def is_packed(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint's weights are quantized, and stay so when they are read."""
+    return packed_method(config) is not None
+
+
+def _stored(config: PretrainedConfig) -> dict[str, Any] | None:
+    return getattr(config, "quantization_config", None)
+
+
+def method_of(quantization: QuantizationConfigMixin | dict[str, Any]) -> str:
+    """transformers' name of a quantization, e.g. ``gptq``."""
+    if not isinstance(quantization, dict):
+        return str(getattr(quantization.quant_method, "value", quantization.quant_method))
+    is_old_bitsandbytes = quantization.get("load_in_8bit") or quantization.get("load_in_4bit")
+    return "bitsandbytes" if is_old_bitsandbytes else str(quantization.get("quant_method"))
+
+
+def _check_installed(where: str, quantization: QuantizationConfigMixin | dict[str, Any], *, stored: bool) -> None:
+    method = method_of(quantization)
+    try:
+        if isinstance(quantization, dict):
+            quantization = AutoQuantizationConfig.from_dict(dict(quantization))
+        quantiser = AutoHfQuantizer.from_config(quantization, pre_quantized=stored)
+        quantiser.validate_environment(device_map=_device_map(method))
+    except ImportError as error:
+        install = _INSTALL.get(method, "install what it names")
+        raise RecipeError(f"{where}: {method} needs a package ({_first_line(error)}): {install}") from error
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise RecipeError(f"{where}: {method} does not run here ({_first_line(error)}); take another base") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".:")[:200]
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+
+def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMixin | None) -> dict[str, Any]:
+    """What ``from_pretrained`` needs for a quantised base; nothing for a dense one.
+
+    Args:
+        config: of the checkpoint; changed in place where its quantisation is set up for inference.
+        quantization: asked for by the recipe.
+    """
+    if quantization is not None:
+        return {"quantization_config": quantization, "device_map": _device_map(method_of(quantization))}
+    if (stored := _stored(config)) is None:
+        return {}
+    method = method_of(stored)
+    if method in _DEQUANTISED:
+        config.quantization_config = {**stored, "dequantize": True}
+        rank_zero_info(f"the base is stored in {method}: dequantised while it is read")
+    elif method in ("gptq", "awq"):
+        config.quantization_config = {**stored, "backend": "auto_trainable"}  # the others have no backward pass
+    return {"device_map": _device_map(method)}
+
+
+def _device_map(method: str) -> dict[str, Any]:
+    on_cpu = method in _ON_CPU or not torch.cuda.is_available()
+    return {"": "cpu" if on_cpu else torch.cuda.current_device()}
+
+
+def prepare_for_training(model: PreTrainedModel) -> None:
+    """Set the quantised layers of a model that was read up for training.
+
+    Raises:
+        RecipeError: layers of a kind do not pass gradients, or wrong ones.
+    """
+    for module in model.modules():
+        # An eval pass on CPUs with AVX512-BF16 repacks 4-bit weights in place, after which training is wrong.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    if not getattr(model, "is_quantized", False):
+        return
+    kinds = {(type(m), type(getattr(m, "weight", None))): m for m in linear_modules(model).values()}
+    for module in kinds.values():
+        check_gradient(module, model.dtype)
+
+
+def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The linear layers but for the head, packed ones included, by name."""
+    head = model.get_output_embeddings()
+    return {name: m for name, m in model.named_modules() if hasattr(m, "in_features") and m is not head}
+
+
+def check_gradient(module: Any, dtype: torch.dtype) -> None:
+    """Hold a linear layer's gradient against its outputs: with J its matrix and v an input, <J'Jv, v> = |Jv|^2.
+
+    Args:
+        module: the layer, in training mode.
+        dtype: of its inputs.
+
+    Raises:
+        RecipeError: there is no gradient, or it is off by more than 5 %: rounding activations to 8 bits costs 1 %.
+    """
+    device = next(chain(module.parameters(), module.buffers())).device
+    own_draws = torch.Generator().manual_seed(0)  # new weights are a function of the run's seed alone
+    try:
+        probe = torch.randn(16, module.in_features, generator=own_draws).to(device, dtype).requires_grad_()
+        output = module(probe) - module(torch.zeros_like(probe)).detach()  # less the bias
+        (gradient,) = torch.autograd.grad(output, probe, output.detach())
+        wanted, got = output.detach().float().square().sum(), (gradient.float() * probe.detach().float()).sum()
+        problem = None if (got - wanted).abs() <= 0.05 * wanted else f"it is {got / wanted:.0%} of what it should be"
+    except (RuntimeError, NotImplementedError) as error:
+        problem = _first_line(error)
+    if problem is not None:
+        kind = f"{type(module).__name__} with {type(getattr(module, 'weight', None)).__name__}"
+        raise RecipeError(
+            f"the base's quantised layers ({kind}) do not pass the gradient back that LoRA below them trains on "
+            f"({problem}); take a quantisation of weights alone, e.g. transformers.BitsAndBytesConfig"
+        )

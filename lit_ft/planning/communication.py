@@ -1,0 +1,235 @@
+"""What a rank sends in an optimiser step under a layout: ``layout``'s formulas on the split model."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lit_ft.gradient_norm import local
+from lit_ft.model.loading import decoder_layers
+from lit_ft.planning import communication_formulas
+from lit_ft.strategies.parallel.tensor_plan import is_block
+
+ASSUMED_TOKENS = 1024
+"""Of a row, where the data does not say."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimiser step of one data-parallel rank."""
+
+    rows: int
+    """Micro-batches of the trainer, which a pipeline cuts further."""
+    tokens: int
+    """Of a row, at most."""
+    targets: int
+    """Of a row: tokens that are supervised."""
+    is_known: bool = True
+    """Whether the data says how many tokens a row has."""
+
+
+def step_of(trainer: Any) -> Step:
+    """How much an optimiser step is, as far as the data says."""
+    tokens = getattr(getattr(trainer, "datamodule", None), "token_budget", None)
+    at_most = tokens or ASSUMED_TOKENS
+    return Step(trainer.accumulate_grad_batches, at_most, at_most, tokens is not None)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Neighbouring layers on a rank: those of a stage, or all."""
+
+    layers: Sequence[nn.Module]
+    is_first: bool
+    is_last: bool
+    index: int = 0
+    trains_before: bool = False
+    """Whether something before its first layer trains; something trains in every stage of a pipeline."""
+
+    def blocks(self) -> list[tuple[bool, bool]]:
+        """For each block: whether a gradient goes on to what is before it, and whether one comes from behind."""
+        found, flows = [], self.trains_before
+        for layer in self.layers:
+            blocks = [child for child in layer.children() if is_block(child)]
+            flows = flows or any(_trains(child) for child in layer.children() if child not in blocks)
+            for block in blocks:
+                before, flows = flows, flows or _trains(block)
+                found.append((before, flows))
+        return found
+
+    def back(self) -> list[nn.Module]:
+        """Layers that have a backward pass."""
+        first = next((i for i, layer in enumerate(self.layers) if self.trains_before or _trains(layer)), None)
+        return [] if first is None else list(self.layers[first:])
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _pieces(strategy: Any, base: Any) -> list[_Piece]:
+    is_embedding_trained = _trains(base.get_input_embeddings())
+    if strategy.pipeline is None:
+        return [_Piece(decoder_layers(base), True, True, trains_before=is_embedding_trained)]
+    layers = getattr(base, base.base_model_prefix).layers
+    return [
+        _Piece(
+            [layers[place] for place in stage.layers],
+            stage.is_first,
+            stage.is_last,
+            stage.index,
+            trains_before=is_embedding_trained if stage.is_first else True,
+        )
+        for stage in strategy.pipeline.stages
+    ]
+
+
+class Traffic:
+    """Bytes that this rank sends in an optimiser step.
+
+    Args:
+        strategy: a ``ModelParallelStrategy`` that has split the model.
+        parameters: of the LightningModule, as they are here.
+        base: the Hugging Face model in it.
+        step: how much an optimiser step is.
+    """
+
+    def __init__(self, strategy: Any, parameters: Sequence[nn.Parameter], base: Any, step: Step) -> None:
+        self.strategy, self.parameters, self.base, self.step = strategy, parameters, base, step
+        self.sizes, self.pieces, self.config = strategy.sizes(), _pieces(strategy, base), base.config.get_text_config()
+        self.policy = strategy._precision_policy()
+        self.itemsize = (self.policy.param_dtype or base.dtype).itemsize
+        # Of all rows of the step; context parallelism leaves each rank some of the tokens.
+        self.tokens = step.rows * step.tokens // self.sizes.context
+        self.stream = self.tokens * self.config.hidden_size * self.itemsize
+        self.recomputed = [len(p.back()) if base.is_gradient_checkpointing else 0 for p in self.pieces]
+
+    def by_dimension(self) -> dict[str, float]:
+        """Along each dimension of the mesh that has more than one rank."""
+        sizes, sends = self.sizes, {}
+        if sizes.pipeline > 1:
+            sends["pipeline"] = self._along_pipeline(sizes.pipeline)
+        if sizes.data * sizes.context > 1:  # ranks of other tokens are to the weights what ranks of other data are
+            sends["data"] = self._over_data()
+        if sizes.context > 1:
+            sends["context"] = self._along_context(sizes.context)
+        if sizes.tensor > 1:
+            sends["tensor"] = self._along_tensor(sizes.tensor)
+        elif self.strategy.expert_parallel_size > 1:
+            sends["experts"] = self._along_experts()
+        return sends
+
+    def _along_tensor(self, ranks: int) -> float:
+        """Blocks, embedding and head for each token; gradients once."""
+        whole = self.strategy.sequence_parallel
+        total = communication_formulas.reduced(self._gradient_parts(), ranks)
+        for piece, recomputed in zip(self.pieces, self.recomputed, strict=True):
+            blocks = piece.blocks()
+            into, out = (sum(column) for column in zip(*blocks, strict=True))
+            total += communication_formulas.block_bytes(self.stream, ranks, len(blocks), into, out, recomputed, whole)
+            if piece.is_first:
+                total += communication_formulas.reduced(self.stream, ranks)
+            if whole:  # cut after the embedding, which costs something backward only, and gathered before the head
+                ends = piece.is_last + (piece.is_first and piece.trains_before)
+                total += ends * communication_formulas.gathered(self.stream, ranks)
+            if piece.is_last:
+                total += self._of_head(ranks)
+        return total
+
+    def _of_head(self, ranks: int) -> float:
+        hidden, vocabulary = self.config.hidden_size * self.itemsize, self.config.vocab_size
+        is_cut = self.strategy.loss_parallel
+        targets = self.step.rows * self.step.targets // self.sizes.context
+        return communication_formulas.head_bytes(targets, hidden, ranks, vocabulary, self.itemsize, is_cut)
+
+    def _gradient_parts(self) -> int:
+        """Bytes of gradients of which each tensor-parallel rank computes a part."""
+        children = [child for layer in decoder_layers(self.base) for child in layer.children()]
+        in_blocks = {id(p) for child in children if is_block(child) for p in child.parameters()}
+        parts = [p for p in self.parameters if p.requires_grad and not _is_cut(p)]
+        parts = [p for p in parts if self.strategy.sequence_parallel or id(p) in in_blocks]
+        # `fully_shard` sums them before it scatters them: whole, not a data-parallel rank's share.
+        return sum(sharded(p)[1] * (self.policy.reduce_dtype or p.dtype).itemsize for p in parts)
+
+    def _along_context(self, ranks: int) -> float:
+        """Keys and values of all ranks' tokens, and their gradients; the loss of each token."""
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        cut = self.sizes.tensor
+        keys_values = self.tokens * ranks * 2 * heads // cut * width * self.itemsize
+        total = communication_formulas.context_bytes(keys_values, ranks, *self._layers(), sum(self.recomputed))
+        loss = any(piece.is_last for piece in self.pieces) * self.step.rows * (self.step.targets + 1) * 4
+        return total + communication_formulas.reduced(loss, ranks)
+
+    def _along_pipeline(self, ranks: int) -> float:
+        """Hidden states on, their gradients back; the loss of each token to all; a tied weight's gradient once."""
+        here, last = {piece.index for piece in self.pieces}, ranks * len(self.pieces) - 1
+        neighbours = [place for k in here for place in (k - 1, k + 1) if 0 <= place <= last and place not in here]
+        # Without FSDP's policy, hidden states travel as they are.
+        dtype = self.policy.param_dtype if self.sizes.data * self.sizes.context > 1 else None
+        boundary = self.stream / self.itemsize * (dtype or self.base.dtype).itemsize
+        boundary /= self.sizes.tensor if self.strategy.sequence_parallel else 1
+        edges = getattr(self.strategy, "edges", None)
+        tied = 0 if edges is None or edges.group is None else bytes_of(edges.copies.values())
+        return (
+            len(neighbours) * boundary
+            + self.step.rows * (self.step.targets + 2) * 4
+            + communication_formulas.reduced(tied, 2)
+        )
+
+    def _along_experts(self) -> float:
+        """Tokens to the ranks that have their experts, and back."""
+        width, per_token = self.config.hidden_size * self.itemsize, getattr(self.config, "num_experts_per_tok", 1)
+        ranks = self.strategy.expert_parallel_size
+        forward = communication_formulas.expert_bytes(self.tokens, per_token, width, ranks, back=False)
+        return forward * (sum(self._layers()) + sum(self.recomputed))
+
+    def _layers(self) -> tuple[int, int]:
+        """Layers here, and those of them that have a backward pass."""
+        return sum(len(piece.layers) for piece in self.pieces), sum(len(piece.back()) for piece in self.pieces)
+
+    def _over_data(self) -> float:
+        """Weights for each row, or once with a pipeline; gradients once."""
+        is_piped = self.strategy.pipeline is not None
+        freed = self.strategy.reshard_after_forward and not is_piped
+        back = [layer for piece in self.pieces for layer in piece.back()] if freed else []
+        twice = {id(p) for layer in back for p in layer.parameters()}
+        total = 0.0
+        for parameter in self.parameters:
+            ranks, elements, has_own_mesh = sharded(parameter)
+            weights = elements * (self.policy.param_dtype or parameter.dtype).itemsize
+            times = (1 if is_piped else self.step.rows) * (1 + (id(parameter) in twice and not has_own_mesh))
+            gradient = elements * (self.policy.reduce_dtype or parameter.dtype).itemsize * parameter.requires_grad
+            total += communication_formulas.gathered(weights * times + gradient, ranks)
+        return total
+
+
+_REPLICAS = {"data_parallel", "context_parallel", "shard", "copies"}
+"""Mesh dimensions over which weights are sharded and gathered; over the others, ranks compute with their part."""
+
+
+def sharded(parameter: Any) -> tuple[int, int, bool]:
+    """Ranks that a weight is gathered from, elements that they have together, and whether experts have a mesh."""
+    if not isinstance(parameter, DTensor):
+        return 1, parameter.numel(), False
+    mesh, ranks, elements = parameter.device_mesh, 1, parameter.numel()
+    names = mesh.mesh_dim_names or ()
+    for name, size, placed in zip(names, mesh.shape, parameter.placements, strict=True):
+        if name in _REPLICAS:
+            ranks *= size
+        elif not placed.is_replicate():
+            elements //= size
+    return ranks, elements, "experts" in names
+
+
+def _is_cut(parameter: Any) -> bool:
+    """Whether a tensor-parallel rank has a part of a parameter only."""
+    names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+    return "tensor_parallel" in names and not parameter.placements[names.index("tensor_parallel")].is_replicate()
+
+
+def bytes_of(parameters: Iterable[nn.Parameter]) -> int:
+    """What this rank holds of parameters."""
+    return sum(local(p).numel() * p.element_size() for p in parameters)

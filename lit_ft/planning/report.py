@@ -1,0 +1,123 @@
+"""What each rank holds under a layout, and what it sends: facts of the split model, and their text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lit_ft.gradient_norm import local
+from lit_ft.model.loading import decoder_layers
+from lit_ft.planning import communication_formulas, pipeline_timeline
+from lit_ft.planning.communication import Step, Traffic
+from lit_ft.strategies.parallel import pipeline_parallel
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds, and what it sends in an optimiser step."""
+
+    rank: int
+    layers: str
+    """Places of its layers, with the ends of the model."""
+    parameters: int
+    trained: int
+    sends: dict[str, float]
+    """Bytes, by the mesh dimension that they are sent along."""
+
+
+def share_of(strategy: Any, module: Any, base: Any, step: Step) -> Share:
+    """What this rank holds and sends.
+
+    Args:
+        strategy: a ``ModelParallelStrategy`` that has split the model.
+        module: the LightningModule.
+        base: the Hugging Face model in it.
+        step: how much an optimiser step is.
+    """
+    parameters = list(module.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    return Share(
+        rank=torch.distributed.get_rank(),
+        layers=_layers(strategy, base),
+        parameters=sum(local(p).numel() for p in parameters),
+        trained=sum(local(p).numel() for p in trained),
+        sends=Traffic(strategy, parameters, base, step).by_dimension(),
+    )
+
+
+def _layers(strategy: Any, base: Any) -> str:
+    if strategy.pipeline is None:
+        return f"embedding, {_span(range(len(decoder_layers(base))))}, head"
+    parts: list[str] = []
+    for stage in strategy.pipeline.stages:
+        parts += [*(["embedding"] if stage.is_first else []), _span(stage.layers), *(["head"] if stage.is_last else [])]
+    return ", ".join(parts)
+
+
+def _span(places: range) -> str:
+    return str(places[0]) if len(places) == 1 else f"{places[0]}-{places[-1]}"
+
+
+def text(strategy: Any, shares: Sequence[Share], step: Step) -> str:
+    """A layout in some lines: mesh, schedule, and a line for each rank of the pipeline.
+
+    Args:
+        strategy: a ``ModelParallelStrategy`` that has split the model.
+        shares: of all ranks, or of some of each pipeline rank's; the most is shown.
+        step: what the bytes are of.
+    """
+    pipeline_ranks = strategy.sizes().pipeline
+    kinds = list(shares[0].sends)
+    lines = [("ranks", "layers", "parameters", "trained", *(f"{kind} MiB" for kind in kinds))]
+    for ranks, of_stage in by_stage(shares, strategy.world_size, pipeline_ranks):
+        lines.append(_line(ranks, of_stage, kinds))
+    return "\n".join([_mesh(strategy), *_schedule(strategy), _header(step), *aligned(lines)])
+
+
+def by_stage(shares: Sequence[Share], world: int, pipeline_ranks: int) -> list[tuple[str, list[Share]]]:
+    """Ranks of each place in the pipeline, as text, and their shares."""
+    size = world // pipeline_ranks
+    places = [range(start, start + size) for start in range(0, world, size)]
+    return [(_span(place), [share for share in shares if share.rank in place]) for place in places]
+
+
+def _mesh(strategy: Any) -> str:
+    sizes = strategy.sizes()
+    extras = ["sequence parallel"] if sizes.tensor > 1 and strategy.sequence_parallel else []
+    extras += ["loss parallel"] if sizes.tensor > 1 and strategy.loss_parallel else []
+    extras += [f"experts over {strategy.expert_parallel_size}"] if strategy.expert_parallel_size > 1 else []
+    product = " x ".join(f"{name} {size}" for name, size in sizes._asdict().items() if size > 1)
+    return ", ".join([f"layout: {product or 'data 1'} = {strategy.world_size} ranks", *extras])
+
+
+def _schedule(strategy: Any) -> list[str]:
+    ranks, schedule = strategy.sizes().pipeline, strategy.schedule
+    if ranks == 1:
+        return []
+    count, per_rank = strategy.pipeline.micro_batches, pipeline_parallel.stages_per_rank(schedule)
+    idle = pipeline_timeline.idle_share(pipeline_timeline.timetable(schedule, ranks, count))
+    formula = "(p-1)/(m+p-1)" if per_rank == 1 else f"(p-1)/(vm+p-1), v={per_rank},"
+    share = communication_formulas.bubble_share(ranks, count, per_rank)
+    facts = f"schedule: {schedule}, p={ranks} ranks, m={count} micro-batches: bubble {idle:.1%}"
+    return [f"{facts} ({formula} is {share:.1%})"]
+
+
+def _header(step: Step) -> str:
+    known = "at most" if step.is_known else "(assumed: the data does not say)"
+    return f"a rank holds, and sends in an optimiser step of {known} {step.rows} x {step.tokens:,} tokens a replica:"
+
+
+def _line(ranks: str, shares: Sequence[Share], kinds: Sequence[str]) -> tuple[str, ...]:
+    held = (max(share.parameters for share in shares), max(share.trained for share in shares))
+    sends = [max(share.sends[kind] for share in shares) / MIB for kind in kinds]
+    return (ranks, shares[0].layers, *(f"{count:,}" for count in held), *(f"{mib:,.2f}" for mib in sends))
+
+
+def aligned(lines: Sequence[Sequence[str]], left: int = 2) -> list[str]:
+    """Cells in columns, the first ``left`` of them to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    return ["  ".join(pad(cell, w) for pad, cell, w in zip(sides, line, widths, strict=True)) for line in lines]

@@ -1,0 +1,51 @@
+"""A pipeline's schedule as a picture: a row for each rank, a box for each micro-batch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lit_ft.errors import RecipeError
+from lit_ft.planning.pipeline_timeline import BACKWARD, FORWARD, INPUT, WEIGHT, Work
+
+_NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, inputs", WEIGHT: "backward, weights"}
+_COLOURS = {FORWARD: "#4c78a8", BACKWARD: "#f58518", INPUT: "#f58518", WEIGHT: "#54a24b"}
+_NUMBERED_BOXES = 160
+"""In a row; more have no room for numbers."""
+
+
+def draw(table: Sequence[Sequence[Work]], path: Path, title: str) -> None:
+    """Write a picture; a rank's later stages are paler.
+
+    Args:
+        table: of ``timetable``.
+        path: of the picture; its ending says the format.
+        title: over it.
+
+    Raises:
+        RecipeError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise RecipeError("--draw needs matplotlib, which is an extra: pip install 'lit-ft[plots]'") from error
+    length = max(work.end for of_rank in table for work in of_rank)
+    figure = Figure(figsize=(min(40, 3 + length / 4), 1.2 + 0.5 * len(table)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for rank, of_rank in enumerate(table):
+        first = min(work.stage for work in of_rank)
+        for work in of_rank:
+            width, shade = work.end - work.start, 1.0 if work.stage == first else 0.55
+            axes.barh(rank, width, left=work.start, color=_COLOURS[work.kind], alpha=shade, edgecolor="white", height=1)
+            if len(of_rank) <= _NUMBERED_BOXES:
+                middle = (work.start + width / 2, rank)
+                axes.annotate(str(work.micro_batch), middle, ha="center", va="center", fontsize=7, color="white")
+    kinds = [kind for kind in _NAMES if any(work.kind == kind for of_rank in table for work in of_rank)]
+    handles = [axes.barh(0, 0, color=_COLOURS[kind]) for kind in kinds]
+    axes.legend(handles, [_NAMES[kind] for kind in kinds], loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.set(xlabel="time, in forward passes of a stage", xlim=(0, length), ylim=(len(table) - 0.5, -0.5), title=title)
+    axes.set_yticks(range(len(table)), [f"rank {rank}" for rank in range(len(table))])
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"--draw {path} cannot be written ({error}); name a .png, .svg or .pdf file") from error

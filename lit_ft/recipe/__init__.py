@@ -1,0 +1,1 @@
+"""Recipes: the parser, what a parsed recipe may hold, and the code that it may name."""

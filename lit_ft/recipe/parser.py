@@ -1,0 +1,234 @@
+"""The parser of recipes: help that shows what a recipe may say, errors in one line, no code that nobody allowed."""
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import requires
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import LayerSync, Precision
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from peft import PeftConfig
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.utils.quantization_config import QuantizationConfigMixin
+from yaml import YAMLError
+
+from lit_ft.bounded_yaml import bounded
+from lit_ft.data.text_data import TextDataModule
+from lit_ft.errors import RecipeError
+from lit_ft.recipe import allowed_code
+from lit_ft.training.causal_lm import CausalLM
+
+DEFAULT_CLASSES: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
+"""What ``model`` and ``data`` are where a recipe names no ``class_path``."""
+
+
+KINDS: tuple[type, ...] = (
+    Accelerator,
+    Callback,
+    CheckpointIO,
+    ClusterEnvironment,
+    LayerSync,
+    LightningDataModule,
+    LightningModule,
+    Logger,
+    LRScheduler,
+    Optimizer,
+    PeftConfig,
+    Precision,
+    Profiler,
+    QuantizationConfigMixin,
+    Strategy,
+)
+"""What a recipe builds of the allowed packages, besides dataclasses; other classes may run what they are given."""
+
+
+_load_yaml = bounded(get_loader("yaml"))
+
+
+class RecipeParser(LightningArgumentParser):
+    """Errors in one line, with the nearest option that exists; help that shows the default classes' options."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        allowed_code.enforce()
+        set_loader("yaml", _load_yaml, (YAMLError,))
+        super().__init__(*args, **options)
+
+    def instantiate(self, namespace: Namespace, *args: Any, **options: Any) -> Namespace:
+        """Build what the recipe names.
+
+        Raises:
+            RecipeError: some of it is code that nobody has allowed.
+        """
+        for key, class_path in class_paths(namespace):
+            check_class(re.sub(r"^(fit|validate|test|predict)\.|\.init_args", "", key), class_path)
+        return super().instantiate(namespace, *args, **options)
+
+    def format_help(self) -> str:
+        """The options, and those of lit_ft's own model and data, which are classes that a recipe may replace."""
+        text = super().format_help()
+        if not any(action.dest == "model" for action in self._actions):
+            return text
+        for part, cls in DEFAULT_CLASSES.items():
+            options = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+            options.add_class_arguments(cls, part, skip={"optimizer", "lr_scheduler"})
+            text += f"\nThe default {part}, lit_ft.{cls.__name__}:\n{options.format_help()}"
+        return text
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise instead of printing the usage.
+
+        Raises:
+            RecipeError: always.
+        """
+        raise RecipeError(explain(message, self)) from None
+
+
+def class_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Each class that a parsed recipe names, with its key; any option may hold one, those of type Any included."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        if isinstance(value.get("class_path"), str):
+            yield key, value["class_path"]
+        for name, item in value.items():
+            yield from class_paths(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from class_paths(item, key)
+
+
+def check_class(key: str, class_path: str) -> None:
+    """Refuse what is neither allowed by the user nor a class that options of recipes take.
+
+    A function with arguments would be called with them, whatever type the option has.
+
+    Raises:
+        RecipeError: it says how to allow it.
+    """
+    by_user = allowed_code.allowed_by_user()
+    if allowed_code.is_allowed(class_path, by_user):
+        return
+    if not allowed_code.is_allowed(class_path):
+        raise allowed_code.refusal(class_path, key)
+    module, _, name = class_path.rpartition(".")
+    try:
+        named = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(f"{key}: there is no {class_path!r} ({error}); mend the class_path") from error
+    if allowed_code.is_allowed(named.__module__, by_user):
+        return
+    if not isinstance(named, type) or not (issubclass(named, KINDS) or is_dataclass(named)):
+        raise allowed_code.refusal(class_path, key)
+
+
+def said_by_the_class(error: Exception) -> RecipeError:
+    """What a class of the recipe has said of its options, out of what jsonargparse wraps round it."""
+    if isinstance(error, RecipeError):
+        return error
+    if not isinstance(error, ValueError):  # of other kinds the text alone may be a key's name
+        reason = f"{type(error).__name__}: {error}"
+        return RecipeError(f"a class of the recipe cannot be built: {reason}; mend its init_args")
+    said: BaseException = error
+    while said.__cause__ is not None and str(said).startswith("Does not validate"):
+        # One reason for each type that the option may have, e.g. a strategy's name or its class.
+        reasons = [line.removeprefix("  - ") for line in str(said).splitlines() if line.startswith("  - ")]
+        if by_class := [reason for reason in reasons if not reason.startswith("Expected a")]:
+            return RecipeError(by_class[-1])
+        said = said.__cause__
+    return said if isinstance(said, RecipeError) else RecipeError(str(said))
+
+
+def explain(message: str, parser: LightningArgumentParser) -> str:
+    """Cut a jsonargparse message to one line, and suggest the nearest option where one is unknown."""
+    key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))
+    if (denied := re.search(r"Importing '([\w.]+)' is not allowed", message)) is not None:
+        return str(allowed_code.refusal(denied[1], key))
+    unknown = re.search(r"unrecognized arguments: --([\w.]+)|Option '([\w.]+)' is not accepted", message)
+    unknown = unknown or re.search(r"[Kk]ey '([\w.]+)' is not expected|does not accept option '([\w.]+)'", message)
+    if unknown is not None:
+        name = next(group for group in unknown.groups() if group)
+        options = _options(message, parser)
+        # The whole name, or the section that it begins with: `optimiser.class_path` is a misspelt `optimizer`.
+        near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
+        advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
+        return (f"{key}: " if key else "") + f"unknown option {shortened(name, 100)!r}; {advice}"
+    if (missing := re.search(r"No module named '([\w.]+)'", message)) is not None:
+        return (f"{key}: " if key else "") + _how_to_install(missing[1])
+    reasons = _reasons(re.sub(r'Parser key "[\w.]+":', "\n", message))
+    return f"{key}.{reasons}" if key and re.match(r"[\w.]+: ", reasons) else f"{key}: {reasons}" if key else reasons
+
+
+def _reasons(message: str) -> str:
+    """What is wrong, without the types that jsonargparse has tried in vain and the values that it repeats."""
+    message = re.sub(r"Type typing.Callable\[.*?\] expects a function or a callable class: ", "", message)
+    message = re.sub(r"[Ee]xpected (a )?<class '([\w.]+)'>", r"expected \2", message)
+    message = re.sub(r"[Ee]xpected a typing.Literal\[", "expected one of [", message)
+    message = re.sub(r"unhashable type: .*|argument of type .* is not iterable", "class_path must be a text", message)
+    parts = [part.strip(" -") for line in message.splitlines() for part in line.split("; ")]
+    parts = [re.sub(r"\.? Got value: ?([\[{]|Namespace).*", "", part) for part in parts if part]
+    parts = [part for part in parts if not part.startswith(_NOISE)] or [message.strip()]
+    # Where no class was named at all, the types are all that there is to say.
+    is_told = any(not part.startswith((*_TYPES, "Given value")) for part in parts)
+    telling = [part for part in parts if not (is_told and part.startswith(_TYPES))]
+    text = "; ".join(dict.fromkeys(shortened(part, 200) for part in telling))
+    return shortened(text, 600)
+
+
+def shortened(text: str, length: int) -> str:
+    """A text, cut where it is longer."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+_NOISE = (
+    "Parser key",
+    "Does not validate",
+    "Subtypes",
+    "Errors:",
+    "expected NoneType",
+    "Problem with given class_path",
+    "Given value type",
+    "Given value: Namespace",
+    "Given value: {",
+    "Given value: [",
+    "Subclass types expect one of",
+    "a class path (str)",
+    "a dict with",
+    "Given value: NestedArg",
+)
+"""Beginnings of the lines in which jsonargparse spells out its types."""
+_TYPES = ("Not a valid subclass of", "Expected an instantiatable class")
+"""Beginnings of the lines about classes that an option could have been of."""
+
+
+def _how_to_install(module: str) -> str:
+    """What to do where a class needs a module that is not there."""
+    for requirement in requires("lit-ft") or []:
+        extra = re.search(r"extra == .(\w+)", requirement)
+        package = re.split(r"[^\w.-]", requirement)[0]
+        if extra is not None and package.replace("-", "_") == module.split(".")[0]:
+            return f"the package {package} is not installed; pip install -e '.[{extra[1]}]', or {package} alone"
+    return f"no module {module!r} is installed; mend the class_path, or install the package that has it"
+
+
+def _options(message: str, parser: LightningArgumentParser) -> list[str]:
+    """Option names that could have been meant."""
+    options = [action.dest for action in parser._actions if not action.dest.endswith("help")]
+    classes = list(DEFAULT_CLASSES.values())
+    for class_path in re.findall(r"class_path '([\w.]+)'", message):
+        module, _, name = class_path.rpartition(".")
+        if allowed_code.is_allowed(module, [*allowed_code.PACKAGES, *allowed_code.allowed_by_user()]):
+            classes.append(getattr(import_module(module), name))
+    return options + [name for cls in classes for name in inspect.signature(cls).parameters]

@@ -1,0 +1,120 @@
+"""Several processes before there is a process group, and after one of them has failed."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lit_callbacks.lifecycle.heartbeats import is_about_another_rank
+
+from lit_ft.errors import RecipeError
+
+
+def check_world_size(trainer: Trainer) -> None:
+    """Compare the processes that torchrun or SLURM has started with those of the recipe.
+
+    Raises:
+        RecipeError: they differ; Lightning would train in each process by itself, or wait for some that never come.
+    """
+    environment = _launcher()
+    started = None if environment is None else environment.world_size()
+    if started not in (None, trainer.world_size):
+        raise RecipeError(
+            f"{started} processes were started, but trainer.devices x trainer.num_nodes = {trainer.world_size}; set "
+            "trainer.devices to the processes of one node and trainer.num_nodes to the number of nodes"
+        )
+
+
+def _launcher() -> TorchElasticEnvironment | SLURMEnvironment | None:
+    """What torchrun or SLURM has said to this process; None where neither has started it."""
+    return next((kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect()), None)
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is rank 0, before there is a trainer that knows."""
+    if (launcher := _launcher()) is not None:
+        return launcher.global_rank() == 0
+    environment = LightningEnvironment()
+    return environment.node_rank() == 0 and environment.local_rank() == 0
+
+
+_exchanges = count()
+_stores: list[dist.Store] = []
+"""Other processes read from a store for as long as its server lives."""
+
+
+def from_rank_zero(choose: Callable[[], str], num_nodes: int, timeout: timedelta) -> str:
+    """What rank 0 chooses, in all processes that a launcher or a user has started, before there is a process group.
+
+    Args:
+        choose: called on rank 0 only.
+        num_nodes: ``trainer.num_nodes``; without a launcher, one process of each node takes part.
+        timeout: longest wait for the other processes.
+
+    Raises:
+        DistStoreError: they have not come in time.
+    """
+    launcher = _launcher()
+    environment = launcher or LightningEnvironment()
+    rank, world = (launcher.global_rank(), launcher.world_size()) if launcher else (environment.node_rank(), num_nodes)
+    if world == 1:
+        return choose()
+    # torchrun serves a store there; else rank 0 does, and the process group will share it.
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = environment.main_address, environment.main_port
+    store = dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True)
+    _stores.append(store)
+    key = f"lit_ft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_exchanges)}"
+    if rank == 0:
+        store.set(key, choose())
+        # A process that ends before the others have come takes the store with it.
+        _wait_for(store, [f"{key}/{other}" for other in range(1, world)], timeout)
+    else:
+        _wait_for(store, [key], timeout)
+        store.set(f"{key}/{rank}", "read")
+    return bytes(store.get(key)).decode()
+
+
+def _wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> None:
+    # Not store.wait: no signal ends that.
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            come = sum(store.check([key]) for key in keys)
+            raise dist.DistStoreError(f"after {timeout} {1 + come}/{1 + len(keys)} clients joined")
+        time.sleep(0.05)
+
+
+def rank_prefix() -> str:
+    """``rank 1: `` where this is one of several processes, else nothing."""
+    if "LOCAL_RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) == 1:
+        return ""
+    known = dist.is_available() and dist.is_initialized()
+    return f"rank {dist.get_rank() if known else getattr(rank_zero_only, 'rank', 0)}: "
+
+
+def blame(error: Exception) -> str | None:
+    """What to say of an error that only means that another rank is gone or late; None of any other."""
+    if not is_about_another_rank(error):
+        return None
+    # Less the place in torch's sources, and its advice.
+    text = re.sub(r"\[/\S+\] |\. This is typically .*", "", " ".join(str(error).split()))
+    if re.search("clients joined|trying to connect", text):
+        return (
+            f"the ranks have not found one another ({text}); start the same command on every node, and let each reach "
+            "MASTER_ADDR:MASTER_PORT"
+        )
+    if re.search("time(d )?out", text, re.IGNORECASE):
+        return (
+            f"another rank has not come in time ({text}); it hangs, or needs longer: then give the strategy's class a "
+            "timeout, e.g. --trainer.strategy DDPStrategy --trainer.strategy.timeout 1:00:00"
+        )
+    if re.search("closed|reset by peer|broken pipe|remote process exited", text, re.IGNORECASE):
+        return f"another rank has ended, and said why if it could; this one cannot go on without it ({text})"
+    return None

@@ -1,0 +1,87 @@
+"""Context parallelism: each rank computes some tokens of a row, and gathers keys and values of all.
+
+A row is cut into twice as many pieces as ranks; a rank has one from the front and its mirror image from the back, so
+that causal attention is as much work for each (Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
+Whatever is not attention sees tokens one by one, and does not notice.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lit_ft.model.packed_attention import own_ranges
+from lit_ft.packed_batch import Row, TokenLoss
+
+
+class ContextParallel:
+    """Deals a row's tokens out to the ranks of a mesh dimension.
+
+    Args:
+        mesh: one dimension.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.size, self.rank = mesh, mesh.size(), mesh.get_local_rank()
+
+    def prepare(self, layers: Sequence[nn.Module]) -> None:
+        """Tell attention layers; ``lit_ft.model.packed_attention.packed_attention`` does the rest.
+
+        Args:
+            layers: decoder layers.
+        """
+        for layer in layers:
+            for part in layer.modules():
+                part.context_mesh = self.mesh  # type: ignore[assignment]
+
+    def own(self, row: Row) -> Row:
+        """This rank's tokens of a row.
+
+        Args:
+            row: T tokens, a multiple of twice the ranks; its ``segment_lengths`` stay those of all of it.
+        """
+        tokens = row["input_ids"].shape[1]
+        ranges = own_ranges(tokens, self.size, self.rank)
+        places = torch.cat([torch.arange(part.start, part.stop) for part in ranges])
+        place_here = torch.full((tokens,), -1)
+        place_here[places] = torch.arange(len(places))
+        device = row["input_ids"].device
+        places, at = places.to(device), place_here.to(device)[row["predict_at"]]
+        return {
+            **row,
+            "input_ids": row["input_ids"][:, places],
+            "position_ids": row["position_ids"][:, places],
+            "predict_at": at[at >= 0],
+            "targets": row["targets"][at >= 0],
+            "is_own": at >= 0,
+        }
+
+    def whole(self, result: TokenLoss, row: Row) -> TokenLoss:
+        """The loss of the whole row, from that of this rank's tokens.
+
+        Args:
+            result: of ``own``'s row.
+            row: what ``own`` gave.
+        """
+        is_own = row["is_own"]
+        found = result.per_token.new_zeros(1 + len(is_own))  # fp32, whatever precision makes the default
+        found[0] = result.correct
+        found[1:][is_own] = result.per_token
+        dist.all_reduce(found, group=self.mesh.get_group())
+        return TokenLoss(_Sum.apply(result.loss_sum, found[1:].sum(), self.size), found[0].long(), found[1:])
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over ranks whose gradients are going to be averaged over them."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, total: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.ranks, None, None

@@ -1,0 +1,251 @@
+"""Which layout a model and its batches fit: what is asked for, what is left of the ranks, what is refused."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from peft import PeftModel
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from lit_ft.balanced_partition import cut_evenly
+from lit_ft.errors import RecipeError
+from lit_ft.model import rotary_embedding
+from lit_ft.model.loading import pick_attention
+from lit_ft.model.packed_attention import PACKED
+from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tensor_plan
+
+
+class Sizes(NamedTuple):
+    """Ranks along each dimension of the mesh, from the outermost to the innermost."""
+
+    pipeline: int
+    data: int
+    context: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a recipe asks for; the fields are arguments of ``ModelParallelStrategy``, which explains them."""
+
+    requested: Sizes
+    """At most one is ``auto``."""
+    expert_parallel_size: int
+    schedule: str
+    num_microbatches: int | None
+    layers_per_stage: Sequence[int] | None
+    tp_plan: Mapping[str, str] | None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in pipeline_parallel.SCHEDULES:
+            raise RecipeError(
+                f"trainer.strategy schedule={self.schedule!r} is unknown; use one of {pipeline_parallel.SCHEDULES}"
+            )
+
+    def check_batches(self, sizes: Sizes, per_row: int | None, module: nn.Module) -> None:
+        """Find what of a pipeline's micro-batches does not fit.
+
+        Args:
+            sizes: of the mesh.
+            per_row: samples of a row; None where the data does not say.
+            module: the LightningModule.
+
+        Raises:
+            RecipeError: it names the value, the rule and what works.
+        """
+        if sizes.pipeline == 1:
+            return
+        count = self.micro_batches(sizes, per_row)
+        if count < sizes.pipeline:
+            raise RecipeError(
+                f"trainer.strategy num_microbatches={count} leaves stages idle: a pipeline of {sizes.pipeline} needs "
+                f"as many at least; set data.micro_batch_size to a multiple of {sizes.pipeline}"
+            )
+        if per_row is not None and per_row % count:
+            fitting = [n for n in range(sizes.pipeline, per_row + 1) if per_row % n == 0]
+            raise RecipeError(
+                f"trainer.strategy num_microbatches={count} must divide data.micro_batch_size={per_row}; use one of "
+                f"{fitting}, or set data.micro_batch_size to {count * max(1, round(per_row / count))}"
+            )
+        if not hasattr(module, "hidden_states") or not hasattr(module, "token_loss"):
+            raise RecipeError(
+                f"pipeline_parallel_size={sizes.pipeline} needs a module with hidden_states(row, decoder) and "
+                f"token_loss(hidden, row), as lit_ft.CausalLM has; {type(module).__name__} has not"
+            )
+
+    def check_model(self, sizes: Sizes, module: nn.Module, skeleton: nn.Module) -> None:
+        """Find what of a model cannot be split.
+
+        Args:
+            sizes: of the mesh.
+            module: the LightningModule.
+            skeleton: its model with its adapters, on the meta device.
+
+        Raises:
+            RecipeError: it names the value, the rule and what works.
+        """
+        base = base_of(skeleton)
+        method: Any = skeleton.active_peft_config if isinstance(skeleton, PeftModel) else None
+        if method is not None and method.is_prompt_learning and sizes.data < math.prod(sizes):
+            raise RecipeError(
+                f"model.peft: {method.peft_type.value} adds virtual tokens, which pipeline, tensor and context "
+                "parallelism do not know of; take another method, or data_parallel_size alone"
+            )
+        if sizes.pipeline > 1 and any(isinstance(part, TrainableTokensLayer) for part in base.modules()):
+            raise RecipeError(
+                "added or trainable tokens change embedding and head at once, which are on different stages of a "
+                f"pipeline; set pipeline_parallel_size={sizes.pipeline} to 1, or train the embedding by modules_to_save"
+            )
+        if sizes.tensor > 1:
+            # A skeleton has dense weights: the module knows what is going to be read.
+            if getattr(module, "is_quantised", False) or getattr(base, "is_quantized", False):
+                raise RecipeError(
+                    f"tensor_parallel_size={sizes.tensor} cannot cut the packed weights of a quantised base; leave "
+                    "quantization out, or use pipeline_parallel_size and data_parallel_size"
+                )
+            tensor_plan.check(base, sizes.tensor, self.tp_plan)
+        if self.expert_parallel_size > 1:
+            self._check_experts(sizes, base)
+        if getattr(module, "router_aux_loss", None) is not None and (
+            sizes.data < math.prod(sizes) or self.expert_parallel_size > 1
+        ):
+            raise RecipeError(
+                f"model.router_aux_loss={module.router_aux_loss} needs the router's choices for all tokens of a row, "
+                "which pipeline, tensor, context and expert parallelism deal out to ranks; leave it out, or take "
+                "lit_ft.strategies.FSDPStrategy"
+            )
+        if sizes.context > 1:
+            _check_context(sizes.context, module, base)
+        if sizes.pipeline > 1:
+            self._check_stages(sizes, base)
+
+    def _check_experts(self, sizes: Sizes, base: PreTrainedModel) -> None:
+        size = self.expert_parallel_size
+        if sizes.tensor > 1:
+            if size != sizes.tensor:
+                raise RecipeError(
+                    f"expert_parallel_size={size} with tensor_parallel_size={sizes.tensor}: experts are dealt out to "
+                    f"the tensor-parallel ranks; set expert_parallel_size to {sizes.tensor} or leave it out"
+                )
+        elif sizes.data * sizes.context % size:
+            raise RecipeError(
+                f"expert_parallel_size={size} must divide the {sizes.data * sizes.context} ranks of a stage "
+                f"(data {sizes.data} x context {sizes.context})"
+            )
+        expert_parallel.check(base, size)
+
+    def _check_stages(self, sizes: Sizes, base: PreTrainedModel) -> None:
+        if not any(name.endswith(".layers") for name in base.pp_plan or ()):
+            raise RecipeError(
+                f"pipeline_parallel_size={sizes.pipeline}: Hugging Face does not say how {type(base).__name__} "
+                "is cut into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
+            )
+        parts, head = getattr(base, base.base_model_prefix).layers, base.get_output_embeddings()
+        stages = self.layers_of_stages(sizes, base)
+        for number, of_stage in enumerate(stages):
+            edges = [base.get_input_embeddings()] * (number == 0) + [head] * (number == len(stages) - 1)
+            if not any(_trains(part) for part in (*(parts[place] for place in of_stage), *edges)):
+                raise RecipeError(
+                    f"pipeline_parallel_size={sizes.pipeline}: nothing trains in stage {number} (layers "
+                    f"{of_stage.start} to {of_stage.stop - 1}); train something in each, choose layers_per_stage so "
+                    "that each has some, or use data_parallel_size and tensor_parallel_size"
+                )
+
+    def sizes(self, nodes: int, devices: int) -> Sizes:
+        """The mesh for the ranks that there are.
+
+        Args:
+            nodes: machines.
+            devices: ranks on each.
+
+        Raises:
+            RecipeError: the sizes do not multiply to the ranks.
+        """
+        world = nodes * devices
+        unknown = [name for name, size in self.requested._asdict().items() if size == "auto"]
+        known = math.prod(size for size in self.requested if size != "auto")
+        if len(unknown) > 1:
+            names = ", ".join(f"{name}_parallel_size" for name in unknown)
+            raise RecipeError(f"trainer.strategy: {names} are auto; give all but one of them")
+        if known < 1 or world % known or (not unknown and known != world):
+            asked = " x ".join(f"{name} {size}" for name, size in self.requested._asdict().items())
+            divisors = [n for n in range(1, world + 1) if world % n == 0]
+            raise RecipeError(
+                f"trainer.strategy: {asked} must make {world} ranks ({nodes} nodes x {devices} "
+                f"devices); each size is one of {divisors}, or start a multiple of {known} ranks"
+            )
+        return Sizes(*(world // known if size == "auto" else size for size in self.requested))
+
+    def micro_batches(self, sizes: Sizes, micro_batch_size: int | None) -> int:
+        """Parts that a pipeline cuts a row into."""
+        return self.num_microbatches or micro_batch_size or sizes.pipeline
+
+    def layers_of_stages(self, sizes: Sizes, base: PreTrainedModel) -> list[range]:
+        """Places of each stage's decoder layers.
+
+        Raises:
+            RecipeError: there are too few layers, or those given do not add up.
+        """
+        stages = sizes.pipeline * pipeline_parallel.stages_per_rank(self.schedule)
+        layers = getattr(base, base.base_model_prefix).layers
+        if self.layers_per_stage is not None:
+            given = self.layers_per_stage
+            if len(given) != stages or sum(given) != len(layers) or min(given) < 1:
+                raise RecipeError(
+                    f"trainer.strategy layers_per_stage={given} must be {stages} numbers of at least 1 (stages of "
+                    f"{self.schedule} on {sizes.pipeline} ranks) that add up to the {len(layers)} layers"
+                )
+            return [range(end - count, end) for end, count in zip(accumulate(given), given, strict=True)]
+        if len(layers) < stages:
+            raise RecipeError(
+                f"pipeline_parallel_size={sizes.pipeline} with schedule {self.schedule} makes {stages} stages, "
+                f"but {type(base).__name__} has {len(layers)} layers; use at most "
+                f"{len(layers) // pipeline_parallel.stages_per_rank(self.schedule)}"
+            )
+        # The head is computed with the last stage; an embedding is a look-up, and costs nothing.
+        head = sum(p.numel() for p in base.get_output_embeddings().parameters())
+        costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
+        costs[-1] += head
+        return cut_evenly(costs, stages)
+
+
+def _check_context(size: int, module: Any, base: PreTrainedModel) -> None:
+    attention = pick_attention(base.config, getattr(module, "attn_implementation", "auto"))
+    if attention != PACKED or not hasattr(module, "hidden_states"):
+        raise RecipeError(
+            f"context_parallel_size={size} needs lit_ft.CausalLM with its packed attention, but "
+            f"{type(base).__name__} in {type(module).__name__} has {attention}; set it to 1"
+        )
+    if any(rotary_embedding.depends_on_length(part) for part in base.modules()):
+        raise RecipeError(
+            f"context_parallel_size={size}: the rotary frequencies of {type(base).__name__} depend on the length of a "
+            "sample (longrope, dynamic), of which a rank has a part; set it to 1"
+        )
+    if getattr(module, "neftune_alpha", None) is not None:
+        raise RecipeError(
+            f"context_parallel_size={size}: neftune_alpha={module.neftune_alpha} draws noise for whole samples; "
+            "leave it out, or set context_parallel_size to 1"
+        )
+
+
+def base_of(module: nn.Module) -> PreTrainedModel:
+    """The Hugging Face causal LM in a module.
+
+    Raises:
+        RecipeError: it holds none.
+    """
+    for candidate in module.modules():
+        if isinstance(candidate, PreTrainedModel) and candidate.get_output_embeddings() is not None:
+            return candidate
+    raise RecipeError(
+        f"ModelParallelStrategy needs a Hugging Face causal LM, and {type(module).__name__} holds none; use ddp or "
+        "lit_ft.strategies.FSDPStrategy"
+    )
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())

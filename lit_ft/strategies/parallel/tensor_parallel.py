@@ -1,0 +1,390 @@
+"""Tensor and sequence parallelism: each rank computes with its slices of a layer's matrices, on plain tensors.
+
+A decoder layer's attention and MLP are its blocks; what runs between them is the residual stream. Within a block every
+value and every gradient is one rank's part: copied in and summed on the way out, once forward and once backward
+(Shoeybi et al. 2019, arXiv:1909.08053, section 3). With sequence parallelism the residual stream is cut along the
+sequence, and the two become all-gather and reduce-scatter, which move as much (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2). Which matrix is cut which way is Hugging Face's plan (``tp_plan``).
+
+Parameters are ``DTensor`` for optimiser and checkpoints; a forward pass sees their local tensors, so that no operator
+in it pays for dispatch. ``to_local(grad_placements=...)`` says of each gradient whether it is whole or a part.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from lit_ft.errors import RecipeError
+from lit_ft.strategies.parallel.tensor_plan import COLUMNS, EXPERTS, ROWS, WHOLE_IN, WHOLE_OUT, Plan, is_block, linears
+
+_SEQUENCE = Shard(1)
+
+
+class TensorParallel:
+    """Cuts a model over the ranks of a mesh dimension.
+
+    Args:
+        mesh: one dimension.
+        sequence_parallel: cut the residual stream along the sequence; rows need a multiple of the ranks in tokens.
+        loss_parallel: leave logits cut along the vocabulary.
+    """
+
+    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool = False, loss_parallel: bool = True) -> None:
+        self.mesh, self.size = mesh, mesh.size()
+        self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
+        self._cut: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are cut once
+
+    # --- moving between layouts ------------------------------------------------------------------
+
+    def _move(self, x: Tensor, have: Placement, want: Placement, gradient: Placement, **of_whole: Any) -> Tensor:
+        whole = DTensor.from_local(x, self.mesh, [have], run_check=False, **of_whole)
+        return whole.redistribute(placements=[want]).to_local(grad_placements=[gradient])
+
+    def _copy_in(self, x: Tensor) -> Tensor:
+        """Nothing forward, the sum of the ranks' gradients backward."""
+        return self._move(x, Replicate(), Replicate(), Partial()) if x.requires_grad else x
+
+    def _sum_out(self, x: Tensor) -> Tensor:
+        return self._move(x, Partial(), Replicate(), Replicate())
+
+    # --- layers ----------------------------------------------------------------------------------
+
+    def cut(
+        self,
+        base: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        plan: Plan,
+        settle: Callable[[nn.Module], Any] = lambda _: None,
+    ) -> None:
+        """Cut a model.
+
+        Args:
+            base: the model; parts of it may be missing here.
+            layers: its decoder layers that are here.
+            plan: how.
+            settle: called with a module before it is cut.
+        """
+        for layer in layers:
+            settle(layer)
+            self.cut_layer(layer, plan)
+            self._cut.clear()  # it has the whole weights; layers share none
+        settle(base)
+        if isinstance(embedding := base.get_input_embeddings(), nn.Embedding | ModulesToSaveWrapper):
+            self.cut_embedding(embedding)
+        if isinstance(head := base.get_output_embeddings(), nn.Linear | BaseTunerLayer | ModulesToSaveWrapper):
+            self.cut_head(head)
+        for module in base.modules():
+            if any(not isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
+                self._keep_own(module, self._in_stream)
+        self._cut.clear()
+
+    @property
+    def _in_stream(self) -> Placement:
+        """What a rank computes of the gradients of weights that every rank has whole, between the blocks."""
+        return Partial() if self.sequence_parallel else Replicate()
+
+    def cut_layer(self, layer: nn.Module, plan: Plan) -> None:
+        """Cut the blocks of a decoder layer; what is not cut is on every rank."""
+        for child in layer.children():
+            if is_block(child):
+                self._cut_block(child, plan)
+            else:
+                self.keep(child, self._in_stream)
+        self._keep_own(layer, self._in_stream)
+
+    def _cut_block(self, block: nn.Module, plan: Plan) -> None:
+        if plan.covers(block) and plan.styles.get(block) != EXPERTS:
+            self._cut_unit(block, plan)
+            _wrap(block, _on_hidden(self._enter), self._leave)
+        else:
+            self._cut_units_within(block, plan)
+            _wrap(block, _on_hidden(self._enter_whole), self._leave_whole)
+
+    def _cut_units_within(self, block: nn.Module, plan: Plan) -> None:
+        for child in block.children():
+            style = plan.styles.get(child)
+            if style in (WHOLE_OUT, WHOLE_IN):
+                self._cut_linear(child, COLUMNS if style == WHOLE_OUT else ROWS)
+                before, after = self._copy_in, self._join_features
+                if style == WHOLE_IN:
+                    before, after = self._cut_features, self._sum_out
+                _wrap(child, _on_hidden(before), after)
+            elif style == EXPERTS:
+                self._share_out_experts(child)
+            elif plan.covers(child):
+                self._cut_unit(child, plan)
+                _wrap(child, _on_hidden(self._copy_in), self._sum_out)
+            elif style in (COLUMNS, ROWS):
+                raise RecipeError(
+                    f"tensor parallelism: the plan cuts {type(child).__name__} {style} within {type(block).__name__}, "
+                    "whose other weights it leaves whole; set tensor_parallel_size to 1, or give a tp_plan that cuts "
+                    "all of them (or uses colwise_gather_output and rowwise_split_input)"
+                )
+            elif any(module in plan.styles for module in child.modules()):
+                self._cut_units_within(child, plan)
+            else:
+                self.keep(child, Replicate())
+        self._keep_own(block, Replicate())
+
+    def _cut_unit(self, unit: nn.Module, plan: Plan) -> None:
+        """Cut a module whose values and gradients are all parts."""
+        for linear in linears(unit):
+            style = plan.styles.get(linear)
+            if style in (COLUMNS, ROWS):
+                self._cut_linear(linear, style)
+            else:
+                self._keep_own(linear, Partial())
+
+    def _cut_linear(self, linear: nn.Module, style: str) -> None:
+        """Cut a linear layer, and its adapter with it: of ``W + B A`` columns cut W and B, rows cut W and A."""
+        cut = 0 if style == COLUMNS else 1
+        for name, part in linear.named_modules():
+            is_whole = f".{name}".find(".lora_A." if style == COLUMNS else ".lora_B.") >= 0
+            for key, weight in list(part._parameters.items()):
+                if weight is None:
+                    continue
+                at = Replicate() if is_whole or (style == ROWS and key == "bias") else Shard(min(cut, weight.ndim - 1))
+                self._set(part, key, at)
+            # Each rank adds its share of a bias that is added to a sum.
+            share = 1 / self.size if style == ROWS else 1.0
+            if part._parameters:
+                _compute_on_local(part, Partial(), {"bias": share})
+
+    # --- experts ---------------------------------------------------------------------------------
+
+    def _share_out_experts(self, experts: Any) -> None:
+        """Give each rank some experts whole; all see all tokens, and what they answer is summed."""
+        own = experts.num_experts // self.size
+        for key, weight in list(experts._parameters.items()):
+            assert weight is None or weight.shape[0] == experts.num_experts
+            if weight is not None:
+                self._set(experts, key, Shard(0))
+        _compute_on_local(experts, Partial())
+        experts.num_experts, experts._is_expert_parallel = own, True
+        forward, rank = experts.forward, self.mesh.get_local_rank()
+
+        def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            is_own = index // own == rank
+            # An expert of another rank is the one past the last, with weight 0: the model's own code skips it.
+            index = torch.where(is_own, index % own, own)
+            weights = self._copy_in(weights).masked_fill(~is_own, 0.0)
+            answer = forward(self._copy_in(hidden), index, weights, *args, **kwargs)
+            trains = any(weight.requires_grad for weight in experts.parameters())
+            if trains and not is_own.any():  # every rank needs gradients, which may be reduced together
+                answer = answer + sum(weight.to_local().sum() * 0 for weight in experts.parameters())
+            return self._sum_out(answer)
+
+        experts.forward = on_own_experts
+
+    # --- embedding and head ----------------------------------------------------------------------
+
+    def cut_embedding(self, embedding: nn.Module) -> None:
+        """Give each rank the embeddings of some tokens."""
+        for table in _without_wrapper(embedding):
+            self._set(table, "weight", Shard(0))
+            rows, start = len(table.weight.to_local()), self._start(table.weight)
+            if table.padding_idx is not None:  # its embedding does not train, on the rank that has it
+                table.padding_idx = table.padding_idx - start if start <= table.padding_idx < start + rows else None
+            _compute_on_local(table, Shard(0))
+            _wrap_lookup(table, start, rows, self._sum_out)
+
+    def cut_head(self, head: nn.Module) -> None:
+        """Give each rank the logits of some tokens."""
+        for linear in _without_wrapper(head):
+            self._cut_linear(linear, COLUMNS)
+            vocabulary = next(weight for name, weight in linear.named_parameters() if "lora_" not in name).shape[0]
+            _wrap(linear, _on_hidden(lambda x: self._copy_in(_as_computed(x))), partial(self._logits, vocabulary))
+
+    def _logits(self, vocabulary: int, local: Tensor) -> Tensor:
+        shape = torch.Size((*local.shape[:-1], vocabulary))
+        stride = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(
+            local, self.mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=stride
+        )
+        return whole if self.loss_parallel else whole.full_tensor(grad_placements=[Replicate()])
+
+    def _start(self, weight: Any) -> int:
+        return self.mesh.get_local_rank() * -(-weight.shape[0] // self.size)
+
+    # --- into blocks and out of them -------------------------------------------------------------
+
+    def _enter(self, x: Tensor) -> Tensor:
+        x = _as_computed(x)
+        return self._move(x, _SEQUENCE, Replicate(), Partial()) if self.sequence_parallel else self._copy_in(x)
+
+    def _leave(self, x: Tensor) -> Tensor:
+        return self._move(x, Partial(), _SEQUENCE, _SEQUENCE) if self.sequence_parallel else self._sum_out(x)
+
+    def _enter_whole(self, x: Tensor) -> Tensor:
+        """Into a block that computes on whole values, as far as its parts do not."""
+        return self._move(x, _SEQUENCE, Replicate(), Replicate()) if self.sequence_parallel else x
+
+    def _leave_whole(self, x: Tensor) -> Tensor:
+        return self._move(x, Replicate(), _SEQUENCE, _SEQUENCE) if self.sequence_parallel else x
+
+    def begin_stream(self, layer: nn.Module) -> None:
+        """Cut the residual stream before the first layer of all."""
+        # By a hook: transformers does not checkpoint a layer whose `forward` is not its class's.
+        begin = _on_hidden(self._begin)
+        layer.register_forward_pre_hook(lambda _, args, kwargs: begin(args, kwargs), with_kwargs=True)
+
+    def _begin(self, hidden: Tensor) -> Tensor:
+        if self.sequence_parallel and hidden.shape[1] % self.size:
+            raise RecipeError(
+                f"sequence_parallel=true cuts rows into {self.size} parts, but one has {hidden.shape[1]} tokens; pad "
+                "it to a multiple (lit_ft.CausalLM does), or set sequence_parallel to false"
+            )
+        return self._leave_whole(hidden)
+
+    def end_stream(self, hidden: Tensor) -> Tensor:
+        """The whole, ``(1, T, H)``, of what the last layer gives."""
+        return self._enter_whole(hidden)
+
+    @contextmanager
+    def as_one_process(self) -> Iterator[None]:
+        """Within it the model takes and gives whole tensors of any length, as ``generate`` does."""
+        flags = self.sequence_parallel, self.loss_parallel
+        self.sequence_parallel = self.loss_parallel = False
+        try:
+            yield
+        finally:
+            self.sequence_parallel, self.loss_parallel = flags
+
+    # --- features --------------------------------------------------------------------------------
+
+    def _join_features(self, x: Tensor) -> Tensor:
+        return self._move(x, Shard(x.ndim - 1), Replicate(), Replicate())
+
+    def _cut_features(self, x: Tensor) -> Tensor:
+        return self._move(x, Replicate(), Shard(x.ndim - 1), Shard(x.ndim - 1))
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def sum_parts(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum gradients of which each rank has computed a part, all in one message for each dtype."""
+        parts: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
+        for parameter in parameters:
+            gradient: Any = parameter.grad
+            if any(placement.is_partial() for placement in gradient.placements):
+                parts.setdefault(gradient.dtype, []).append((parameter, gradient.to_local()))
+        for found in parts.values():
+            together = torch.cat([part.flatten() for _, part in found])
+            dist.all_reduce(together, group=self.mesh.get_group())
+            for (parameter, part), total in zip(
+                found, together.split([part.numel() for _, part in found]), strict=True
+            ):
+                whole: Any = DTensor.from_local(total.view_as(part), self.mesh, [Replicate()], run_check=False)
+                parameter.grad = whole
+
+    # --- parameters ------------------------------------------------------------------------------
+
+    def keep(self, module: nn.Module, gradient: Placement) -> None:
+        """Leave a module's weights whole on every rank, and say whether their gradients are whole or parts."""
+        for part in module.modules():
+            self._keep_own(part, gradient)
+
+    def _keep_own(self, module: nn.Module, gradient: Placement) -> None:
+        for key, weight in list(module._parameters.items()):
+            if weight is not None:
+                self._set(module, key, Replicate())
+        if module._parameters:
+            _compute_on_local(module, gradient)
+
+    def _set(self, module: nn.Module, key: str, placement: Placement) -> None:
+        weight = module._parameters[key]
+        assert weight is not None
+        if weight not in self._cut:
+            # No communication: every rank has the whole, as a rule mapped from the same file. Cloned to let go of it.
+            part = distribute_tensor(weight.data, self.mesh, [placement], src_data_rank=None)
+            part = DTensor.from_local(
+                part.to_local().clone(), self.mesh, [placement], run_check=False, shape=part.shape, stride=part.stride()
+            )
+            self._cut[weight] = nn.Parameter(part, requires_grad=weight.requires_grad)
+        module._parameters[key] = self._cut[weight]
+
+
+def _as_computed(x: Tensor) -> Tensor:
+    """In the dtype that autocast is going to compute in, so that what is sent is half as much."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def _without_wrapper(module: nn.Module) -> list[Any]:
+    """The layer itself, or the frozen and the trained copy that PEFT keeps of it."""
+    if isinstance(module, ModulesToSaveWrapper):
+        return [module.original_module, *module.modules_to_save.values()]
+    return [module]
+
+
+def _wrap(module: nn.Module, before: Any = None, after: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Put functions around a module's ``forward``, within its hooks."""
+    forward = module.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            args, kwargs = before(args, kwargs)
+        output = forward(*args, **kwargs)
+        if after is None:
+            return output
+        return (after(output[0]), *output[1:]) if isinstance(output, tuple) else after(output)
+
+    module.forward = wrapped
+
+
+def _on_hidden(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Apply a function to the hidden states among a module's arguments: the first."""
+
+    def apply(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (function(args[0]), *args[1:]), kwargs
+        first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, {**kwargs, first: function(kwargs[first])}
+
+    return apply
+
+
+def _compute_on_local(module: nn.Module, gradient: Placement, factors: Mapping[str, float] | None = None) -> None:
+    """Show a module's ``forward`` the local tensors of its own parameters.
+
+    Args:
+        module: its parameters are ``DTensor``.
+        gradient: of parameters that every rank has whole: what one rank computes of it.
+        factors: on parameters, by name.
+    """
+    forward = module.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        own = dict(module._parameters)
+        for name, weight in own.items():
+            if isinstance(weight, DTensor):
+                cut = [gradient if at.is_replicate() else at for at in weight.placements]
+                local: Any = weight.to_local(grad_placements=cut)
+                factor = (factors or {}).get(name, 1.0)
+                module._parameters[name] = local if factor == 1 else local * factor
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    module.forward = wrapped
+
+
+def _wrap_lookup(table: nn.Module, start: int, rows: int, total: Callable[[Tensor], Tensor]) -> None:
+    forward = table.forward
+
+    def wrapped(ids: Tensor) -> Tensor:
+        is_own = (ids >= start) & (ids < start + rows)
+        found = forward((ids - start).clamp(0, max(rows - 1, 0)))
+        return total(found.masked_fill(~is_own[..., None], 0.0))
+
+    table.forward = wrapped

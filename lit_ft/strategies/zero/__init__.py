@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO: the configuration, and the state of its flat partitions."""

@@ -1,0 +1,275 @@
+"""Where DeepSpeed's configuration and the recipe disagree, or ZeRO cannot do what the recipe asks for."""
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from lit_ft.errors import RecipeError
+from lit_ft.tuning.lora_init import init_of, needs_start
+
+SET_BY_THE_RECIPE = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+"""Keys of DeepSpeed's configuration for what the recipe says elsewhere."""
+
+_BESIDE_CONFIG = ("config", "accelerator", "parallel_devices", "cluster_environment", "precision_plugin")
+_ALSO_BESIDE_CONFIG = ("process_group_backend", "timeout", "logging_level", "remote_device")
+
+PER_WEIGHT = "SGD Adam AdamW Adamax Adadelta Adagrad ASGD NAdam RAdam RMSprop Rprop Lion FusedAdam DeepSpeedCPUAdam"
+"""Optimisers that treat each weight alone; ZeRO hands them flat pieces of many weights laid end to end."""
+_NOT_PER_WEIGHT = {
+    "Adafactor": "keeps state by row and column of a matrix",
+    "Muon": "looks at whole matrices",
+    "SplitOptimizer": "looks at whole matrices",
+    "GaLoreAdamW": "looks at whole matrices",
+}
+SPLIT_METHODS = """
+LoraConfig LoKrConfig IA3Config OFTConfig BOFTConfig VeraConfig PveraConfig FourierFTConfig HRAConfig MissConfig
+RandLoraConfig UniLoraConfig VBLoRAConfig GraloraConfig GloraConfig HiraConfig PsoftConfig PeanutConfig RoadConfig
+ShiraConfig C3AConfig WaveFTConfig BeftConfig BottleneckConfig AdaptionPromptConfig PromptTuningConfig
+PromptEncoderConfig
+"""
+"""Tuning methods that compute the same at stage 3. Of the others most fail, and DeLoRA computes something else."""
+
+
+def check_packages() -> None:
+    """Refuse to go on without DeepSpeed and accelerate, which transformers' part in it needs.
+
+    Raises:
+        RecipeError: one is missing.
+    """
+    if missing := [name for name in ("deepspeed", "accelerate") if find_spec(name) is None]:
+        raise RecipeError(
+            f"trainer.strategy: DeepSpeedStrategy needs {' and '.join(missing)}, which is not installed; "
+            f"pip install {' '.join(missing)} (Linux), or take lit_ft.strategies.FSDPStrategy"
+        )
+
+
+def check_arguments(strategy: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a configuration beside arguments that would be ignored.
+
+    Raises:
+        RecipeError: it names them.
+    """
+    signature = inspect.signature(strategy)
+    given = signature.bind(*args, **kwargs).arguments
+    if given.get("config") is None:
+        return
+    ignored = {
+        name: value
+        for name, value in given.items()
+        if name not in _BESIDE_CONFIG + _ALSO_BESIDE_CONFIG and value != signature.parameters[name].default
+    }
+    if ignored:
+        listed = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
+        raise RecipeError(
+            f"trainer.strategy: config takes the place of all other settings, but there is also {listed}; "
+            "say it in config (zero_optimization: ...), or leave config out"
+        )
+
+
+def settled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration without ``"auto"``, with what torch's own optimisers need under it."""
+    found = _without_auto(config)
+    found.setdefault("zero_allow_untested_optimizer", True)
+    found.setdefault("zero_force_ds_cpu_optimizer", False)
+    return found
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            value = _without_auto(value)
+            if not value and config[key]:
+                continue
+        if value != "auto":
+            found[key] = value
+    return found
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """ZeRO's stage; 0 where nothing is split."""
+    return int(config.get("zero_optimization", {}).get("stage", 0))
+
+
+def check_devices(config: Mapping[str, Any], ranks: int, on_cpu: bool) -> None:
+    """Refuse what ZeRO cannot do on the devices of the run.
+
+    Raises:
+        RecipeError: it names the setting.
+    """
+    zero = config.get("zero_optimization", {})
+    if stage_of(config) == 0:
+        raise RecipeError("trainer.strategy: DeepSpeed with stage=0 splits nothing; set stage to 1, 2 or 3, or use ddp")
+    from deepspeed.accelerator import get_accelerator
+
+    chosen = get_accelerator().device_name()
+    if on_cpu and chosen != "cpu":
+        raise RecipeError(
+            f"trainer.accelerator=cpu, but DeepSpeed has chosen {chosen}; set DS_ACCELERATOR=cpu in the environment"
+        )
+    quantised = [name for name in ("zero_quantized_weights", "zero_quantized_gradients") if zero.get(name)]
+    if on_cpu and quantised:
+        raise RecipeError(
+            f"trainer.strategy: {', '.join(quantised)} with trainer.accelerator=cpu, but DeepSpeed's kernels for them "
+            "are for CUDA; leave them out on CPU (zero_hpz_partition_size runs there)"
+        )
+    if ranks % (size := zero.get("zero_hpz_partition_size", 1)):
+        raise RecipeError(
+            f"trainer.strategy: zero_hpz_partition_size={size} must divide the {ranks} ranks; use one of "
+            f"{[n for n in range(1, ranks + 1) if ranks % n == 0]}"
+        )
+    for part in ("offload_param", "offload_optimizer"):
+        if zero.get(part, {}).get("device") == "nvme":
+            _check_nvme(stage_of(config), part, zero[part].get("nvme_path"))
+
+
+def _check_nvme(stage: int, part: str, folder: str | None) -> None:
+    if stage != 3:
+        raise RecipeError(f"trainer.strategy: {part} to nvme needs stage=3, but stage={stage}; offload to cpu")
+    path = Path(str(folder)).absolute()
+    try:
+        TemporaryFile(dir=next(place for place in (path, *path.parents) if place.exists())).close()
+    except OSError as error:
+        raise RecipeError(
+            f"trainer.strategy: nvme_path={folder!r} cannot be written to ({error.strerror}); name a folder on a local "
+            "NVMe disk"
+        ) from error
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
+        raise RecipeError(
+            f"trainer.strategy: {part} to nvme needs libaio with its headers to compile DeepSpeed's async_io, and they "
+            "are not there; apt install libaio-dev (dnf install libaio-devel), or offload to cpu"
+        )
+
+
+def check_recipe(config: Mapping[str, Any], trainer: Any, datamodule: Any = None) -> None:
+    """Compare DeepSpeed's configuration with what the recipe says of the same.
+
+    Raises:
+        RecipeError: it names both values.
+    """
+    ranks = trainer.num_nodes * trainer.num_devices
+    accumulate = trainer.accumulate_grad_batches
+    size = getattr(datamodule, "micro_batch_size", None)
+    said = {
+        "gradient_accumulation_steps": ("trainer.accumulate_grad_batches", accumulate),
+        "gradient_clipping": ("trainer.gradient_clip_val", trainer.gradient_clip_val or 0),
+        "train_micro_batch_size_per_gpu": ("data.micro_batch_size", size),
+        "train_batch_size": (
+            f"data.micro_batch_size x trainer.accumulate_grad_batches x {ranks} ranks",
+            None if size is None else size * accumulate * ranks,
+        ),
+        "bf16.enabled": ("trainer.precision", trainer.precision),
+        "fp16.enabled": ("trainer.precision", trainer.precision),
+    }
+    for key, (option, value) in said.items():
+        given = _at(config, key)
+        kind = {"bf16.enabled": "bf16", "fp16.enabled": "16"}.get(key)
+        agrees = given == value if kind is None else bool(given) == trainer.precision.startswith(f"{kind}-")
+        if given is not None and value is not None and not agrees:
+            raise RecipeError(
+                f"DeepSpeed's {key}={json.dumps(given)}, but {option}={value}; take {key} out of the DeepSpeed "
+                f'config, or make it "auto"'
+            )
+    for key in ("optimizer", "scheduler"):
+        if key in config:
+            raise RecipeError(
+                f"DeepSpeed's {key}={json.dumps(config[key])}, but the recipe says "
+                f"{'optimizer' if key == 'optimizer' else 'lr_scheduler'}; take {key} out of the DeepSpeed config "
+                "(optimizer.class_path: deepspeed.ops.adam.DeepSpeedCPUAdam is there for all)"
+            )
+    for key in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
+        if (given := _at(config, key) or 1) > 1:
+            raise RecipeError(f"DeepSpeed's {key}={given}: ranks here share the data and nothing else; take it out")
+    if (algorithm := trainer.gradient_clip_algorithm) == "value" and trainer.gradient_clip_val:
+        raise RecipeError(
+            f"trainer.gradient_clip_algorithm={algorithm.value}, but DeepSpeed clips by norm only; set it to norm"
+        )
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def check_method(stage: int, module: Any) -> None:
+    """Refuse tuning methods that ZeRO leaves without what they look at.
+
+    Args:
+        stage: ZeRO's.
+        module: ``CausalLM`` or another module with a ``peft`` config; nothing is asked of any other.
+
+    Raises:
+        RecipeError: it names stage and method.
+    """
+    if stage == 3 and getattr(module, "router_aux_loss", None) is not None:
+        raise RecipeError(
+            f"model.router_aux_loss={module.router_aux_loss} and trainer.strategy stage=3: nobody has tried; set stage "
+            "to 2, or take lit_ft.strategies.FSDPStrategy"
+        )
+    peft = getattr(module, "peft", None)
+    if peft is None:
+        return
+    method = type(peft).__name__
+    if method == "AdaLoraConfig":
+        raise RecipeError(
+            f"model.peft={method} weighs its ranks by gradients, which ZeRO (stage={stage}) has given away by then; "
+            "take another method, or trainer.strategy=ddp"
+        )
+    if stage < 3:
+        return
+    tokens = getattr(peft, "trainable_token_indices", None) or [
+        *getattr(module, "added_tokens", []),
+        *getattr(module, "added_special_tokens", []),
+    ]
+    if needs_start(peft) or getattr(peft, "kasa_config", None) is not None:
+        what = f"model.peft={method} with init_lora_weights={init_of(peft) or 'KaSA'!r}"
+    elif tokens:
+        what = f"model.peft={method} with added or trainable tokens ({tokens[:3]})"
+    elif method not in SPLIT_METHODS.split():
+        what = f"model.peft={method}"
+    else:
+        return
+    raise RecipeError(
+        f"{what} and trainer.strategy stage=3: it needs whole weights when it starts, and no rank has them, or nobody "
+        "has tried; set stage to 2, or take lit_ft.strategies.FSDPStrategy or another method"
+    )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse optimisers that look further than at a single weight: ZeRO hands them flat pieces of many.
+
+    Raises:
+        RecipeError: the optimiser would not compute what it computes elsewhere.
+    """
+    name = type(optimizer).__name__
+    why = _NOT_PER_WEIGHT.get(name)
+    if callable(getattr(optimizer, "train", None)):
+        why = "keeps two sets of weights, of which ZeRO knows one"
+    elif "8bit" in name:
+        why = "keeps its state in blocks, which ZeRO cuts across weights"
+    if why is not None:
+        raise RecipeError(
+            f"optimizer={name} {why}, and ZeRO lays all weights out flat and splits them; take one that treats each "
+            "weight alone, e.g. torch.optim.AdamW, or trainer.strategy=ddp"
+        )
+    if name not in PER_WEIGHT.split():
+        rank_zero_warn(
+            f"optimizer={name}: ZeRO lays all weights out flat and splits them, so it computes the same as elsewhere "
+            "only if it treats each weight alone"
+        )

@@ -1,0 +1,149 @@
+"""What a run says at its start and its end, and where its metrics go."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from transformers.utils.logging import disable_progress_bar
+
+from lit_ft.accumulation import accumulation, optimizer_steps
+from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
+from lit_ft.data.loaders.batching import RowLoader
+from lit_ft.data.loaders.streaming import StreamLoader
+from lit_ft.run.folder import RunFolder
+from lit_ft.training.causal_lm import CausalLM
+from lit_ft.tuning import prompt_learning
+
+MIB = 2**20
+
+
+class ConsoleSummary(Callback):
+    """One line about what is trained when training starts, one about what came of it when it ends."""
+
+    def __init__(self, run: RunFolder) -> None:
+        """Report on a run.
+
+        Args:
+            run: its folder.
+        """
+        self.run = run
+        self._started = 0.0
+        self._said = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what is trained, on what, for how long."""
+        self._started, self._said = time.perf_counter(), trainer.global_step
+        if isinstance(pl_module, CausalLM):
+            rank_zero_info(f"training {describe_model(pl_module)}")
+            if pl_module.init == "random" and pl_module.peft is not None:
+                rank_zero_info(
+                    "the frozen base is random and in no checkpoint: the same seed_everything draws it again"
+                )
+        rank_zero_info(f"on {describe_devices(trainer)}, {describe_steps(trainer)}")
+        put_losses_on_one_chart(trainer)
+        rank_zero_info(f"run folder: {self.run.root}")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Where there is no progress bar, write a line twenty times a run."""
+        if trainer.progress_bar_callback is not None or trainer.global_step == self._said:
+            return
+        every = max(1, int(min(optimizer_steps(trainer), 20_000)) // 20)
+        if trainer.global_step % every == 0:
+            self._said = trainer.global_step
+            rank_zero_info(f"step {trainer.global_step:,}: {describe_metrics(trainer)}")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what came of it, and what to do next."""
+        if isinstance(trainer.train_dataloader, StreamLoader):
+            for line in trainer.train_dataloader.describe():
+                rank_zero_info(line)
+        loss = trainer.callback_metrics.get("train/loss")
+        ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
+        seconds = time.perf_counter() - self._started
+        if (size := describe_checkpoint(trainer, pl_module)) is not None:
+            rank_zero_info(size)
+        rank_zero_info(f"done: {trainer.global_step:,} optimiser steps in {seconds:.0f} s{ending}; see {self.run.root}")
+        module: Any = pl_module
+        if self.run.merged.exists() or prompt_learning.method_of(getattr(module, "model", None)):
+            rank_zero_info(f"next: python -m lit_ft predict --config {self.run.config} --ckpt_path last")
+        else:
+            is_quantised = isinstance(module, CausalLM) and getattr(module.base_model, "is_quantized", False)
+            choice = " --quantized-base dequantize" if is_quantised else ""
+            rank_zero_info(f"next: python -m lit_ft export --run {self.run.root} --merge{choice}")
+
+
+def put_losses_on_one_chart(trainer: Trainer) -> None:
+    """In TensorBoard's custom scalars, show the loss of each source beside the total."""
+    layout = {
+        "loss by source": {
+            stage: ["Multiline", [f"^{stage}/loss$", f"^{stage}/loss/.*$"]] for stage in ("train", "val")
+        }
+    }
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_custom_scalars(layout)
+
+
+def describe_model(module: CausalLM) -> str:
+    """Method, base model, parameters and dtypes in a line."""
+    model = module.model
+    assert model is not None
+    assert module.weight_count is not None
+    count, total, _ = module.weight_count
+    method = "all weights" if module.peft is None else module.peft.peft_type.value
+    dtypes = " + ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
+    start = "" if module.init == "pretrained" else " (random weights)"
+    return (
+        f"{method} of {module.pretrained}{start}: {count:,} of {total:,} parameters ({count / total:.2%}), {dtypes}, "
+        f"attention {module.base_model.config._attn_implementation}"
+    )
+
+
+def describe_checkpoint(trainer: Trainer, module: LightningModule) -> str | None:
+    """The newest checkpoint's size beside that of what trains; None where none was written."""
+    path = Path(getattr(trainer.checkpoint_callback, "last_model_path", None) or "")
+    if not path.name or not path.exists():
+        return None
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    count: WeightCount = getattr(module, "weight_count", None) or WeightCount.of(module)
+    trains = count.trained_bytes / MIB
+    return f"checkpoint: {path}, {size / MIB:,.1f} MiB; the weights that train are {trains:,.1f} MiB of it"
+
+
+def describe_metrics(trainer: Trainer) -> str:
+    """What the progress bar would show: loss, learning rate, tokens per second."""
+    metrics = trainer.progress_bar_metrics
+    return ", ".join(f"{name} {value:,.4g}" for name, value in metrics.items() if not isinstance(value, str))
+
+
+def describe_devices(trainer: Trainer) -> str:
+    """Devices, strategy and precision in a few words."""
+    device = trainer.strategy.root_device.type
+    return f"{trainer.world_size} x {device} ({type(trainer.strategy).__name__}, precision {trainer.precision})"
+
+
+def describe_steps(trainer: Trainer) -> str:
+    """Optimiser steps, and the rows and tokens of one."""
+    steps = optimizer_steps(trainer)
+    loader: Any = trainer.train_dataloader
+    if isinstance(loader, StreamLoader):
+        return f"{steps} optimiser steps of a stream; {loader.buffer_rows:,} rows are shuffled at a time"
+    if not isinstance(loader, RowLoader):
+        return f"{steps} optimiser steps"
+    draws, tokens, supervised = loader.epoch_size()
+    per_epoch = -(-loader.batches // accumulation(trainer, 0))
+    return (
+        f"{steps:,} optimiser steps; an epoch is {draws:,} samples, {tokens:,} tokens ({supervised / tokens:.0%} "
+        f"supervised) in {per_epoch:,} steps of about {tokens // max(per_epoch, 1):,} tokens"
+    )
+
+
+def show_progress_on_terminals_only() -> None:
+    """Leave out transformers' bars for reading and writing weights in files and pipes."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()

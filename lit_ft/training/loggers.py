@@ -1,0 +1,173 @@
+"""Loggers of a run: ``metrics.csv``, and TensorBoard with one event per step."""
+
+import csv
+import io
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lit_callbacks.export.manifest import write_durably
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch import Tensor
+
+from lit_ft.checkpointing.storage.failures import explain_failed_write
+from lit_ft.run.folder import RunFolder
+
+
+class MetricsCSV(CSVLogger):
+    """``metrics.csv`` in the run folder; a resumed run goes on in it, without rows of steps that it repeats."""
+
+    def __init__(self, run: RunFolder, resumed_step: int = 0, is_logged: bool = True) -> None:
+        """Log into a run's folder.
+
+        Args:
+            run: its folder.
+            resumed_step: optimizer steps of the checkpoint that the run resumes from; 0 where it starts.
+            is_logged: whether the metrics of its last step were logged before it was written.
+        """
+        # Lightning saves after whatever it logs itself, which is the last of a logged step: nothing of it is lost when
+        # the process is killed. What a callback logs between such steps is written with the next.
+        super().__init__(run.root, name="", version="", flush_logs_every_n_steps=sys.maxsize)
+        self.resumed_step, self.is_logged = resumed_step, is_logged
+
+    @property
+    def experiment(self) -> Any:
+        """The writer; the first access drops rows of steps after the checkpoint that the run resumes from."""
+        if self._experiment is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            self._experiment = _MetricsFile(self.log_dir, self.resumed_step, self.is_logged)
+        return super().experiment
+
+
+class _MetricsFile(ExperimentWriter):
+    """Appends rows; where a new column needs another header, the file is replaced in one step."""
+
+    def __init__(self, folder: str, resumed_step: int, is_logged: bool) -> None:
+        self._resumed_step, self._is_logged = resumed_step, is_logged
+        super().__init__(folder)
+
+    def _check_log_dir_exists(self) -> None:
+        # Lightning's deletes the file here.
+        path = Path(self.metrics_file_path)
+        if not path.is_file():
+            return
+        kept, dropped = _rows_before(self._resumed_step, self._is_logged, _read_rows(path))
+        self.metrics_keys = sorted({key for row in kept for key in row})
+        self._replace(kept)
+        if dropped:
+            rank_zero_info(
+                f"{path}: {len(dropped):,} rows of steps after {self._resumed_step:,}, which the run resumes from, are "
+                "dropped; it trains and logs these steps again"
+            )
+
+    def save(self) -> None:
+        """Write what was logged since the last time.
+
+        Raises:
+            RecipeError: it cannot be written.
+        """
+        path = Path(self.metrics_file_path)
+        if self.metrics:
+            with explain_failed_write(path):
+                self._append(path)
+
+    def _append(self, path: Path) -> None:
+        if self.metrics_keys and not path.is_file() and path.parent.is_dir():
+            rank_zero_warn(f"{path} was removed while the run ran, with the rows before this one; a new one is begun")
+        rows: list[dict[str, Any]] = list(self.metrics)
+        columns = sorted({*self.metrics_keys, *(key for row in rows for key in row)})
+        if columns != self.metrics_keys or not path.is_file():
+            earlier = _read_rows(path) if path.is_file() else []
+            self.metrics_keys = columns
+            self._replace([*earlier, *rows])
+        else:
+            _append_all_or_nothing(path, _as_csv(columns, rows))
+        self.metrics = []
+
+    def _replace(self, rows: list[dict[str, Any]]) -> None:
+        text = _as_csv(self.metrics_keys, [dict(zip(self.metrics_keys, self.metrics_keys, strict=True)), *rows])
+        write_durably(Path(self.metrics_file_path), text)
+
+
+def _as_csv(columns: list[str], rows: list[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, columns).writerows(rows)
+    return text.getvalue()
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics file, each with the values that it has; cut ones (kill, full disk) are left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    columns, *rows = list(csv.reader(line for line in lines if line.endswith("\n"))) or [[]]
+    complete = [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
+    return [{key: value for key, value in row.items() if value != ""} for row in complete]
+
+
+def _rows_before(
+    step: int, is_logged: bool, rows: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows that were logged until a checkpoint was written, and later ones.
+
+    Lightning, whose rows have an epoch, counts steps from 0: the last one before the checkpoint is ``step - 1``, or the
+    one before it where that was not logged yet. Callbacks that log by themselves count the steps that were taken.
+    """
+    kept: list[dict[str, Any]] = []
+    dropped: list[dict[str, Any]] = []
+    for row in rows:
+        last = step - 1 - (not is_logged) if "epoch" in row else step
+        is_before = step > 0 and str(row.get("step")).isdigit() and int(row["step"]) <= last
+        (kept if is_before else dropped).append(row)
+    return kept, dropped
+
+
+class StepEvents(TensorBoardLogger):
+    """TensorBoard's logger with one event for all figures of a call.
+
+    The writer takes ten events and lets the training thread wait for its own, which computes checksums in Python.
+    """
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write figures of a step; what is no number goes Lightning's way, one by one.
+
+        Args:
+            metrics: numbers or scalars by their names.
+            step: that they are of.
+        """
+        with explain_failed_write(Path(self.log_dir)):
+            self._write(metrics, step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write what has not been written.
+
+        Args:
+            status: how the run has ended.
+        """
+        with explain_failed_write(Path(self.log_dir)):
+            super().finalize(status)
+
+    def _write(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        file = self.experiment.file_writer
+        if file is None or self._prefix or not all(isinstance(v, int | float | Tensor) for v in metrics.values()):
+            super().log_metrics(metrics, step)
+            return
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        file.add_summary(Summary(value=values), step)
+
+
+def _append_all_or_nothing(path: Path, text: str) -> None:
+    size = path.stat().st_size
+    try:
+        with path.open("a", encoding="utf-8", newline="") as file:
+            file.write(text)
+    except OSError:
+        # A full disk takes a part of a row, and Lightning writes once more when the run fails.
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise

@@ -1,0 +1,180 @@
+"""The loss: a sum over supervised tokens, computed without ever holding all logits.
+
+Legend: n supervised tokens, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy
+
+from lit_ft.packed_batch import TokenLoss
+
+LOGITS_PER_CHUNK = 2**26
+"""Logits that exist at a time: 441 tokens of a 151,936-token vocabulary, 256 MiB in fp32."""
+
+_LOGITS_IN_CACHE = 2**20
+"""Logits whose fp32 copy, 4 MiB, stays in a CPU core's cache."""
+
+_is_repeatable = ContextVar("_is_repeatable", default=False)
+
+
+@contextmanager
+def repeatable_backward() -> Iterator[None]:
+    """Within it, losses are computed whose backward pass can run twice, for inputs and for weights apart.
+
+    Zero-bubble pipeline schedules need that; it costs a trained head's gradient in memory.
+    """
+    token = _is_repeatable.set(True)
+    try:
+        yield
+    finally:
+        _is_repeatable.reset(token)
+
+
+def token_cross_entropy(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    chunk_tokens: int,
+    head_parameters: Sequence[Tensor] = (),
+) -> TokenLoss:
+    """Sum of the cross-entropy over supervised tokens, chunk by chunk.
+
+    The gradient of each chunk is taken at once, in the forward pass, so that its logits are freed
+    before the next chunk and the head is not computed a second time in the backward pass. (The idea
+    is that of Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024, arXiv:2410.10989.)
+
+    Args:
+        hidden: final hidden states of the predicting positions, ``(n, H)``.
+        head: the model's own head, ``(m, H) -> (m, V)``, soft-capping and scaling included; gradients are written over
+            what it returns.
+        targets: token ids, ``(n,)``, int64.
+        chunk_tokens: supervised tokens whose logits exist at a time.
+        head_parameters: the head's parameters; those that train get their gradients through the result.
+
+    Raises:
+        ValueError: ``hidden`` and ``targets`` disagree in length.
+    """
+    if len(hidden) != len(targets):
+        raise ValueError(f"{len(hidden)} hidden states for {len(targets)} targets; one each is needed")
+    trains = [p for p in head_parameters if p.requires_grad and torch.is_grad_enabled()]
+    return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, *trains))
+
+
+def tokens_per_chunk(vocabulary: int) -> int:
+    """Supervised tokens whose logits fit in ``LOGITS_PER_CHUNK``."""
+    return max(1, LOGITS_PER_CHUNK // vocabulary)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Callable[[Tensor], Tensor],
+        targets: Tensor,
+        chunk_tokens: int,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        of_hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
+        of_parameters: list[Tensor | None] = [None for _ in parameters]
+        per_token = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        correct = targets.new_zeros(())
+        for start in range(0, len(hidden), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            part = hidden[chunk].detach().requires_grad_(hidden.requires_grad)
+            inputs = [part, *parameters] if hidden.requires_grad else [*parameters]
+            losses, right, grads = _chunk_loss(head, part, targets[chunk], inputs)
+            per_token[chunk] = losses
+            correct += right
+            if of_hidden is not None:
+                of_hidden[chunk] = grads[0]
+            for i, grad in enumerate(grads[len(grads) - len(parameters) :]):
+                total = of_parameters[i]
+                of_parameters[i] = grad if total is None else total.add_(grad)
+        of_parameters = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(parameters, of_parameters, strict=True)
+        ]
+        ctx.save_for_backward(of_hidden, *of_parameters)
+        ctx.is_repeatable = _is_repeatable.get()
+        ctx.mark_non_differentiable(correct, per_token)
+        return per_token.sum(), correct, per_token
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: a head's gradient is as large as the head. A second backward raises (saved tensor changed).
+        scale = torch.mul if ctx.is_repeatable else Tensor.mul_
+        hidden, *parameters = (g if g is None else scale(g, grad_loss) for g in ctx.saved_tensors)
+        return hidden, None, None, None, *parameters
+
+
+def _chunk_loss(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Loss of each token, right predictions, gradients of the summed loss; logits end with it."""
+    with torch.set_grad_enabled(bool(inputs)):
+        logits = head(hidden)
+    if isinstance(logits, DTensor):
+        return _split_loss(logits, targets, inputs)
+    # Where the logits come from, before they are overwritten: as a view made by a custom function they may not be.
+    made_by = get_gradient_edge(logits) if inputs else None
+    losses, right, of_logits = _from_logits(logits.detach(), targets, bool(inputs))
+    return losses, right, () if made_by is None else torch.autograd.grad(made_by, inputs, of_logits)
+
+
+def _from_logits(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``_chunk_loss`` of logits ``(m, V)``, with their gradient, which takes their place in memory.
+
+    On a CPU a few rows at a time, which stay in its cache: a fifth of the time that all rows at once take.
+    """
+    losses, right = logits.new_empty(len(logits), dtype=torch.float32), targets.new_zeros(())
+    rows = max(1, _LOGITS_IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        target = targets[part, None]
+        log_p = logits[part].log_softmax(-1, dtype=torch.float32)
+        losses[part] = -log_p.gather(1, target)[:, 0]
+        right += (log_p.max(-1).indices == target[:, 0]).sum()
+        if has_gradient:
+            logits[part] = log_p.exp_().scatter_add_(1, target, torch.full_like(log_p[:, :1], -1.0))
+    return losses, right, logits if has_gradient else None
+
+
+def _split_loss(
+    logits: DTensor, targets: Tensor, inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """``_chunk_loss`` of logits that tensor parallelism has cut along the vocabulary: no rank has a whole row."""
+    with torch.set_grad_enabled(bool(inputs)), loss_parallel():
+        losses = cross_entropy(logits.float(), targets, reduction="none")
+        grads = torch.autograd.grad(losses.sum(), inputs) if inputs else ()
+    return _whole(losses.detach()), (_most_likely(logits.detach()) == targets).sum(), grads
+
+
+def _most_likely(logits: Any) -> Tensor:
+    mesh, vocabulary = logits.device_mesh, logits.shape[-1]
+    best, place = logits.to_local().max(-1, keepdim=True)
+    place = place + mesh.get_local_rank() * -(-vocabulary // mesh.size())
+    best, place = (DTensor.from_local(t, mesh, [Shard(1)], run_check=False).full_tensor() for t in (best, place))
+    return place.gather(1, best.argmax(1, keepdim=True))[:, 0]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def loss_weight(*, window_tokens: int, accumulate: int, replicas: int) -> float:
+    """Factor on a micro-batch's summed loss that makes the optimiser step's gradient token-exact.
+
+    The step's loss is the sum over all micro-batches and ranks divided by ``window_tokens``, the
+    supervised tokens of them all. Lightning divides by ``accumulate`` and the strategy averages
+    gradients over ``replicas``: both are undone here.
+    """
+    return accumulate * replicas / max(window_tokens, 1)

@@ -1,0 +1,1 @@
+"""Tuning methods: PEFT adapters around the base model, and full fine-tuning."""

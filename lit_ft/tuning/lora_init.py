@@ -1,0 +1,296 @@
+"""Inits of LoRA that look at the training data (EVA, CorDA, LoRA-GA), take their start out of the base (PiSSA, OLoRA,
+CorDA, LoRA-GA) or make up for its quantisation (LoftQ): done once, then kept in checkpoints.
+
+Words: a *start* is what such an init found. Checkpoints hold it, so that a resumed run, a validation and an export
+begin from the same base without doing it again.
+"""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.eva import initialize_lora_eva_weights
+from peft.tuners.lora.loraga import preprocess_loraga
+from peft.utils.integrations import dequantize_module_weight
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lit_ft.errors import RecipeError
+from lit_ft.packed_batch import Row, TokenLoss
+
+FROM_DATA = ("eva", "corda", "lora_ga")
+"""Values of ``init_lora_weights`` that look at training data."""
+FROM_THE_BASE = ("pissa", "olora", "corda", "lora_ga")
+"""Beginnings of those that take what the adapter starts as out of the base's weights."""
+
+_EVA_PASSES = 50
+"""EVA reads the rows again and again until its directions stand still, without an end of its own."""
+
+
+class Start(TypedDict):
+    """What an init found, for checkpoints."""
+
+    settings: dict[str, Any]
+    """Fields of the LoRA config that it chose: EVA deals ranks out to the layers."""
+    taken: dict[str, Tensor]
+    """Factors A and B, by their names in the adapter, whose scaled product was taken out of the base's weights."""
+
+
+def init_of(peft: PeftConfig | None) -> str:
+    """The named init of a LoRA config; ``""`` for PEFT's default and for other methods."""
+    init = getattr(peft, "init_lora_weights", True)
+    return init if isinstance(init, str) else ""
+
+
+def needs_start(peft: PeftConfig | None) -> bool:
+    """Whether the init does more than draw numbers."""
+    return init_of(peft).startswith((*FROM_DATA, *FROM_THE_BASE, "loftq"))
+
+
+def plain(peft: PeftConfig, start: Start | None = None) -> PeftConfig:
+    """The config with PEFT's default init, and with the fields that an init chose."""
+    config = _settled(copy.deepcopy(peft))
+    for name, value in (start["settings"] if start else {}).items():
+        setattr(config, name, value)
+    return config
+
+
+def _settled(config: Any) -> Any:
+    config.init_lora_weights = True
+    config.eva_config = config.corda_config = config.lora_ga_config = None
+    config.loftq_config = {}
+    return config
+
+
+def check_start(peft: PeftConfig, is_quantised: bool) -> None:
+    """Refuse what an init cannot be combined with.
+
+    Raises:
+        RecipeError: DoRA, whose magnitudes would be those of the changed base; LoftQ on a base that is not quantised.
+    """
+    if getattr(peft, "use_dora", False) and init_of(peft).startswith(FROM_THE_BASE):
+        raise RecipeError(
+            f"model.peft: init_lora_weights={init_of(peft)!r} takes the start out of the base, and use_dora trains "
+            "magnitudes of that changed base, so that the adapter could not be used on the base itself; leave one out"
+        )
+    if init_of(peft) == "loftq" and not is_quantised:
+        raise RecipeError(
+            "model.peft: init_lora_weights='loftq' makes up for what quantisation costs; set model.quantization "
+            "(recipes/tuning/qlora_nf4.yaml), or take another init"
+        )
+    if init_of(peft) == "loftq" and (passes := cast(LoraConfig, peft).loftq_config.get("loftq_iter", 1)) != 1:
+        raise RecipeError(
+            f"model.peft: loftq_iter={passes} would quantise the base anew in each pass, so that the adapter fitted no "
+            "base that can be had elsewhere; set it to 1"
+        )
+
+
+def begin(
+    base: nn.Module,
+    peft: PeftConfig,
+    wrap: Callable[[PeftConfig], PeftModel],
+    rows: Sequence[Row],
+    forward: Callable[[Row], TokenLoss],
+    unquantised: Callable[[], nn.Module],
+) -> tuple[PeftModel, Start]:
+    """Wrap a base model and run the config's init.
+
+    Args:
+        base: the model; its weights are changed where the init takes its start out of them.
+        peft: a config whose init needs a start.
+        wrap: makes the ``PeftModel`` of a config.
+        rows: of the training data; unused by inits that do not look at it.
+        forward: runs the model on a row.
+        unquantised: reads the base model as it was before quantisation; LoftQ asks for it.
+
+    Raises:
+        RecipeError: EVA's directions do not come to a stand.
+    """
+    init, began = init_of(peft), time.perf_counter()
+    config = cast(LoraConfig, copy.deepcopy(peft))
+    rank_zero_info(
+        f"adapter init {init}: " + (f"{len(rows)} micro-batches of training data" if rows else "SVD of layers")
+    )
+    if init in ("corda", "lora_ga") and config.target_modules in (None, "all-linear"):
+        config.target_modules = _names_of_targets(wrap(plain(config)))  # their preparation knows lists only
+    with _weights_kept(base, wanted=init.startswith(FROM_THE_BASE)):
+        if init == "corda":
+            preprocess_corda(base, config, run_model=lambda: _run(forward, rows))
+        elif init == "lora_ga":
+            preprocess_loraga(base, config, train_step=lambda: _backward(forward, rows))
+        model = wrap(plain(config) if init == "loftq" else config)
+        if init == "eva":
+            _eva(model, rows, forward)
+        elif init == "loftq":
+            _loftq(model, unquantised())
+        if init.startswith(FROM_THE_BASE):
+            taken = {
+                name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items() if "lora_" in name
+            }
+        else:
+            taken = {}
+    settled = _settled(model.peft_config["default"])
+    settings: dict[str, Any] = {}
+    if init == "eva":
+        settings = {name: getattr(settled, name) for name in ("rank_pattern", "alpha_pattern")}
+        settings["target_modules"] = sorted(settled.target_modules)
+    start = Start(settings=settings, taken=taken)
+    _take_out(model, taken)
+    ranks = [module.r["default"] for module in model.modules() if isinstance(module, LoraLayer)]
+    spread = f"ranks {min(ranks)} to {max(ranks)}, " if min(ranks) != max(ranks) else ""
+    rank_zero_info(f"adapter init {init}: done, {spread}{time.perf_counter() - began:.1f} s")
+    return model, start
+
+
+def _names_of_targets(probe: PeftModel) -> list[str]:
+    names = {name.rsplit(".", 1)[-1] for name in probe.targeted_module_names}
+    probe.base_model.unload()
+    return sorted(names)
+
+
+def restore(model: PeftModel, start: Start) -> PeftModel:
+    """Give a freshly wrapped base the start of an earlier run."""
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in start["taken"].items():
+            own[_with_adapter_name(name)].copy_(tensor)
+    _take_out(model, start["taken"])
+    return model
+
+
+def check_same(ours: Start | None, saved: Start | None) -> None:
+    """Refuse weights that were trained from another start.
+
+    Raises:
+        RecipeError: the init was run again and found something else.
+    """
+    if ours is saved is None:
+        return
+    if ours is None or saved is None or ours["settings"] != saved["settings"] or _differ(ours["taken"], saved["taken"]):
+        raise RecipeError(
+            "the checkpoint was trained from another start than the adapter's init has found now; set module.start to "
+            "the checkpoint's 'adapter_start' before the trainer builds the model, as the command line does"
+        )
+
+
+def _differ(ours: dict[str, Tensor], saved: dict[str, Tensor]) -> bool:
+    return ours.keys() != saved.keys() or any(not torch.equal(ours[name].cpu(), saved[name].cpu()) for name in ours)
+
+
+@torch.no_grad()
+def _take_out(model: PeftModel, taken: dict[str, Tensor]) -> None:
+    for name, module in model.named_modules():
+        down, up = (taken.get(f"{name}.lora_{factor}.weight") for factor in "AB")
+        if isinstance(module, LoraLayer) and down is not None and up is not None:
+            weight = module.get_base_layer().weight
+            product = module.scaling["default"] * (up.to(weight.device).float() @ down.to(weight.device).float())
+            weight.copy_(weight.float() - product)
+
+
+@contextmanager
+def _weights_kept(base: nn.Module, wanted: bool) -> Iterator[None]:
+    """Undo what PEFT does to the weights of linear layers; ``_take_out`` does it so that it can be repeated exactly."""
+    layers = [module for module in base.modules() if isinstance(module, nn.Linear)] if wanted else []
+    kept = [layer.weight.detach().clone() for layer in layers]
+    yield
+    for layer, weight in zip(layers, kept, strict=True):
+        layer.weight.data = weight
+
+
+def _run(forward: Callable[[Row], TokenLoss], rows: Sequence[Row]) -> None:
+    for row in rows:
+        forward(row)
+
+
+def _backward(forward: Callable[[Row], TokenLoss], rows: Sequence[Row]) -> None:
+    # The inputs of the first layers need no gradients, and their hooks fire all the same.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    for row in rows:
+        (forward(row).loss_sum / len(row["targets"])).backward()
+
+
+class _AsItIs(dict[str, Any]):
+    """A row that PEFT does not try to move between devices."""
+
+    def to(self, _: Any) -> "_AsItIs":
+        return self
+
+
+def _eva(model: PeftModel, rows: Sequence[Row], forward: Callable[[Row], TokenLoss]) -> None:
+    supervised_only = model.peft_config["default"].eva_config.use_label_mask
+    calls = 0
+
+    def places(row: Any, _: Any) -> Any:
+        return row["predict_at"] if supervised_only else slice(None)
+
+    def run(_: Any, row: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > _EVA_PASSES * len(rows):
+            raise RecipeError(
+                f"model.peft: EVA's directions still move after {_EVA_PASSES} passes over {len(rows)} micro-batches; "
+                f"raise model.init_rows, or lower the eva_config's tau={model.peft_config['default'].eva_config.tau:g}"
+            )
+        forward(row)
+
+    initialize_lora_eva_weights(
+        model,
+        [_AsItIs(row) for row in rows],
+        forward_fn=run,
+        prepare_model_inputs_fn=places,
+        prepare_layer_inputs_fn=lambda inputs, where, _: inputs[0].reshape(-1, inputs[0].shape[-1])[where],
+        gather_distributed_inputs=False,  # all ranks read the same rows
+        show_progress_bar=False,
+    )
+
+
+@torch.no_grad()
+def _loftq(model: PeftModel, original: nn.Module) -> None:
+    """Start at what quantisation took from each weight, as far as the rank goes (Li et al. 2023, arXiv:2310.08659).
+
+    PEFT's own ``replace_lora_weights_loftq`` computes on CUDA alone, and knows no scaling.
+    """
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            weight = original.get_submodule(name).weight.float()
+            residual = weight - dequantize_module_weight(module.get_base_layer()).to(weight)
+            up, values, down = torch.linalg.svd(residual, full_matrices=False)
+            rank, root = module.r["default"], values.sqrt()
+            module.lora_A["default"].weight.copy_(root[:rank, None] * down[:rank])
+            module.lora_B["default"].weight.copy_(up[:, :rank] * root[:rank] / module.scaling["default"])
+
+
+def save_as_plain_lora(
+    model: PeftModel, start: Start, folder: Path, state_dict: dict[str, Tensor] | None = None
+) -> None:
+    """Write an adapter whose start was taken out of the base so that it fits the base itself.
+
+    ``W - s B0 A0 + s B A`` is ``W + s [B, -B0] [A; A0]``: LoRA of twice the rank with the same scaling.
+    """
+    config = cast(LoraConfig, copy.deepcopy(model.peft_config["default"]))
+    state = get_peft_model_state_dict(model, state_dict)
+    for name, tensor in start["taken"].items():
+        tensor = tensor.to(state[name])
+        is_down = name.endswith("lora_A.weight")
+        state[name] = torch.cat([state[name], tensor] if is_down else [state[name], -tensor], dim=0 if is_down else 1)
+    alpha = 2**0.5 if config.use_rslora else 2  # the scaling is alpha / sqrt(r), or alpha / r
+    config.r, config.lora_alpha = 2 * config.r, alpha * config.lora_alpha
+    config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
+    config.alpha_pattern = {name: alpha * value for name, value in config.alpha_pattern.items()}
+    config.inference_mode = True
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "adapter_model.safetensors")
+
+
+def _with_adapter_name(name: str) -> str:
+    return name.removesuffix(".weight") + ".default.weight"

@@ -1,0 +1,94 @@
+"""What some PEFT methods want besides gradients: a term on the loss, and a call after each optimiser step."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from peft import PeftModel
+from peft.tuners.adalora import AdaLoraModel
+from torch import Tensor
+
+from lit_ft.gradient_norm import norms
+
+_IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
+"""What AdaLoRA's rank allocator remembers of each weight."""
+
+
+def regularisation(model: Any) -> Tensor | None:
+    """The term that the method adds to the loss of an optimiser step; None where it has none.
+
+    AdaLoRA keeps its factors orthogonal (Zhang et al. 2023, arXiv:2303.10512, eq. 4), KaSA too (Wang et al. 2024,
+    arXiv:2412.06071, eq. 9-12).
+    """
+    if not isinstance(model, PeftModel):
+        return None
+    config = model.active_peft_config
+    if isinstance(model.base_model, AdaLoraModel):
+        factors = [(name, p) for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name]
+        grams = [p @ p.T if ".lora_A." in name else p.T @ p for name, p in factors]
+        distances = [torch.linalg.norm(gram - torch.eye(len(gram)).to(gram)) for gram in grams]
+        return config.orth_reg_weight * torch.stack(distances).mean()
+    if getattr(config, "kasa_config", None) is not None:
+        return model.base_model._get_kasa_loss()  # what PEFT's documentation tells training loops to call
+    return None
+
+
+def check_schedule(model: Any, steps: float) -> None:
+    """Say where AdaLoRA's schedule is not as long as the run, whose optimiser steps are given."""
+    if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
+        return
+    config = model.active_peft_config
+    if config.total_step != steps:
+        rank_zero_warn(
+            f"AdaLoRA: total_step={config.total_step}, but the run has {steps:g} optimiser steps; ranks are final "
+            f"after step {config.total_step - config.tfinal} (total_step - tfinal)"
+        )
+
+
+def after_optimizer_step(model: Any, steps: int) -> None:
+    """Let AdaLoRA weigh its ranks by the gradients of the step just taken, which must still be there.
+
+    A step that was skipped, by ``SpikeGuard`` (no gradients) or by a gradient scaler (infinite ones), says nothing of
+    importance; the schedule of ranks goes on.
+
+    Args:
+        model: any model.
+        steps: optimiser steps taken, this one included.
+    """
+    if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
+        return
+    allocator = model.base_model.rankallocator
+    if _has_finite_gradients(model):
+        model.base_model.update_and_allocate(steps)
+    elif allocator.exp_avg_ipt:
+        allocator.update_ipt = lambda _: None
+        try:
+            model.base_model.update_and_allocate(steps)
+        finally:
+            del allocator.update_ipt
+
+
+def _has_finite_gradients(model: PeftModel) -> bool:
+    gradients = [p.grad for name, p in model.named_parameters() if "lora_" in name and p.requires_grad]
+    found = [gradient for gradient in gradients if gradient is not None]
+    return len(found) == len(gradients) and bool(norms(found).isfinite().all())
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """What a checkpoint must hold of the method besides its weights."""
+    if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
+        return {}
+    allocator = model.base_model.rankallocator
+    return {
+        "rank_pattern": model.active_peft_config.rank_pattern,
+        **{name: dict(getattr(allocator, name)) for name in _IMPORTANCE},
+    }
+
+
+def load_state(model: Any, state: dict[str, Any]) -> None:
+    """Give it back."""
+    if not state:
+        return
+    model.active_peft_config.rank_pattern = state["rank_pattern"]
+    for name in _IMPORTANCE:
+        setattr(model.base_model.rankallocator, name, dict(state[name]))

@@ -1,0 +1,67 @@
+"""Prompt tuning, P-tuning and prefix tuning on padding-free rows: each sample gets its own virtual tokens.
+
+PEFT puts them in front of a padded batch, in ``PeftModel.forward``, which a row does not pass through.
+Virtual embeddings are laid in front of every sample of the row; a prefix of keys and values, which is a
+cache of one length, is given to one sample at a time.
+"""
+
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from lit_ft.packed_batch import Row
+
+EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")
+"""PEFT methods whose virtual tokens are input embeddings."""
+PREFIX = "PREFIX_TUNING"
+"""The one whose virtual tokens are keys and values of each layer."""
+
+
+def method_of(model: Any) -> str | None:
+    """The prompt-learning method of a ``PeftModel``; None for other methods and other models."""
+    if not isinstance(model, PeftModel) or not model.active_peft_config.is_prompt_learning:
+        return None
+    return str(model.active_peft_config.peft_type.value)
+
+
+def virtual_lengths(model: Any, lengths: list[int]) -> list[int]:
+    """Tokens of each sample, its virtual ones included."""
+    if method_of(model) not in EMBEDDINGS:
+        return lengths
+    return [length + model.active_peft_config.num_virtual_tokens for length in lengths]
+
+
+def hidden_states(model: Any, decoder: Any, row: Row, **options: Any) -> Tensor:
+    """Final hidden states of the row's own tokens, ``(1, T, H)``.
+
+    Args:
+        model: a ``PeftModel`` of a prompt-learning method.
+        decoder: the base model's.
+        row: T tokens.
+        options: what the decoder is called with besides.
+    """
+    if method_of(model) == PREFIX:
+        return _with_prefix(model, decoder, row)
+    lengths, virtual = row["segment_lengths"], model.active_peft_config.num_virtual_tokens
+    embeddings = model.word_embeddings(row["input_ids"])[0]
+    prompts = model.get_prompt(batch_size=len(lengths)).to(embeddings.dtype)
+    parts = [part for pair in zip(prompts, embeddings.split(lengths), strict=True) for part in pair]
+    positions = torch.cat([torch.arange(length + virtual) for length in lengths])
+    is_own = torch.cat([torch.arange(length + virtual) >= virtual for length in lengths])
+    hidden = decoder(
+        inputs_embeds=torch.cat(parts)[None],
+        position_ids=positions[None].to(embeddings.device),
+        use_cache=False,
+        **options,
+    ).last_hidden_state
+    return hidden[:, is_own.to(hidden.device)]
+
+
+def _with_prefix(model: Any, decoder: Any, row: Row) -> Tensor:
+    parts = [
+        decoder(input_ids=ids, past_key_values=model.get_prompt(batch_size=1), use_cache=False).last_hidden_state
+        for ids in row["input_ids"].split(row["segment_lengths"], dim=1)
+    ]
+    return torch.cat(parts, dim=1)

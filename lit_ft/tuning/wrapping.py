@@ -1,0 +1,211 @@
+"""Tuning methods applied to a base model: PEFT's wrappers, and parameters chosen by name."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+)
+
+from lit_ft.errors import RecipeError, explained
+from lit_ft.model import deferred_cast
+from lit_ft.model.parameter_patterns import matching
+from lit_ft.model.quantization import linear_modules
+from lit_ft.tuning import compatibility
+
+
+def add_peft(
+    model: PreTrainedModel, peft: PeftConfig, adapter_dtype: Literal["float32", "auto"] = "float32"
+) -> PeftModel:
+    """Wrap a base model with a tuning method; the base is frozen.
+
+    Args:
+        model: the base.
+        peft: any PEFT config; it is copied, so that one recipe object can serve twice.
+        adapter_dtype: of the new weights; ``auto`` is the base's.
+
+    Raises:
+        RecipeError: the method's target modules match nothing.
+    """
+    compatibility.check_method(peft)
+    adapt_to_architecture(model, peft)
+    check_target_modules(model, peft)
+    peft = copy.deepcopy(peft)
+    peft.task_type = "CAUSAL_LM"
+    name_all_linear(model, peft)
+    in_float32 = adapter_dtype == "float32"
+    wrap = partial(get_peft_model, model, peft, autocast_adapter_dtype=in_float32)
+    names = f"mend its init_args; the linear layers of {type(model).__name__} are {linear_layers(model)}"
+    with explained("model.peft", names):
+        is_marked = deferred_cast.is_marked(model)
+        wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
+    check_ranks(wrapped)
+    return wrapped.train()
+
+
+def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze each parameter whose name no pattern is found in.
+
+    Args:
+        model: changed in place.
+        patterns: regular expressions.
+
+    Raises:
+        RecipeError: a pattern is none, or is found in no name.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    found = matching(patterns, names, "model.trainable")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in found)
+
+
+def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
+    """Refuse target modules that the model does not have; one of several is enough to refuse.
+
+    Raises:
+        RecipeError: it lists the linear layers that there are.
+    """
+    targets = getattr(peft, "target_modules", None)
+    if not targets or isinstance(targets, str):
+        return  # a pattern, "all-linear" or PEFT's default for the architecture: PEFT raises where it matches nothing
+    names = [name for name, _ in model.named_modules()]
+    unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))
+    if unmatched:
+        raise RecipeError(
+            f"model.peft target_modules {unmatched} match nothing in {type(model).__name__}; "
+            f"its linear layers are {linear_layers(model)}"
+        )
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Last parts of the names of the linear layers, each once."""
+    linear = (nn.Linear,)
+    return sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, linear)})
+
+
+def give_values(skeleton: nn.Module, peft: PeftConfig) -> None:
+    """Give a model on the meta device values to look at, for the methods that look at them when they are made.
+
+    Args:
+        skeleton: changed in place; small random weights on the CPU, whose memory is free again after the check.
+        peft: the method.
+    """
+    if peft.peft_type.value in _LOOK_AT_WEIGHTS or getattr(peft, "velora_config", None) is not None:
+        skeleton.to_empty(device="cpu")
+        for weight in skeleton.parameters():
+            nn.init.normal_(weight, std=0.02)
+
+
+_LOOK_AT_WEIGHTS = {"ADAMSS", "SHIRA"}
+
+
+def wrap_in_final_dtype(
+    base: nn.Module, peft: PeftConfig, wrap: Callable[[], PeftModel], in_float32: bool
+) -> PeftModel:
+    """Wrap a base whose weights are cast later, so that its adapter is that of a base which is cast already.
+
+    PEFT draws new weights in the dtype of the layer that they are added to, or computes them from its weights: one
+    layer at a time has its final dtype meanwhile.
+
+    Args:
+        base: with noted dtypes (``late_casting.mark``).
+        peft: the method.
+        wrap: makes the ``PeftModel``.
+        in_float32: whether ``wrap`` casts the adapter's weights to float32.
+    """
+    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(peft.peft_type)
+    if peft.is_prompt_learning:
+        wrapped = wrap()
+    elif isinstance(tuner, type) and issubclass(tuner, BaseTuner):
+        wrapped = _layer_by_layer(tuner, wrap)
+    else:  # LLaMA-Adapter puts its prompts in without BaseTuner's steps
+        deferred_cast.cast(base)
+        wrapped = wrap()
+    _cast_copies(wrapped, next(p.cast_to for p in base.parameters() if hasattr(p, "cast_to")), in_float32)
+    return wrapped
+
+
+def _layer_by_layer(tuner: Any, wrap: Callable[[], PeftModel]) -> PeftModel:
+    create = tuner._create_and_replace
+
+    def with_final_dtype(self: Any, config: PeftConfig, adapter: str, target: nn.Module, *args: Any, **kw: Any) -> Any:
+        with deferred_cast.cast_meanwhile(target):
+            return create(self, config, adapter, target, *args, **kw)
+
+    tuner._create_and_replace = with_final_dtype
+    try:
+        return wrap()
+    finally:
+        tuner._create_and_replace = create
+
+
+def _cast_copies(model: nn.Module, dtype: torch.dtype, in_float32: bool) -> None:
+    """Cast what ``modules_to_save`` and trainable tokens have copied from the base, in the dtype of its file."""
+    for wrapper in (module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)):
+        for tensor in [*wrapper.parameters(), *wrapper.buffers()]:
+            if tensor.is_floating_point() and not hasattr(tensor, "cast_to"):
+                tensor.data = tensor.data.to(dtype)
+        cast_adapter_dtype(wrapper, "default", in_float32)  # of tokens alone: PEFT leaves modules_to_save as they are
+
+
+def check_ranks(model: PeftModel) -> None:
+    """Refuse LoRA of a rank above a layer's size, which would train more than the layer has.
+
+    Raises:
+        RecipeError: it names the layer.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or not isinstance(layer.get_base_layer(), nn.Linear):
+            continue
+        size, rank = min(layer.in_features, layer.out_features), layer.r.get("default", 0)
+        if rank > size:
+            raise RecipeError(
+                f"model.peft: rank {rank} is above the size of {name.removeprefix('base_model.model.')} "
+                f"({layer.out_features} x {layer.in_features}); lower r to {size} or less, or leave the layer out"
+            )
+
+
+def adapt_to_architecture(model: nn.Module, peft: PeftConfig) -> None:
+    """Tell PEFT what LLaMA-Adapter needs to know of the model's attention; PEFT lists three architectures.
+
+    Raises:
+        RecipeError: its attention is not built like Llama's.
+    """
+    kind: str = cast(Any, model).config.model_type
+    if peft.peft_type.value != "ADAPTION_PROMPT" or kind in TRANSFORMERS_MODEL_CONFIG:
+        return
+    config = cast(Any, model).config.get_text_config()
+    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not {"self_attn", "q_proj", "k_proj", "v_proj", "o_proj"} <= names or "q_norm" in names:
+        why = "its attention is not built like Llama's (self_attn with q_proj, k_proj, v_proj and o_proj, no q_norm)"
+    elif width * config.num_attention_heads != config.hidden_size:
+        why = f"its {config.num_attention_heads} heads of {width} are not its hidden size of {config.hidden_size}"
+    else:
+        TRANSFORMERS_MODEL_CONFIG[kind] = TRANSFORMERS_MODEL_CONFIG["llama"]
+        return
+    raise RecipeError(f"model.peft: LLaMA-Adapter does not fit {type(model).__name__}: {why}; take peft.LoraConfig")
+
+
+def name_all_linear(model: PreTrainedModel, peft: PeftConfig) -> None:
+    """Spell ``target_modules: all-linear`` out where PEFT would not find the layers: GPTQ's are no ``nn.Linear``.
+
+    Args:
+        model: the base.
+        peft: changed in place.
+    """
+    modules = linear_modules(model)
+    if getattr(peft, "target_modules", None) == "all-linear" and not all(
+        isinstance(module, nn.Linear) for module in modules.values()
+    ):
+        peft.target_modules = set(modules)

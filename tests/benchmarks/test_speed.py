@@ -1,0 +1,243 @@
+"""Options that are for speed or memory alone leave every number as it is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from peft import LoraConfig
+from ranks import on_ranks
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from transformers import AutoConfig
+
+from benchmarks.speed.scaling import measure_curve
+from benchmarks.speed.scaling_pictures import draw
+from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.model import liger_kernels
+from lit_ft.model.activations.offload import ActivationsOnHost
+from lit_ft.strategies import FSDPStrategy
+
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+class Numbers(Callback):
+    """Losses and gradients of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[torch.Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.gradients += [p.grad.clone() for p in pl_module.trainable_parameters().values()]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def numbers(make_trainer: Any, model_folder: str, rows: str, callbacks: Any = (), **options: Any) -> Numbers:
+    found = Numbers()
+    trainer = make_trainer(max_steps=3, callbacks=[found, *callbacks])
+    trainer.fit(CausalLM(model_folder, **options), TextDataModule(rows, micro_batch_size=4, shuffle=False))
+    assert len(found.losses) == 3
+    return found
+
+
+@pytest.mark.parametrize("peft", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_offloaded_activations_change_no_bit(
+    make_trainer: Any, model_folder: str, write_rows: Any, peft: Any, checkpointing: Any
+) -> None:
+    options = {"peft": peft, "gradient_checkpointing": checkpointing}
+    plain = numbers(make_trainer, model_folder, write_rows(), **options)
+    offloaded = numbers(make_trainer, model_folder, write_rows(), **options, activation_offload=True)
+    assert offloaded.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(offloaded.gradients, plain.gradients, strict=True))
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What goes to the host's memory."""
+    tensors: list[torch.Tensor] = []
+
+    class Counted(save_on_cpu):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: tensors.append(tensor) or pack(tensor)
+
+    monkeypatch.setattr("lit_ft.model.activations.offload.save_on_cpu", Counted)
+    return tensors
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_weights_stay_where_they_are(copied: list[torch.Tensor], trains: bool) -> None:
+    layer = nn.Linear(8, 16).requires_grad_(trains)
+    inputs = torch.randn(3, 8, requires_grad=True)
+    with ActivationsOnHost():
+        layer(inputs * 2).exp().sum().backward()
+    # Of the product its inputs where the weight trains; what exp gave.
+    assert [tuple(t.shape) for t in copied] == ([(3, 8), (3, 16)] if trains else [(3, 16)])
+
+
+def test_with_checkpointing_only_inputs_of_layers_go(
+    copied: list[torch.Tensor], make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    numbers(make_trainer, model_folder, write_rows(), peft=LORA, gradient_checkpointing=True, activation_offload=True)
+    hidden = [tensor for tensor in copied if tensor.dim() == 3 and tensor.shape[-1] == 48]
+    layers, steps = 2, 3
+    last_norm = 2  # its inputs, and what it has made of them
+    assert len(hidden) == steps * (layers + last_norm)
+
+
+def sharded(model_folder: str, rows: str, offload: bool, copied: list[torch.Tensor]) -> tuple[list[float], set[Any]]:
+    """Losses, and shapes of weights that went to the host's memory, either way round."""
+    found = Numbers()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=FSDPStrategy(),
+        max_steps=2,
+        callbacks=[found],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    module = CausalLM(model_folder, activation_offload=offload)
+    trainer.fit(module, TextDataModule(rows, micro_batch_size=4, shuffle=False))
+    weights = {tuple(p.shape) for p in module.parameters()}
+    return found.losses, {tuple(t.shape) for t in copied} & (weights | {shape[::-1] for shape in weights})
+
+
+@pytest.mark.processes
+def test_sharded_weights_stay_too(model_folder: str, write_rows: Any, copied: list[torch.Tensor]) -> None:
+    rows = write_rows()
+    plain, offloaded = (on_ranks(2, sharded, model_folder, rows, on, copied) for on in (False, True))
+    assert plain == offloaded == [(losses, set()) for losses, _ in plain]
+
+
+def test_offloading_says_where_it_is_of_no_use(
+    make_trainer: Any, model_folder: str, write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        numbers(make_trainer, model_folder, write_rows(), activation_offload=True)
+    assert "(cpu) lie in the host's memory anyway; copying them only costs time here" in caplog.text
+
+
+def test_liger_is_refused_before_weights_are_read(
+    make_trainer: Any, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_ft.model.loading.load_base", lambda *_: pytest.fail("weights are read"))
+    module = CausalLM(model_folder, liger=True)
+    with pytest.raises(RecipeError, match="needs a CUDA device, this run is on cpu; set it to false"):
+        make_trainer(max_steps=1).fit(module, TextDataModule(write_rows()))
+    if not torch.cuda.is_available():
+        with pytest.raises(RecipeError, match="needs a CUDA device"):
+            CausalLM(model_folder, liger=True).check()
+    with pytest.raises(RecipeError, match="both fuse norms and MLPs; set one of them to false"):
+        CausalLM(model_folder, liger=True, compile=True)
+
+
+def test_liger_names_its_extra(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_ft.model.liger_kernels.find_spec", lambda _: None)
+    with pytest.raises(RecipeError, match=r"pip install 'lit-ft\[liger\]'"):
+        liger_kernels.check(AutoConfig.from_pretrained(model_folder), torch.device("cuda"))
+
+
+def test_liger_takes_the_place_of_norms_and_mlps(model_folder: str) -> None:
+    """Where the package is installed; its kernels need a GPU."""
+    pytest.importorskip("liger_kernel")
+    from transformers.models.qwen2 import modeling_qwen2
+
+    config = AutoConfig.from_pretrained(model_folder)
+    liger_kernels.check(config, torch.device("cuda"))
+    with pytest.raises(RecipeError, match="no kernels for 'gpt2', but for .*, llama, .*; set it to false"):
+        liger_kernels.check(AutoConfig.for_model("gpt2"), torch.device("cuda"))
+    rotate = modeling_qwen2.apply_rotary_pos_emb
+    classes = {name: getattr(modeling_qwen2, name) for name in ("Qwen2RMSNorm", "Qwen2MLP")}
+    module = CausalLM(model_folder, peft=LORA)
+    module.configure_model()
+    base = module.base_model
+    forward = base.forward
+    try:
+        liger_kernels.put_in(base)
+        assert modeling_qwen2.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
+    finally:  # it replaces them for the whole process
+        modeling_qwen2.apply_rotary_pos_emb = rotate
+        for name, kind in classes.items():
+            setattr(modeling_qwen2, name, kind)
+    names = [layer.mlp._get_name() for layer in base.model.layers] + [base.model.norm._get_name()]
+    names += [layer.input_layernorm._get_name() for layer in base.model.layers]
+    assert names == ["LigerSwiGLUMLP"] * 2 + ["LigerRMSNorm"] * 3
+    assert base.forward == forward  # the loss stays lit_ft's
+
+
+class NothingMoreToCompile(Callback):
+    """After the first step, what would have to be compiled is an error."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.compiler.set_stance("fail_on_recompile")
+
+
+def test_compiled_layers_give_the_same_numbers_and_rows_of_any_length_need_one_compilation(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    plain = numbers(make_trainer, model_folder, write_rows(), peft=LORA)
+    torch._dynamo.reset()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    try:
+        compiled = numbers(
+            make_trainer, model_folder, write_rows(), [NothingMoreToCompile()], peft=LORA, compile="aot_eager"
+        )
+    finally:
+        torch.compiler.set_stance("default")
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-6)
+    for ours, wanted in zip(compiled.gradients, plain.gradients, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
+    (reason,) = breaks  # attention, which is left out on purpose
+    assert "packed_attention" in reason
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_offload_too(
+    make_trainer: Any, model_folder: str, write_rows: Any, checkpointing: bool
+) -> None:
+    options: dict[str, Any] = {"peft": LORA, "gradient_checkpointing": checkpointing}
+    plain = numbers(make_trainer, model_folder, write_rows(), **options)
+    both = numbers(make_trainer, model_folder, write_rows(), **options, activation_offload=True, compile="aot_eager")
+    assert both.losses == pytest.approx(plain.losses, rel=1e-6)
+    for ours, wanted in zip(both.gradients, plain.gradients, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_curves_are_drawn_and_tabled(tmp_path: Path) -> None:
+    measured = {"DDP": {1: (100.0, 0.5), 2: (190.0, 0.51)}, "FSDP": {2: (150.25, 0.3)}}
+    points = [
+        {"line": line, "x": x, "tokens_per_second": rate, "gib": gib}
+        for line, of in measured.items()
+        for x, (rate, gib) in of.items()
+    ]
+    table = draw("ranks", points, tmp_path / "first.svg")
+    assert table.splitlines() == [
+        "| ranks | tokens/s, DDP | memory, GiB, DDP | tokens/s, FSDP | memory, GiB, FSDP |",
+        "|---|---|---|---|---|",
+        "| 1 | 100 | 0.50 |  |  |",
+        "| 2 | 190 | 0.51 | 150 | 0.30 |",
+    ]
+    draw("ranks", points, tmp_path / "again.svg")
+    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "again.svg").read_bytes()
+
+
+def test_points_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
+    there = [{"line": line, "x": "2 M"} for line in ("measured", "planned")]
+    (tmp_path / "size.json").write_text(json.dumps({"points": there}))
+    measure_curve("size", ["2 M", "1.5 B"], tmp_path, tmp_path)
+    *kept, new = json.loads((tmp_path / "size.json").read_text())["points"]
+    assert kept == there
+    assert (new["line"], new["x"]) == ("planned", "1.5 B")
+    # Weights in bf16 are most of it: 1.54 billion of them, the head tied.
+    assert new["parameters"] == pytest.approx(1.544e9, rel=1e-3)
+    assert new["gib"] == pytest.approx(2 * 1.544e9 / 2**30, rel=0.05)

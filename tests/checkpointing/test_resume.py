@@ -1,0 +1,89 @@
+"""A run stopped at any optimiser step and resumed equals the run that was not stopped."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lit_callbacks import GracefulStop, StopRequested
+from peft import LoraConfig
+
+from lit_ft import CausalLM, TextDataModule
+from lit_ft.training.optimizers.schedules import CosineWithWarmup
+
+
+class Signal(Callback):
+    """Sends a signal to this process while a micro-batch runs."""
+
+    def __init__(self, step: int, number: signal.Signals = signal.SIGINT) -> None:
+        self.step, self.number = step, number
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if trainer.global_step == self.step:
+            self.step = -1
+            os.kill(os.getpid(), self.number)
+
+
+def fit(
+    make_trainer: Any,
+    model_folder: str,
+    data: str,
+    callbacks: list[Callback],
+    folder: Path,
+    ckpt_path: str | None = None,
+    val_fraction: float = 0.2,
+) -> dict[str, torch.Tensor]:
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    peft = LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    module = CausalLM(model_folder, peft=peft)
+    module.optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+    module.lr_scheduler = lambda optimizer: CosineWithWarmup(optimizer, warmup=0.2)
+    trainer = make_trainer(
+        max_epochs=3,
+        accumulate_grad_batches=2,
+        callbacks=[*callbacks, ModelCheckpoint(folder, save_last=True)],
+        enable_checkpointing=True,
+        num_sanity_val_steps=0,
+    )
+    rows = TextDataModule(data, micro_batch_size=2, val_fraction=val_fraction, max_length=96)
+    trainer.fit(module, rows, ckpt_path=ckpt_path)
+    assert trainer.current_epoch == 3
+    return {name: p.detach().clone() for name, p in module.trainable_parameters().items()}
+
+
+# 17 rows to train on: 9 micro-batches, 5 optimiser steps an epoch; steps 5 and 10 end one.
+@pytest.mark.parametrize("val_fraction", [0.2, 0.0], ids=["val", "noval"])
+@pytest.mark.parametrize("step", [0, 2, 4, 5, 6, 9, 13])
+def test_stopped_anywhere(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, step: int, val_fraction: float
+) -> None:
+    data = write_rows(count=21 if val_fraction else 17)
+    wanted = fit(make_trainer, model_folder, data, [], tmp_path / "whole", None, val_fraction)
+    with pytest.raises(StopRequested) as stop:
+        fit(
+            make_trainer,
+            model_folder,
+            data,
+            [GracefulStop(), Signal(step)],
+            tmp_path / "stopped",
+            None,
+            val_fraction,
+        )
+    assert stop.value.exit_code == 130
+    assert torch.load(stop.value.checkpoint, weights_only=True)["global_step"] == step + 1
+    got = fit(
+        make_trainer,
+        model_folder,
+        data,
+        [GracefulStop()],
+        tmp_path / "stopped",
+        stop.value.checkpoint,
+        val_fraction,
+    )
+    assert sorted(path.name for path in (tmp_path / "stopped").glob("last*")) == ["last.ckpt"]
+    for name, tensor in wanted.items():
+        assert torch.equal(got[name], tensor), name

@@ -1,0 +1,207 @@
+"""``check`` and ``convert``: what they print, write and exit with."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from conftest import make_rows, make_tokenizer
+
+from lit_ft import CausalLM, TextDataModule
+from lit_ft.cli import main
+from lit_ft.commands.check import leak_probe
+from lit_ft.data.inspection import histogram
+from lit_ft.data.tokens.megatron_indexed import read_documents
+from lit_ft.packed_batch import TokenLoss
+
+DATA = Path(os.environ.get("LIT_FT_TEST_DATA", "."))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
+    """Run a command in this process; returns all that it said."""
+
+    def call(*arguments: str, code: int = 0) -> str:
+        capsys.readouterr()
+        caplog.clear()
+        caplog.set_level("INFO", "lightning.pytorch")
+        with pytest.raises(SystemExit) as stop:
+            main(list(arguments))
+        said = capsys.readouterr()
+        assert stop.value.code == code, said.err
+        return said.out + said.err + "\n".join(record.getMessage() for record in caplog.records)
+
+    return call
+
+
+def recipe(tmp_path: Path, model: str, data: dict[str, Any], **trainer: Any) -> list[str]:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"model": {"pretrained": model}, "data": data, "trainer": trainer}))
+    return ["--config", str(file)]
+
+
+def test_good_data(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    rows = [*make_rows(30), make_rows(1)[0]]
+    data = {
+        "sources": [{"path": write_rows(rows), "name": "one"}, {"path": write_rows(make_rows(9, 5), name="two.json")}],
+        "val_path": write_rows(make_rows(3), name="val.json"),
+        "packing": 128,
+        "max_length": 128,
+    }
+    arguments = recipe(tmp_path, model_folder, data, accumulate_grad_batches=2)
+    output = run("check", *arguments, "--samples", "2", "--html", str(tmp_path / "report.html"))
+    assert re.search(r"train: one +alpaca +31 +31 +[\d,]+ +[\d.]+% +\d+ +1 +100.0%", output)
+    assert re.search(r"train: two +alpaca +9 +9 ", output)
+    assert re.search(r"val: val +alpaca +3 +3 ", output)
+    assert "template round trip, one: 31 of 31 conversations" in output
+    assert "a sample's losses move by 0 when its neighbour in the row changes" in output
+    assert re.search(r"packing: \d+ rows of 128 tokens, \d\d.\d\d% full", output)
+    assert "note: one: 1 of 31 samples repeat another" in output
+    assert "note: 3 different samples are in the training and in the validation data" in output
+    assert output.count("»") == 1 + 2 * 1 + 1  # in each of two headings, around each of two answers
+    assert "nothing would train wrong" in output
+    page = (tmp_path / "report.html").read_text()
+    assert "<h1>Nothing would train wrong.</h1>" in page
+    assert "<b>" in page
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_it_counts_what_the_trainer_then_trains_on(
+    run: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    data = {"path": write_rows(make_rows(21)), "micro_batch_size": 2}
+    output = run("check", *recipe(tmp_path, model_folder, data, accumulate_grad_batches=2))
+    module = TextDataModule(**data)
+    module.load(make_tokenizer())
+    samples = module.splits["train"]
+    assert "epoch: 6 optimiser steps of 4 samples" in output
+    assert f"tokens per epoch: {samples.lengths.sum():,}, {samples.supervised.sum():,} supervised" in output
+
+
+def test_bad_rows_are_all_listed_and_exit_1(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    rows = [*make_rows(3), {"instruction": "a"}, {"instruction": "a", "output": ""}]
+    output = run("check", *recipe(tmp_path, model_folder, {"path": write_rows(rows)}), code=1)
+    assert "wrong: 2 rows cannot be used" in output
+    assert "row 4: has no 'output'" in output
+    assert "row 5: 'output' is empty" in output
+    assert "something would train wrong" in output
+    skipped = recipe(tmp_path, model_folder, {"path": write_rows(rows), "on_bad_row": "skip"})
+    assert "nothing would train wrong" in run("check", *skipped)
+
+
+def test_rows_that_are_too_long_to_train_on(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    rows = [*make_rows(3), {"instruction": "a", "output": "red " * 80}]
+    data = {"path": write_rows(rows), "max_length": 60, "overlong": "error"}
+    assert "wrong: 1 rows are too long" in run("check", *recipe(tmp_path, model_folder, data), code=1)
+
+
+def test_a_stream_is_looked_at_from_its_top(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    data = {"path": write_rows(make_rows(12)), "streaming": True}
+    output = run("check", *recipe(tmp_path, model_folder, data, max_steps=3))
+    assert "streaming: looked at the first 10,000 rows of each source" in output
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
+def test_no_attention_leaks(model_folder: str, attention: str) -> None:
+    assert leak_probe(CausalLM(model_folder, attn_implementation=attention)) == 0
+
+
+def test_a_leak_is_seen(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = CausalLM.forward
+
+    def as_one_segment(self: Any, row: Any) -> TokenLoss:
+        return forward(self, {**row, "segment_lengths": [sum(row["segment_lengths"])]})
+
+    monkeypatch.setattr(CausalLM, "forward", as_one_segment)
+    assert leak_probe(CausalLM(model_folder)) > 1e-3
+
+
+def test_histogram() -> None:
+    assert histogram(np.array([1, 16, 17, 32, 33, 300])) == [(16, 2), (32, 2), (64, 1), (128, 0), (256, 0), (512, 1)]
+
+
+@pytest.mark.skipif(not (DATA / "huanhuan.json").is_file(), reason="LIT_FT_TEST_DATA does not name the data")
+def test_real_data(run: Any, tmp_path: Path, model_folder: str) -> None:
+    for name in ("huanhuan", "glaive_toolcall_en_demo", "dummy_conversation"):
+        arguments = recipe(tmp_path, model_folder, {"path": str(DATA / f"{name}.json"), "max_length": None})
+        output = run("check", *arguments)
+        assert re.search(rf"train: {name} .* 100.0% *\n", output)
+
+
+# --- convert ---------------------------------------------------------------------------------------
+
+
+def test_text_to_megatron_and_back(run: Any, tmp_path: Path, model_folder: str) -> None:
+    texts = ["the red cup", "红 书", "a lamp was under the book"]
+    (tmp_path / "text.txt").write_text("\n".join(texts), encoding="utf-8")
+    out = tmp_path / "new" / "text"
+    line = run("convert", "data", "--path", str(tmp_path / "text.txt"), "--tokenizer", model_folder, "--out", str(out))
+    assert f"3 documents, {sum(len(i) for i in ids_of(out))} tokens: {out}.bin, {out}.idx" in line
+    tokenizer = make_tokenizer()
+    assert [tokenizer.decode(ids) for ids in ids_of(out)] == [f"{text}<|im_end|>" for text in texts]
+
+
+def ids_of(prefix: Path) -> list[np.ndarray]:
+    ids, spans = read_documents(prefix)
+    return [ids[start:end] for start, end in spans]
+
+
+def test_conversations_to_parquet_keep_their_masks(
+    run: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    path, out = write_rows(make_rows(8)), tmp_path / "rows"
+    said = ["convert", "data", "--path", path, "--tokenizer", model_folder, "--out", str(out)]
+    run(*said, "--to", "parquet")
+    one, other = TextDataModule(path), TextDataModule(f"{out}.parquet")
+    for data in (one, other):
+        data.load(make_tokenizer())
+    for i in range(8):
+        for a, b in zip(one.splits["train"][i], other.splits["train"][i], strict=True):
+            assert a.tolist() == b.tolist()
+    assert "tokens are not supervised; indexed data holds no labels" in run(*said, "--to", "indexed")
+
+
+def test_convert_explains_itself(run: Any) -> None:
+    assert "say `convert data --path FILE" in run("convert", "model", code=2)
+    assert "--to {indexed,parquet}" in run("convert", "--help")
+
+
+def test_unknown_options(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    arguments = recipe(tmp_path, model_folder, {"path": write_rows()})
+    assert "did you mean 'packing'?" in run("check", *arguments, "--data.paking", "3", code=2)
+
+
+# --- what is shown is not obeyed -------------------------------------------------------------------
+
+
+def test_rows_and_names_cannot_steer_the_terminal_or_the_page(
+    run: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    evil = "\x1b[31m\x1b]0;title\x07 <script>alert(1)</script> \u202e"
+    rows = [{"instruction": f"a {evil}", "output": f"{evil} b"}] * 3 + [{"instruction": "\ud83d", "output": "b"}]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    names = ["a[/b]", "$\\frac{$<script>", "\x1b[2J\x1b]8;;x\x07red\nline"]
+    sources = [{"path": write_rows(make_rows(3), name=f"{i}.json"), "name": name} for i, name in enumerate(names[1:])]
+    data = {"sources": [{"path": str(path), "name": names[0]}, *sources], "on_bad_row": "skip"}
+    output = run("check", *recipe(tmp_path, model_folder, data), "--html", str(tmp_path / "page.html"))
+    assert "train: a[/b]" in output
+    assert "train: $\\frac{$<script>" in output
+    assert "train: \\x1b[2J\\x1b]8;;x\\x07red\\nline" in output
+    assert "its text holds half of a surrogate pair (\\ud83d)" in output
+    assert "template round trip, a[/b]: 3 of 3 conversations" in output
+    assert "\\x1b[31m\\x1b]0;title\\x07 <script>" in output
+    page = (tmp_path / "page.html").read_text()
+    assert "<script" not in page
+    for text in (output, page):
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]", text)
+
+
+def test_a_page_that_cannot_be_written(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    arguments = recipe(tmp_path, model_folder, {"path": write_rows()})
+    assert "--html" in run("check", *arguments, "--html", str(tmp_path / "no" / "page.html"), code=2)

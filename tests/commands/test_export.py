@@ -1,0 +1,525 @@
+"""``export``: what it writes is what was trained, and what is wrong leaves nothing behind."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from test_base_fingerprint import change, untied
+from test_processes import recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from lit_ft.cli import main
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
+INT8 = {"load_in_8bit": True}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIT_FT_RUN_DIR", raising=False)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+
+
+@pytest.fixture
+def lit_ft(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
+    """Run a command in this process; returns what it said."""
+    caplog.set_level("INFO", "lightning.pytorch")
+
+    def run(*arguments: Any, code: int = 0) -> str:
+        capsys.readouterr()
+        caplog.clear()
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        said = caplog.text + capsys.readouterr().err
+        assert stop.value.code == code, said
+        return said
+
+    return run
+
+
+@pytest.fixture
+def base(model_folder: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_folder, tmp_path / "base"))
+
+
+@pytest.fixture
+def fit(lit_ft: Any, base: Path, tmp_path: Path, write_rows: Any) -> Callable[..., Path]:
+    """Train for two steps; returns the run's folder."""
+
+    def train(*options: Any, name: str = "run") -> Path:
+        folder = tmp_path / name
+        arguments = recipe(tmp_path, str(base), write_rows(), max_steps=2)
+        lit_ft(*arguments, "--data.val_fraction", "0.2", "--run_dir", folder, *options)
+        return folder
+
+    return train
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(3, 60)[None]).logits[0]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+# --- several adapters ------------------------------------------------------------------------------
+
+
+def write_adapter(folder: Path, base: Path, config: peft.PeftConfig, seed: int) -> tuple[Path, dict[str, torch.Tensor]]:
+    """An adapter of random weights, and what it adds to each weight of the base."""
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model.save_pretrained(folder)
+    before = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    after = model.merge_and_unload().state_dict()
+    return folder, {name: after[name] - before[name] for name in before}
+
+
+def lora(**options: Any) -> peft.LoraConfig:
+    defaults = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**{**defaults, **options})
+
+
+PAIRS = {
+    "same shape": (lora(), lora()),
+    "other ranks and layers": (lora(), lora(r=7, lora_alpha=3, target_modules=["q_proj", "down_proj"])),
+    "rsLoRA": (lora(use_rslora=True), lora(r=8, use_rslora=True)),
+    "ranks by layer": (lora(rank_pattern={"layers.0.self_attn.q_proj": 2}), lora()),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_adapters_are_summed_by_weight(lit_ft: Any, base: Path, tmp_path: Path, pair: str) -> None:
+    one, two = (write_adapter(tmp_path / str(i), base, config, i) for i, config in enumerate(PAIRS[pair]))
+    said = lit_ft(
+        *("export", "--adapter", f"{one[0]}=0.7", "--adapter", f"{two[0]}=-0.3"),
+        *("--out", tmp_path / "merged", "--merge"),
+    )
+    assert "(cat: the weighted sum exactly)" in said
+    assert "merge verified: logits differ by" in said
+    before, merged = weights(base), weights(tmp_path / "merged")
+    for name, weight in before.items():
+        wanted = weight + 0.7 * one[1][name] - 0.3 * two[1][name]
+        torch.testing.assert_close(merged[name], wanted, atol=1e-6, rtol=0, msg=name)
+
+    lit_ft("export", "--adapter", f"{one[0]}=0.7", "--adapter", f"{two[0]}=-0.3", "--out", tmp_path / "sum")
+    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "sum")
+    torch.testing.assert_close(
+        logits(plain), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), atol=2e-5, rtol=1e-5
+    )
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_one_adapter_is_picked_or_scaled(lit_ft: Any, base: Path, tmp_path: Path) -> None:
+    folder, delta = write_adapter(tmp_path / "a=b", base, lora(), 0)  # a path may hold the sign
+    for text, weight in ((f"{folder}", 1.0), (f"{folder}=0.5", 0.5)):
+        lit_ft("export", "--adapter", text, "--out", tmp_path / "merged", "--merge")
+        merged, before = weights(tmp_path / "merged"), weights(base)
+        for name in before:
+            torch.testing.assert_close(merged[name], before[name] + weight * delta[name], atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("combination", ["linear", "svd", "ties", "dare_linear", "magnitude_prune", "dare_ties_svd"])
+def test_other_combinations(lit_ft: Any, base: Path, tmp_path: Path, combination: str) -> None:
+    for number in range(2):
+        write_adapter(tmp_path / str(number), base, lora(), number)
+    options = [] if combination in ("linear", "svd") else ["--density", "0.5"]
+    adapters = ["--adapter", tmp_path / "0", "--adapter", tmp_path / "1"]
+    lit_ft("export", *adapters, "--combination", combination, *options, "--out", tmp_path / "out", "--merge")
+    wrong = ["--density", "0.5"] if not options else []
+    said = lit_ft("export", *adapters, "--combination", combination, *wrong, "--out", tmp_path / "no", code=2)
+    assert "ties, dare and magnitude_prune keep a share" in said
+    assert not (tmp_path / "no").exists()
+
+
+def test_runs_are_adapters_and_a_run_gives_the_base(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
+    one, two = fit(name="one"), fit("--seed_everything", "5", name="two")
+    lit_ft("export", "--run", one, "--adapter", f"{one}=0.5", "--adapter", f"{two}=0.5", "--out", tmp_path / "mean")
+    card = (tmp_path / "mean" / "README.md").read_text()
+    assert f"Made of 0.5 x `{one}/adapter`, 0.5 x `{two}/adapter` (cat)." in card
+    assert json.loads((tmp_path / "mean" / "base.json").read_text()) == json.loads(
+        (one / "adapter/base.json").read_text()
+    )
+    assert AutoTokenizer.from_pretrained(tmp_path / "mean").chat_template
+
+
+UNSUMMABLE = {
+    "IA3": (peft.IA3Config(task_type="CAUSAL_LM"), "IA3 adapters are no sums"),
+    "DoRA": (lora(use_dora=True), "DoRA's magnitudes are no sums"),
+    "modules_to_save": (lora(modules_to_save=["norm"]), "layers in modules_to_save are no sums"),
+    "tokens": (lora(trainable_token_indices=[3]), "rows in trainable_token_indices are no sums"),
+    "biases": (lora(bias="lora_only"), "biases are not combined by PEFT"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUMMABLE)
+def test_what_is_no_sum_is_refused(lit_ft: Any, base: Path, tmp_path: Path, case: str) -> None:
+    config, reason = UNSUMMABLE[case]
+    write_adapter(tmp_path / "a", base, config, 0)
+    write_adapter(tmp_path / "b", base, lora(), 1)
+    for adapters in (["--adapter", tmp_path / "b", "--adapter", tmp_path / "a"], ["--adapter", f"{tmp_path / 'a'}=2"]):
+        assert reason in lit_ft("export", *adapters, "--out", tmp_path / "out", code=2)
+    assert not (tmp_path / "out").exists()
+    lit_ft("export", "--adapter", tmp_path / "a", "--out", tmp_path / "out", "--merge")
+
+
+# --- another base ----------------------------------------------------------------------------------
+
+
+def test_an_adapter_of_another_base(lit_ft: Any, fit: Any, base: Path, tmp_path: Path) -> None:
+    other = untied(str(base), tmp_path / "other")
+    run, foreign = fit(), write_adapter(tmp_path / "foreign", base, lora(), 0)[0]
+    out = ["--base", other, "--out", tmp_path / "out", "--merge"]
+    assert "was trained on '" in (said := lit_ft("export", "--adapter", run, *out, code=2))
+    assert "has another weights" in said
+    said = lit_ft("export", "--adapter", foreign, *out, code=2)  # PEFT records a name alone
+    assert f"was trained on '{base}', and the base is '{other}'" in said
+
+    wider = tmp_path / "wider" / "base"  # the same name, other shapes
+    shutil.copytree(base, wider)
+    config = json.loads((wider / "config.json").read_text())
+    (wider / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8, "head_dim": 12}))
+    said = lit_ft("export", "--adapter", foreign, "--base", wider, "--out", tmp_path / "out", code=2)
+    assert "q_proj.lora_B.weight is (48, 4) there, and (96, 4) on this one" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_changed_since(lit_ft: Any, fit: Any, base: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    run = fit()
+    change(base)
+    monkeypatch.setattr("lit_ft.model.loading.load_base", lambda *_: pytest.fail("weights were loaded"))
+    for options in (["--run", run, "--merge"], ["--run", run], ["--adapter", run]):
+        said = lit_ft("export", *options, "--out", tmp_path / "out", code=2)
+        assert "whose weights changed since; bring back what it was, or train anew" in said
+    said = lit_ft("validate", "--config", run / "config.yaml", "--ckpt_path", "last", code=2)
+    assert "the checkpoint was trained on" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_random_bases_are_drawn_again(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
+    run = fit("--model.init", "random", "--merge")
+    lit_ft("export", "--run", run, "--merge", "--out", tmp_path / "again")
+    for name, weight in weights(run / "merged").items():
+        assert torch.equal(weights(tmp_path / "again")[name], weight), name
+
+
+# --- quantised bases -------------------------------------------------------------------------------
+
+
+def quantised(config: dict[str, Any]) -> list[str]:
+    return ["--model.quantization", json.dumps({"class_path": "transformers.BitsAndBytesConfig", "init_args": config})]
+
+
+def test_a_quantised_base_asks_for_a_choice(lit_ft: Any, fit: Any, tmp_path: Path, write_rows: Any, base: Path) -> None:
+    run, out = fit(*quantised(NF4)), tmp_path / "out"
+    said = lit_ft("export", "--run", run, "--merge", "--out", out, code=2)
+    assert "choose quantized_base: dequantize" in said
+    assert "or keep" in said
+    said = lit_ft(*recipe(tmp_path, str(base), write_rows()), *quantised(NF4), "--merge", "true", code=2)
+    assert "export --run RUN --merge --quantized-base dequantize (or keep)" in said
+    keep = ["--run", run, "--merge", "--quantized-base", "keep", "--out", out]
+    assert "leave dtype" in lit_ft("export", *keep, "--dtype", "bf16", code=2)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("config", [NF4, INT8], ids=["nf4", "int8"])
+def test_a_quantised_base_is_dequantised(lit_ft: Any, fit: Any, tmp_path: Path, config: dict[str, Any]) -> None:
+    run = fit(*quantised(config))
+    options = ["--merge", "--quantized-base", "dequantize", "--dtype", "fp32", "--out", tmp_path / "out"]
+    said = lit_ft("export", "--run", run, *options)
+    assert "dequantised to float32 and merged: against the quantised model that was trained, logits differ by" in said
+    assert "of what training did to the logits," in said
+    assert "MiB of weights" in said
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not getattr(merged, "is_quantized", False)
+    if config is INT8:
+        return  # its kernels round activations: only measured
+    from transformers import BitsAndBytesConfig
+
+    nf4 = BitsAndBytesConfig(**{**NF4, "bnb_4bit_compute_dtype": torch.float32})
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=nf4, device_map={"": "cpu"})
+    trained = peft.PeftModel.from_pretrained(trained.dequantize(torch.float32), run / "adapter")
+    torch.testing.assert_close(logits(merged), logits(trained), atol=1e-4, rtol=1e-4)
+
+
+def test_int8_may_be_kept_and_reads_back(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
+    run = fit(*quantised(INT8))
+    said = lit_ft("export", "--run", run, "--merge", "--quantized-base", "keep", "--out", tmp_path / "out")
+    assert "merged, and rounded to the base's bits again" in said
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map={"": "cpu"})
+    assert merged.model.layers[0].self_attn.q_proj.weight.dtype == torch.int8
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_four_bits_that_forget_what_was_learned_are_refused(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
+    run = fit(*quantised(NF4), "--model.peft.init_lora_weights", "true")
+    said = lit_ft("export", "--run", run, "--merge", "--quantized-base", "keep", "--out", tmp_path / "out", code=1)
+    assert "of what training did to the logits" in said
+    assert "nothing was written. Dequantise the base, or use the adapter on it" in said
+    assert not (tmp_path / "out").exists()
+
+
+# --- a merge that went wrong -----------------------------------------------------------------------
+
+
+def _edit(change_tensors: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change_tensors(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+def _resize(folder: Path) -> None:
+    """Embeddings and config agree with each other, and not with the base."""
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:380].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 380}))
+
+
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (_edit(lambda tensors: tensors.__delitem__(NORM)), f"{NORM} is missing"),
+    "NaN": (_edit(lambda tensors: tensors[NORM].fill_(float("nan"))), f"{NORM} holds values that are not finite"),
+    "empty": (_edit(lambda tensors: tensors.update({NORM: tensors[NORM][:0]})), f"{NORM} is empty, (0,)"),
+    "dtype": (_edit(lambda tensors: tensors.update({NORM: tensors[NORM].half()})), f"{NORM} is torch.float16, not"),
+    "extra": (_edit(lambda tensors: tensors.update({"other": torch.zeros(3)})), "other is not in Qwen2ForCausalLM"),
+    "values": (_edit(lambda tensors: tensors[NORM].mul_(1.1)), "the merged model is not what was trained"),
+    "head": (_edit(lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING] + 1})), "ties them to one"),
+    "resized": (_resize, f"{EMBEDDING} is (380, 48), in the base (384, 48)"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_damaged_files_leave_nothing(
+    lit_ft: Any, fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, method: str
+) -> None:
+    damage, message = DAMAGES[case]
+    run = fit(*(["--model.peft", "null"] if method == "full" else []))
+    save = PreTrainedModel.save_pretrained
+
+    def save_and_damage(self: Any, folder: Path, **options: Any) -> None:
+        save(self, folder, **options)
+        damage(folder)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save_and_damage)
+    said = lit_ft("export", "--run", run, "--merge", "--out", tmp_path / "out" / "merged", code=1)
+    message = f"{NORM} has other values" if (case, method) == ("values", "full") else message
+    assert message in said
+    assert "nothing was written" in said
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# --- the folder ------------------------------------------------------------------------------------
+
+
+def test_dtypes_and_spellings(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
+    run = fit()
+    for short, dtype in (("bf16", torch.bfloat16), ("float16", torch.float16), ("fp32", torch.float32)):
+        assert "merge verified" in lit_ft(
+            "export", "--run", run, "--merge", "--dtype", short, "--out", tmp_path / "out"
+        )
+        assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == dtype
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_merge_into_a_wider_dtype_is_rounded_once(lit_ft: Any, fit: Any, tmp_path: Path, method: str) -> None:
+    """A bf16 base, merged in fp32: base plus adapter to the last bits, no sum that was rounded to bf16 before."""
+    run = fit("--model.dtype", "bfloat16", *(["--model.peft", "null"] if method == "full" else []))
+    lit_ft("export", "--run", run, "--merge", "--dtype", "float32", "--out", tmp_path / "wide")
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
+    is_rounded = all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in wide.values())
+    assert is_rounded == (method == "full")
+    lit_ft("export", "--run", run, "--merge", "--dtype", "fp16", "--out", tmp_path / "half")
+    for name, tensor in load_file(tmp_path / "half" / "model.safetensors").items():
+        assert torch.equal(tensor, wide[name].half()), name
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_in_an_adapter_or_its_base_is_found(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
+    run = fit("--merge")
+    (run / "adapter" / "README.md").write_text("# My adapter")  # texts may be changed
+    export = ("export", "--adapter", run / "adapter", "--merge", "--out", tmp_path / "out")
+    lit_ft(*export)
+    flip(run / "adapter" / "adapter_model.safetensors")
+    said = lit_ft(*export, code=2)
+    assert "adapter' is not what was exported (with other bytes: adapter_model.safetensors); export it again" in said
+    lit_ft("export", "--run", run)
+    lit_ft(*export)
+    flip(run / "merged" / "model.safetensors")
+    assert "merged' is not what was exported" in lit_ft(*export, "--base", run / "merged", code=2)
+    (run / "merged" / "manifest.json").write_text("[]")
+    assert "manifest.json is no readable manifest" in lit_ft(*export, "--base", run / "merged", code=2)
+
+
+def test_fit_and_validate_compare_a_merged_base_with_its_manifest(
+    lit_ft: Any, fit: Any, tmp_path: Path, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged = fit("--merge") / "merged"
+    flip(merged / "model.safetensors")
+    more = ["--model.pretrained", merged, "--data.val_path", write_rows(count=4, name="val.json")]
+    arguments = [*recipe(tmp_path, str(merged), write_rows(), max_steps=1)[1:], *more]
+    refused = "merged' is not what was exported (with other bytes: model.safetensors); export it again, or remove its"
+    for command in ("fit", "validate"):
+        assert refused in lit_ft(command, *arguments, "--run_dir", tmp_path / "of-merged", code=2)
+    monkeypatch.setattr("lit_ft.commands.train.HASHED_BASE_BYTES", 0)
+    said = lit_ft("validate", *arguments, "--run_dir", tmp_path / "of-merged")
+    assert f"GiB are compared with manifest.json by size alone; python -m lit_ft verify {merged} compares" in said
+    with (merged / "model.safetensors").open("ab") as file:
+        file.write(b"1")
+    assert "of another size: model.safetensors" in lit_ft("validate", *arguments, code=2)
+
+
+def test_an_export_says_which_step_it_is(lit_ft: Any, fit: Any) -> None:
+    run = fit("--trainer.log_every_n_steps", "1")
+    last = run / "checkpoints" / "last.ckpt"
+    assert "last.ckpt is step 2 of 2\n" in (said := lit_ft("export", "--run", run))
+    assert "newer" not in said
+    assert "was logged up to" not in said
+    state = torch.load(last, weights_only=False)
+    torch.save({**state, "global_step": 1}, run / "checkpoints" / "first.ckpt")
+    said = lit_ft("export", "--run", run, "--checkpoint", run / "checkpoints" / "first.ckpt")
+    assert "first.ckpt is step 1 of 2\n" in said
+    assert f"a newer checkpoint is {last}, of step 2; take it with --checkpoint" in said
+    last.unlink()
+    for other in (run / "checkpoints").glob("epoch*.ckpt"):
+        other.unlink()
+    said = lit_ft("export", "--run", run, "--checkpoint", run / "checkpoints" / "first.ckpt")
+    assert "the run was logged up to step 2 (metrics.csv), of which no checkpoint is left" in said
+
+
+@pytest.mark.parametrize("command", ["validate", "fit"])
+def test_a_copied_run_goes_on_from_its_own_checkpoints(lit_ft: Any, fit: Any, tmp_path: Path, command: str) -> None:
+    run, copy = fit(), tmp_path / "copy"
+    shutil.copytree(run, copy)
+    shutil.rmtree(run)
+    options = ["--trainer.max_steps", "3"] if command == "fit" else []
+    said = lit_ft(command, "--config", copy / "config.yaml", "--ckpt_path", "last", *options)
+    assert f"config.yaml names the run folder {run}; taken is the one it lies in, {copy}" in said
+    assert not run.exists()
+    steps = [torch.load(path)["global_step"] for path in (copy / "checkpoints").glob("last*.ckpt")]
+    assert max(steps) == (3 if command == "fit" else 2)
+
+
+def test_generation_stops_at_the_end_of_a_turn(lit_ft: Any, fit: Any, base: Path, tmp_path: Path) -> None:
+    path = base / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 7, "do_sample": True, "temperature": 0.7}))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    run = fit("--merge")
+    said = lit_ft("export", "--run", run, "--merge", "--out", tmp_path / "out")
+    assert f"generation_config.json: eos_token_id 7 -> [7, {end}], so that <|im_end|> ends an answer" in said
+    for folder in (run / "merged", tmp_path / "out"):
+        config = AutoModelForCausalLM.from_pretrained(folder).generation_config
+        assert config.eos_token_id == [7, end]
+        assert config.temperature == 0.7
+    path.write_text(json.dumps({"eos_token_id": [7, end]}))
+    said = lit_ft("export", "--run", run, "--merge", "--out", tmp_path / "out")
+    assert "generation_config.json" not in said
+
+
+def test_the_card_says_what_it_is(lit_ft: Any, fit: Any, base: Path, tmp_path: Path) -> None:
+    run = fit("--merge", "--trainer.val_check_interval", "1")
+    shutil.copytree(run / "adapter", tmp_path / "first")
+    lit_ft("export", "--run", run)
+    for folder, library in ((tmp_path / "first", "peft"), (run / "adapter", "peft"), (run / "merged", "transformers")):
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        front = yaml.safe_load(text.split("---\n")[1])
+        assert front == {"library_name": library, "pipeline_tag": "text-generation", "tags": ["lit_ft", "lora"]}
+        assert str(base) in text
+        assert "| val/loss |" in text
+        cooked = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+        assert cooked["model"]["init_args"]["peft"]["init_args"]["r"] == 4
+        assert "logger" not in cooked["trainer"]
+        assert f"torch {torch.__version__}" in text
+        assert "[More Information Needed]" not in text  # PEFT's template
+    assert "- `rows`: 18 samples" in (run / "merged" / "README.md").read_text()
+
+
+def test_a_card_keeps_secrets() -> None:
+    from lit_ft.export.model_card import Card
+
+    recipe = {
+        "model": {"init_args": {"pretrained": "Qwen/Qwen2.5-0.5B", "hf_token": "hf_abc", "added_tokens": ["<a>"]}},
+        "data": {"init_args": {"path": "https://me:secret@host/rows.json", "sources": [{"path": "tatsu-lab/alpaca"}]}},
+        "trainer": {"logger": {"init_args": {"key": "wandb-key"}}, "max_steps": 3},
+        "run_dir": "/home/me/runs",
+    }
+    text = str(Card(kind="adapter", title="t", base="Qwen/Qwen2.5-0.5B", commit="abc", method="LORA", recipe=recipe))
+    for secret in ("hf_abc", "secret", "wandb-key", "/home/me"):
+        assert secret not in text
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert (front["base_model"], front["datasets"]) == ("Qwen/Qwen2.5-0.5B", ["tatsu-lab/alpaca"])
+    assert "<a>" in text
+    assert "(revision abc)" in text
+
+
+def test_added_tokens_by_a_recipe(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
+    tokens = json.dumps([f"<new_{number}>" for number in range(80)])
+    run = fit("--model.added_tokens", tokens, "--merge")
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged")
+    tokenizer = AutoTokenizer.from_pretrained(run / "merged")
+    assert merged.config.vocab_size == len(tokenizer) == 400
+    assert "model.resize_token_embeddings(len(tokenizer))" in (run / "adapter" / "README.md").read_text()
+    for options in (["--run", run], ["--adapter", run]):
+        lit_ft("export", *options, "--merge", "--out", tmp_path / "out")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        torch.testing.assert_close(logits(again), logits(merged), atol=1e-6, rtol=1e-6)
+
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], "there is nothing to export; name a run with --run, or adapters with --adapter"),
+    "run and base": (["--run", "RUN", "--base", "b"], "run and base both name a base model"),
+    "no adapter there": (["--adapter", "nowhere=0.5", "--out", "o"], "neither 'nowhere' nor 'nowhere/adapter' holds"),
+    "no out": (["--adapter", "RUN"], "out is not set; say where to write with --out DIR"),
+    "dtype of an adapter": (["--run", "RUN", "--dtype", "bf16"], "dtype=bf16 is for merged weights; add --merge"),
+    "not merged": (["--run", "RUN", "--quantized-base", "keep"], "quantized_base=keep is for merged weights"),
+    "not quantised": (
+        ["--run", "RUN", "--merge", "--quantized-base", "keep"],
+        "the base is not quantised; leave it out",
+    ),
+    "onto the base": (["--run", "RUN", "--merge", "--out", "BASE"], "is the base model itself; name another folder"),
+    "onto other things": (["--run", "RUN", "--merge", "--out", "RUN"], "config.yaml"),
+    "misspelt": (["--run", "RUN", "--adaptor", "x"], "did you mean 'adapter'?"),
+}
+
+
+def test_mistakes(lit_ft: Any, fit: Any, base: Path) -> None:
+    run = fit()
+    held = sorted(path for path in run.rglob("*") if path.is_file())
+    for name, (options, message) in MISTAKES.items():
+        named = [{"RUN": str(run), "BASE": str(base)}.get(option, option) for option in options]
+        assert message in lit_ft("export", *named, code=2), name
+    assert sorted(path for path in run.rglob("*") if path.is_file()) == held
+
+
+@pytest.mark.parametrize("method", ["prompt", "full"])
+def test_what_a_method_cannot_do(lit_ft: Any, fit: Any, tmp_path: Path, method: str) -> None:
+    prompt = {"class_path": "peft.PromptTuningConfig", "init_args": {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}}
+    run = fit("--model.peft", "null" if method == "full" else json.dumps(prompt))
+    options, message = {
+        "prompt": (["--merge"], "PROMPT_TUNING adds no weights that could be merged"),
+        "full": ([], "the run trained all weights, so there is no adapter; add --merge"),
+    }[method]
+    assert message in lit_ft("export", "--run", run, *options, "--out", tmp_path / "out", code=2)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,274 @@
+"""What a layout costs: formulas against numbers worked out by hand, against torch's order of work, and against runs."""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from peft import LoraConfig
+from ranks import on_ranks
+from torch import nn
+
+from benchmarks.parallel.parallel_bytes import measure, save_config
+from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.cli import main
+from lit_ft.commands.plan import pretended_rank
+from lit_ft.model.loading import decoder_layers
+from lit_ft.planning import communication_formulas, timeline_plot
+from lit_ft.planning.memory import Memory, memory_of, optimizer_bytes
+from lit_ft.planning.pipeline_timeline import Work, idle_share, most_in_flight, order, timetable
+from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+from lit_ft.strategies.parallel.pipeline_parallel import SCHEDULES, stages_per_rank
+
+# --- arithmetic ------------------------------------------------------------------------------------------
+
+
+def test_bubble_share() -> None:
+    assert communication_formulas.bubble_share(4, 8) == 3 / 11
+    assert communication_formulas.bubble_share(4, 8, stages_per_rank=2) == 3 / 19
+    assert communication_formulas.bubble_share(1, 8) == 0
+
+
+def test_a_ring_of_four() -> None:
+    assert communication_formulas.gathered(100, 4) == 75  # three of four quarters pass each rank
+    assert communication_formulas.reduced(100, 4) == 150
+    assert communication_formulas.reduced(100, 1) == 0
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_blocks_of_a_layer_that_trains_send_four_reductions_of_the_stream(sequence_parallel: bool) -> None:
+    # Narayanan et al. 2021, section 3.2: 8 b s h (t - 1) / t numbers for each layer.
+    sent = communication_formulas.block_bytes(1000, 4, blocks=2, into=2, out=2, sequence_parallel=sequence_parallel)
+    assert sent == 8 * 1000 * 3 / 4
+
+
+def test_blocks_before_which_nothing_trains() -> None:
+    # LoRA's first layer: the attention's input needs no gradient, the MLP's does.
+    assert communication_formulas.block_bytes(1000, 2, blocks=2, into=1, out=2) == 3 * 1000
+    assert communication_formulas.block_bytes(1000, 2, blocks=2, into=1, out=2, sequence_parallel=True) == 7 * 500
+
+
+def test_blocks_that_are_computed_again() -> None:
+    # The attention's sum again; with sequence parallelism both blocks' inputs and the attention's result.
+    assert communication_formulas.block_bytes(1000, 2, 2, 2, 2, recomputed=1) == 5 * 1000
+    assert communication_formulas.block_bytes(1000, 2, 2, 2, 2, recomputed=1, sequence_parallel=True) == 11 * 500
+
+
+def test_head() -> None:
+    gradient = 10 * 64  # 10 tokens of 64 bytes, reduced over 2 ranks
+    assert (
+        communication_formulas.head_bytes(10, 64, 2, vocabulary=300, loss_parallel=False) == gradient + 10 * 300 * 4 / 2
+    )
+    # Three reductions of a float; of each rank's best logit, a float, its place, an int64.
+    assert communication_formulas.head_bytes(10, 64, 2, vocabulary=300) == gradient + 3 * 10 * 4 + 10 * (4 + 8)
+
+
+def test_context_and_experts() -> None:
+    assert communication_formulas.context_bytes(1000, 4, layers=3, back=2, recomputed=1) == 6 * 750
+    assert communication_formulas.expert_bytes(10, 2, 64, ranks=4) == 4 * 10 * 2 * 64 * 3 / 4
+    assert communication_formulas.expert_bytes(10, 2, 64, ranks=4, back=False) == 2 * 10 * 2 * 64 * 3 / 4
+
+
+# --- timetable -------------------------------------------------------------------------------------------
+
+
+def test_1f1b_by_hand() -> None:
+    first, last = timetable("1F1B", 2, 2)
+    assert first == [
+        Work("F", 0, 0, 0, 1),
+        Work("F", 0, 1, 1, 2),
+        Work("B", 0, 0, 4, 6),
+        Work("B", 0, 1, 7, 9),
+    ]
+    assert last == [Work("F", 1, 0, 1, 2), Work("B", 1, 0, 2, 4), Work("F", 1, 1, 4, 5), Work("B", 1, 1, 5, 7)]
+    assert idle_share([first, last]) == pytest.approx(1 / 3)
+    assert (most_in_flight(first), most_in_flight(last)) == (2, 1)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 16)])
+def test_the_formula_is_what_the_order_gives(schedule: str, ranks: int, count: int) -> None:
+    found = idle_share(timetable(schedule, ranks, count))
+    assert found == pytest.approx(communication_formulas.bubble_share(ranks, count, stages_per_rank(schedule)))
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (4, 16)])
+def test_zero_bubble_schedules_wait_for_forward_passes_only(schedule: str, ranks: int, count: int) -> None:
+    # Each rank has 2 m pieces of three parts, and waits p - 1 parts (Qi et al. 2024, section 2.3).
+    assert idle_share(timetable(schedule, ranks, count)) == pytest.approx((ranks - 1) / (6 * count + ranks - 1))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_micro_batch_passes_every_stage_once_each_way(schedule: str) -> None:
+    work = [piece for of_rank in order(schedule, 2, 8) for piece in of_rank]
+    places = [(stage, k) for stage in range(2 * stages_per_rank(schedule)) for k in range(8)]
+    assert sorted((stage, k) for kind, stage, k in work if kind == "F") == places
+    assert sorted((stage, k) for kind, stage, k in work if kind in "BI") == places
+    assert sorted((stage, k) for kind, stage, k in work if kind in "BW") == places
+
+
+def test_too_few_micro_batches() -> None:
+    with pytest.raises(RecipeError, match="schedule=DualPipeV: DualPipeV requires at least as many microbatches as"):
+        timetable("DualPipeV", 4, 4)
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+
+def test_optimizer_state_is_counted_without_weights() -> None:
+    weights = [nn.Parameter(torch.empty(3, 5, device="meta")), nn.Parameter(torch.empty(7, device="meta"))]
+    assert optimizer_bytes(torch.optim.AdamW, weights) == 2 * 22 * 4 + 2 * 4  # two moments, and a step count each
+    assert optimizer_bytes(lambda p: torch.optim.SGD(p, lr=0.1), weights) == 0
+    assert optimizer_bytes(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), weights) == 22 * 4
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_memory_under_fsdp(model_folder: str, accumulate: int) -> None:
+    with pretended_rank(0, 4):
+        strategy = FSDPStrategy()
+        trainer = Trainer(
+            accelerator="cpu", devices=4, strategy=strategy, accumulate_grad_batches=accumulate, logger=False
+        )
+        module = CausalLM(model_folder)
+        module.trainer, module.model = trainer, module.check()
+        strategy._lightning_module = strategy.model = module
+        strategy.setup_environment()
+        strategy.shard(module)
+        layers = decoder_layers(module.base_model)
+        found = memory_of(strategy, list(module.parameters()), layers, torch.optim.AdamW, inputs=5)
+    whole = 4 * sum(p.numel() for p in module.check().parameters())
+    # Every first dimension is a multiple of 4, so the shards are quarters; of two layers, both are gathered at a time.
+    steps = 4 * len(list(module.parameters()))
+    assert found == Memory(whole / 4, whole, whole / 4 if accumulate == 1 else whole, 2 * whole / 4 + steps, 5)
+    assert found.total == sum(vars(found).values())
+
+
+# --- against runs ----------------------------------------------------------------------------------------
+
+P, T, D, C = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "context_parallel_size"
+LORA = {"peft": LoraConfig(r=4, target_modules="all-linear")}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [
+        ({T: 2}, LORA),
+        ({T: 2, "sequence_parallel": True}, {"gradient_checkpointing": True}),
+        ({T: 2, "loss_parallel": False}, {}),
+        ({P: 2, "schedule": "ZBVZeroBubble"}, LORA),
+        ({P: 2, D: 2}, {}),
+        ({D: 2, T: 2}, LORA),
+        ({C: 2, T: 2}, LORA),
+    ],
+    ids=["tensor", "sequence", "whole_logits", "pipeline", "pipeline_and_data", "data_and_tensor", "context"],
+)
+def test_what_is_sent_is_what_the_formulas_say(tmp_path: Path, options: dict[str, Any], model: dict[str, Any]) -> None:
+    world = 4 if len({P, T, D, C} & set(options)) > 1 else 2
+    for sent, planned in on_ranks(world, measure, save_config(tmp_path), options, model, timeout=100):
+        # Where all ranks are one group, the gradient norm's few bytes are along it as well.
+        assert sent == {kind: pytest.approx(count, abs=16) for kind, count in planned.items()}
+
+
+# --- command ---------------------------------------------------------------------------------------------
+
+
+def plan(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    return stopped.value.code  # type: ignore[return-value]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model_folder: str) -> str:
+    path = tmp_path / "recipe.yaml"
+    strategy = {
+        "class_path": "lit_ft.strategies.ModelParallelStrategy",
+        "init_args": {P: 2, T: 2, "schedule": "1F1B", "num_microbatches": 4},
+    }
+    content = {
+        "model": {"pretrained": model_folder},
+        "data": {"path": str(tmp_path / "none.json"), "max_length": 64, "micro_batch_size": 4},
+        "trainer": {"strategy": strategy, "devices": 2, "num_nodes": 2, "accelerator": "cuda"},
+    }
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def test_plan_of_a_machine_that_is_not_here(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--config", recipe) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "layout: pipeline 2 x tensor 2 = 4 ranks, loss parallel"
+    assert lines[1] == "schedule: 1F1B, p=2 ranks, m=4 micro-batches: bubble 20.0% ((p-1)/(m+p-1) is 20.0%)"
+    assert lines[2].endswith("at most 1 x 256 tokens a replica:")
+    first, last = (line.split() for line in lines[4:6])
+    # Attention's matrices and biases and those of the MLP are halved; both norms are whole.
+    layer = (48 * 48 * 2 + 48 * 24 * 2 + 48 + 24 + 24 + 3 * 48 * 96) // 2 + 2 * 48
+    assert first[:4] == ["0-1", "embedding,", "0", f"{384 * 48 // 2 + layer:,}"]
+    assert last[:4] == ["2-3", "1,", "head", f"{384 * 48 // 2 + layer + 48:,}"]
+
+
+@pytest.mark.processes
+def test_plan_says_what_the_run_says(
+    recipe: str, model_folder: str, write_rows: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan("--config", recipe) == 0
+    planned = capsys.readouterr().out.splitlines()
+    for said in on_ranks(4, describe, model_folder, write_rows(), timeout=100):
+        assert said.splitlines() == planned[: len(said.splitlines())]
+
+
+def describe(folder: str, data: str) -> str:
+    strategy = ModelParallelStrategy(2, 2, num_microbatches=4, timeout=timedelta(seconds=60))
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", devices=4, strategy=strategy, max_steps=1, **quiet)  # type: ignore[arg-type]
+    trainer.fit(CausalLM(folder), TextDataModule(data, max_length=64, micro_batch_size=4))
+    return strategy.describe()
+
+
+def test_devices_of_the_command_line_count(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--config", recipe, "--devices", "8", "--num_nodes", "1") == 0
+    assert "layout: pipeline 2 x data 2 x tensor 2 = 8 ranks" in capsys.readouterr().out
+
+
+def test_sizes_that_do_not_fit(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--config", recipe, "--devices", "3", "--num_nodes", "1") == 2
+    assert "must make 3 ranks" in capsys.readouterr().err
+
+
+def test_devices_without_a_number(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--config", recipe, "--trainer.devices", "auto") == 2
+    assert "give one with --devices N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_picture_of_every_schedule(tmp_path: Path, schedule: str) -> None:
+    path = tmp_path / "schedule.svg"
+    timeline_plot.draw(timetable(schedule, 2, 4), path, f"title of {schedule}")
+    text = path.read_text()
+    boxes = 4 * 2 * stages_per_rank(schedule) * (3 if "Zero" in schedule else 2)
+    if schedule != "DualPipeV":  # splits some backward passes only
+        assert text.count("#ffffff; stroke-linejoin: miter") >= boxes
+    assert f"title of {schedule}" in text
+
+
+def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(RecipeError, match=r"pip install 'lit-ft\[plots\]'"):
+        timeline_plot.draw(timetable("GPipe", 2, 2), tmp_path / "schedule.png", "")
+
+
+def test_plan_of_a_strategy_that_it_does_not_know(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--config", recipe, "--trainer.strategy", "ddp") == 0
+    assert capsys.readouterr().out.startswith("DDPStrategy on 4 ranks: plan knows how FSDPStrategy and ModelParallel")
+
+
+def test_a_picture_needs_a_pipeline(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = "--trainer.strategy.init_args.pipeline_parallel_size=1"
+    assert plan("--config", recipe, size, "--draw", str(tmp_path / "s.png")) == 2
+    assert "pipeline_parallel_size=1" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""Every shipped recipe is parsed; those that can run here, run."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from forked_commands import run_forked
+from ranks import on_ranks
+
+from lit_ft.cli import main
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
+FRAGMENTS = sorted((REPOSITORY / "recipes").glob("*/*.yaml"))
+"""Laid on top of a recipe."""
+HUANHUAN = Path(os.environ.get("LIT_FT_TEST_DATA", ".")) / "huanhuan.json"
+"""A real data set, used in place of generated rows where that folder has it."""
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_parses_and_opens_with_its_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"^# .*(python -m lit_ft fit --config|make) ?", path.read_text(), re.MULTILINE)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", str(path), "--print_config"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    # What is printed parses to the same again.
+    again = path.parent / ".printed.yaml"
+    again.write_text(printed)
+    try:
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", str(again), "--print_config"])
+    finally:
+        again.unlink()
+    assert capsys.readouterr().out == printed
+
+
+NOT_HERE = {
+    "deepspeed_zero3_nvme": "needs a disk, and libaio to compile for it",
+    "deepspeed_zeropp": "its kernels are for CUDA",
+}
+"""Fragments that are parsed only."""
+
+
+REFUSED = {"liger": "needs a CUDA device"}
+"""Fragments that say so where there is no GPU."""
+INSTEAD = {"compile": ["--model.compile", "aot_eager"]}
+"""The same without waiting for a C++ compiler."""
+
+
+def quickstart_with(fragment: Path, *options: str) -> Any:
+    """Exit code of a run of two steps."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", "recipes/quickstart.yaml", "--config", str(fragment), *options])
+    return stop.value.code
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_fragments_run_on_top_of_the_quickstart(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("LIT_FT_RUN_DIR", "")
+    caplog.set_level("INFO", "lightning.pytorch")
+    name = path.relative_to(REPOSITORY)
+    assert f"python -m lit_ft fit --config recipes/quickstart.yaml --config {name}" in path.read_text()
+    if path.stem in NOT_HERE:
+        assert quickstart_with(name, "--print_config") == 0
+        return
+    options = ["--trainer.max_steps", "2", "--trainer.callbacks", "[]", "--trainer.limit_val_batches", "1"]
+    options += ["--run_dir", str(tmp_path / "run")]
+    if path.parent.name == "strategies":  # which leave a process group and patches behind: in a process of its own
+        # Parts of a model need as many ranks as the fragment's own command starts; the others run on one.
+        command = re.search(r"--trainer.devices (\d+)$", path.read_text(), re.MULTILINE)
+        ranks = int(command[1]) if command is not None and "ModelParallelStrategy" in path.read_text() else 1
+        options += ["--trainer.devices", str(ranks)]
+        assert on_ranks(ranks, quickstart_with, name, *options) == [0] * ranks
+    elif path.stem in REFUSED and not torch.cuda.is_available():
+        assert quickstart_with(name, *options) == 2
+        assert REFUSED[path.stem] in capsys.readouterr().err
+        return
+    else:
+        assert quickstart_with(name, *options, *INSTEAD.get(path.stem, [])) == 0
+        assert "done: 2 optimiser steps" in caplog.text
+    written = ("adapter/adapter_config.json", "merged/config.json")  # what trains all weights has no adapter
+    assert any((tmp_path / "run" / name).is_file() for name in written)
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "recipes" / "strategies").glob("*.yaml")), ids=lambda p: p.stem)
+def test_strategies_place_and_change_nothing_else(path: Path) -> None:
+    """Samples of a step, precision and the like stay the recipe's, so that losses do."""
+    fragment = yaml.safe_load(path.read_text())
+    assert fragment.keys() == {"trainer"}
+    assert fragment["trainer"].keys() <= {"strategy", "devices"}
+
+
+def test_generated_data_is_what_is_bundled(tmp_path: Path) -> None:
+    generator = REPOSITORY / "recipes" / "data" / "generate.py"
+    subprocess.run([sys.executable, str(generator), "quickstart", "--out", str(tmp_path)], check=True)
+    for name in ("quickstart_train.json", "quickstart_val.json", "mixture_text.txt"):
+        assert (tmp_path / name).read_bytes() == (generator.parent / name).read_bytes()
+
+
+def test_pretraining_runs(tmp_path: Path) -> None:
+    """A few steps of recipes/pretrain_tiny.yaml on a small corpus of the same kind."""
+    base = tmp_path / "base"
+    generator = REPOSITORY / "recipes" / "data" / "generate.py"
+    subprocess.run([sys.executable, str(generator), "pretrain", "--out", str(base), "--documents", "2000"], check=True)
+    done = run_forked(
+        *("fit", "--config", "recipes/pretrain_tiny.yaml"),
+        *("--model.pretrained", str(base), "--data.path", str(base / "corpus.jsonl")),
+        *("--run_dir", str(tmp_path / "run"), "--trainer.max_steps", "20", "--lr_scheduler.warmup", "5"),
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
+    losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
+    assert losses[-1] < 6.5
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "lit_ft", "fit", "--config", "recipes/quickstart.yaml", "--run_dir", str(run_dir)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    scores = re.findall(r"val/exact_match (before|after) training: ([\d.]+)%", done.stderr)
+    assert [when for when, _ in scores] == ["before", "after"]
+    assert float(scores[0][1]) < 5
+    assert float(scores[1][1]) > 80
+    for name in ("adapter", "merged", "config.yaml"):
+        assert (run_dir / name).exists()
+    assert "next: python -m lit_ft predict" in done.stderr
+
+
+@pytest.mark.parametrize("recipe", ["qwen", "full"])
+def test_qwen_recipes_run_on_another_model(tmp_path: Path, model_folder: str, write_rows: Any, recipe: str) -> None:
+    data = str(HUANHUAN) if HUANHUAN.is_file() else write_rows()
+    done = run_forked(
+        *("fit", "--config", f"recipes/{recipe}.yaml"),
+        *("--model.pretrained", model_folder, "--data.path", data, "--data.system", "你是甄嬛。"),
+        *("--run_dir", str(tmp_path / "run"), "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "6"),
+        *("--trainer.accelerator", "cpu"),
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "run" / "checkpoints").glob("epoch=0-step=*.ckpt"))

@@ -1,0 +1,196 @@
+"""Which samples go where: windows, joined micro-batches, packing, mixing."""
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lit_ft import RecipeError
+from lit_ft.data.loaders.batching import BatchPlan, RowLoader
+from lit_ft.data.loaders.mixing import Mixing, check_weights
+from lit_ft.data.loaders.packing import best_fit
+from lit_ft.data.tokens.samples import Samples, collect, join
+from lit_ft.packed_batch import from_padded, lay_end_to_end
+
+
+def samples_of(*sources: list[int]) -> Samples:
+    """Samples of the given lengths, a list for each source."""
+    parts = []
+    for lengths in sources:
+        ids = np.concatenate([np.arange(3, 3 + n, dtype=np.int32) for n in lengths])
+        parts.append(collect(ids, ids, np.array(lengths)))
+    return join(parts, [f"source{number}" for number in range(len(sources))])
+
+
+@pytest.mark.parametrize("packing", [None, 64])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("budget", [None, 64])
+def test_every_sample_once_and_windows_agree(packing: Any, replicas: int, accumulate: int, budget: Any) -> None:
+    rng = random.Random(0)
+    lengths = [rng.randint(2, 30) for _ in range(47)]
+    samples = samples_of(lengths)
+    plan = BatchPlan(2, packing, budget, shuffle=True, seed=1, replicas=replicas)
+    loaders = [RowLoader(samples, plan, replica=r, accumulate=lambda: accumulate) for r in range(replicas)]
+    for epoch in range(2):
+        dealt = [list(loader.micro_batches(epoch)) for loader in loaders]
+        assert {len(micro_batches) for micro_batches in dealt} == {len(loaders[0])}
+        members = [i for micro_batches in dealt for batch, _, _ in micro_batches for i in batch]
+        assert sorted(members) == list(range(47))
+        for start in range(0, len(loaders[0]), accumulate):
+            window = [micro_batches[start : start + accumulate] for micro_batches in dealt]
+            for share in window:
+                supervised = sum(int(samples.supervised[batch].sum()) for batch, _, _ in share if batch)
+                assert {tokens for _, tokens, _ in share} == {supervised}
+            computes = [[compute for _, _, compute in share] for share in window]
+            assert all(row == computes[0] for row in computes)  # all ranks skip the same micro-batches
+            assert computes[0][-1]  # the one whose backward synchronises gradients is never skipped
+        if budget is not None and packing is None:
+            assert all(sum(lengths[i] for i in batch) <= budget for share in dealt for batch, _, _ in share)
+        assert sum(len(list(loader)) for loader in loaders) == len(loaders[0]) * replicas
+
+
+def test_the_samples_of_a_step_do_not_depend_on_the_split() -> None:
+    samples = samples_of([5, 9, 4, 7, 8, 6, 3, 2, 5, 9, 4, 7])
+
+    def steps(size: int, accumulate: int, replicas: int, budget: int | None) -> list[set[int]]:
+        plan = BatchPlan(size, None, budget, shuffle=True, seed=5, replicas=replicas)
+        loaders = [RowLoader(samples, plan, replica=r, accumulate=lambda: accumulate) for r in range(replicas)]
+        dealt = [list(loader.micro_batches()) for loader in loaders]
+        return [
+            {i for share in dealt for batch, _, _ in share[start : start + accumulate] for i in batch}
+            for start in range(0, len(dealt[0]), accumulate)
+        ]
+
+    wanted = steps(4, 1, 1, None)
+    for split in ((1, 4, 1, None), (2, 2, 1, 18), (2, 1, 2, None), (1, 2, 2, 18), (1, 1, 4, None)):
+        assert steps(*split) == wanted
+
+
+def test_joined_micro_batches_keep_to_the_budget_and_come_last() -> None:
+    loader = RowLoader(samples_of([5, 5, 5, 5]), BatchPlan(1, None, token_budget=10), accumulate=lambda: 4)
+    assert [batch for batch, _, _ in loader.micro_batches()] == [[], [], [0, 1], [2, 3]]
+    rows = list(loader)
+    assert rows[0]["input_ids"].shape == (1, 0)
+    assert rows[3]["segment_lengths"] == [5, 5]
+    assert rows[3]["window_tokens"] == 16
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rows_do_not_depend_on_the_number_of_workers(workers: int) -> None:
+    samples, plan = samples_of([5, 9, 4, 7], [8, 6, 3]), BatchPlan(2, None, 64, shuffle=True, seed=3)
+
+    def rows(workers: int) -> list[Any]:
+        loader = RowLoader(samples, plan, accumulate=lambda: 2, num_workers=workers)
+        return [(row["input_ids"].tolist(), row["target_sources"].tolist(), row["window_tokens"]) for row in loader]
+
+    assert rows(workers) == rows(0)
+
+
+# --- packing ---------------------------------------------------------------------------------------
+
+
+def test_best_fit_packs_long_samples_by_length_and_short_ones_in_order() -> None:
+    assert best_fit(np.array([2, 4, 5, 1, 6, 3, 2]), 10) == [[4, 1], [2, 5, 0], [3, 6]]
+    assert best_fit(np.array([4, 1, 4, 1, 4, 1]), 20) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_packing_fills_rows() -> None:
+    lengths = np.random.default_rng(0).lognormal(4.5, 0.8, 5000).astype(int).clip(5, 2048)
+    bins = best_fit(lengths, 2048)
+    assert lengths.sum() / (len(bins) * 2048) > 0.99
+    assert sorted(i for members in bins for i in members) == list(range(5000))
+    assert max(int(lengths[members].sum()) for members in bins) <= 2048
+
+
+def test_a_million_lengths_pack_in_seconds() -> None:
+    lengths = np.random.default_rng(0).lognormal(5.0, 1.0, 1_000_000).astype(int).clip(5, 4096)
+    started = time.process_time()
+    bins = best_fit(lengths, 4096)
+    assert time.process_time() - started < 5
+    assert sum(map(len, bins)) == 1_000_000
+    assert lengths.sum() / (len(bins) * 4096) > 0.99
+
+
+def test_the_same_samples_with_and_without_packing() -> None:
+    samples = samples_of([5, 9, 4, 7, 8], [6, 3, 2])
+    for epoch in range(3):
+        packed = BatchPlan(1, 16, shuffle=True, seed=2).units(samples, epoch)
+        assert sorted(i for unit in packed for i in unit) == list(range(8))
+
+
+# --- mixing ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 2.0), (0.7, 0.2, 0.1), (1.0, 30.0, 3.0)])
+@pytest.mark.parametrize("strategy", ["first_exhausted", "all_exhausted"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_ratios_hold_over_any_ten_thousand_draws(weights: Any, strategy: Any, shuffle: bool) -> None:
+    source = np.repeat([0, 1, 2], [40_000, 90_000, 30_000])
+    order = Mixing(strategy, weights).order(source, shuffle, seed=4)
+    for start in range(0, len(order) - 10_000, 10_000):
+        counts = np.bincount(source[order[start : start + 10_000]], minlength=3) / 10_000
+        assert np.abs(counts - np.array(weights) / sum(weights)).max() < 0.01
+
+
+def test_where_an_epoch_ends() -> None:
+    sizes = [10, 40]
+    assert Mixing("concatenate").draws(sizes) == [10, 40]
+    assert Mixing("first_exhausted", (1.0, 1.0)).draws(sizes) == [10, 10]
+    assert Mixing("all_exhausted", (1.0, 1.0)).draws(sizes) == [40, 40]
+    assert Mixing("first_exhausted", (1.0, 8.0)).draws(sizes) == [5, 40]
+    assert Mixing("first_exhausted").draws(sizes) == [10, 40]  # natural sizes, interleaved
+
+
+def test_a_source_that_begins_again_repeats_no_sample_before_all_were_drawn() -> None:
+    source = np.repeat([0, 1], [3, 9])
+    order = Mixing("all_exhausted", (1.0, 1.0)).order(source, True, seed=0)
+    small = order[source[order] == 0]
+    assert [sorted(small[i : i + 3].tolist()) for i in (0, 3, 6)] == [[0, 1, 2]] * 3
+    assert sorted(order[source[order] == 1].tolist()) == list(range(3, 12))
+
+
+def test_other_samples_each_epoch_where_a_source_is_not_used_up() -> None:
+    source = np.repeat([0, 1], [5, 500])
+    plan = BatchPlan(1, shuffle=True, seed=1, mixing=Mixing("first_exhausted", (1.0, 1.0)))
+    samples = samples_of([4] * 5, [4] * 500)
+    one, two = ({i for (i,) in plan.units(samples, epoch) if source[i]} for epoch in (0, 1))
+    assert len(one) == len(two) == 5
+    assert not one & two
+
+
+@pytest.mark.parametrize(
+    ("weights", "strategy", "message"),
+    [
+        ([1.0, None], "first_exhausted", "1 of 2 sources have a weight; give one to each, or to none"),
+        ([1.0, 0.0], "first_exhausted", "weight=0.0 must be above 0"),
+        ([1.0, 2.0], "concatenate", "takes every sample once; set data.mixing to first_exhausted or all_exhausted"),
+    ],
+)
+def test_weights_that_make_no_sense(weights: Any, strategy: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        check_weights(weights, strategy)
+
+
+# --- rows ------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_shifted_once_and_never_across_samples() -> None:
+    first, second = np.array([3, 4, 5]), np.array([6, 7])
+    row = lay_end_to_end([(first, first), (second, np.array([6, 7]))], [1, 0])
+    assert row["input_ids"].tolist() == [[3, 4, 5, 6, 7]]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert row["predict_at"].tolist() == [0, 1, 3]
+    assert row["targets"].tolist() == [4, 5, 7]
+    assert row["target_sources"].tolist() == [1, 1, 0]
+
+
+def test_a_padded_batch_becomes_the_same_row() -> None:
+    ids = torch.tensor([[3, 4, 5], [0, 6, 7]])
+    labels = torch.tensor([[3, 4, 5], [-100, 6, 7]])
+    row = from_padded(ids, labels, torch.tensor([[1, 1, 1], [0, 1, 1]]))
+    assert row["segment_lengths"] == [3, 2]
+    assert row["targets"].tolist() == [4, 5, 7]

@@ -1,0 +1,494 @@
+import json
+import re
+from typing import Any
+
+import pytest
+from conftest import make_tokenizer
+
+from lit_ft.data.text.formats import FORMATS, Chat, Example, Text, Tokens, find_format
+from lit_ft.data.tokens.tokenization import Tokenization
+from lit_ft.errors import BadRow
+from lit_ft.packed_batch import IGNORE_INDEX
+
+N = IGNORE_INDEX
+
+
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ASK, SAY = turn("user", "q"), turn("assistant", "a")
+TOOL = {"name": "add", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": TOOL}]
+ONE, TWO = {"name": "add", "arguments": {"x": 1}}, {"name": "add", "arguments": {"x": 2}}
+CALLED = turn("assistant", "", tool_calls=[call("add", x=1), call("add", x=2)])
+
+
+def share(*turns: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": role, "value": value} for role, value in turns], **more}
+
+
+def chat(*turns: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": list(turns), **more}
+
+
+READ: dict[str, tuple[str, dict[str, Any], Example]] = {
+    "alpaca": ("alpaca", {"instruction": "q", "output": "a"}, Chat([ASK, SAY])),
+    "alpaca, empty options": (
+        "alpaca",
+        {"instruction": "q", "input": "", "output": "a", "system": None, "history": None, "id": 3},
+        Chat([ASK, SAY]),
+    ),
+    "alpaca, all options": (
+        "alpaca",
+        {"instruction": "q", "input": "i", "output": "a", "system": "s", "history": [["q1", "a1"], ("q2", "a2")]},
+        Chat(
+            [
+                turn("system", "s"),
+                turn("user", "q1"),
+                turn("assistant", "a1"),
+                turn("user", "q2"),
+                turn("assistant", "a2"),
+                turn("user", "q\ni"),
+                SAY,
+            ]
+        ),
+    ),
+    "alpaca, input alone": ("alpaca", {"instruction": "", "input": "i", "output": "a"}, Chat([turn("user", "i"), SAY])),
+    "sharegpt": ("sharegpt", share(("human", "q"), ("gpt", "a")), Chat([ASK, SAY])),
+    "sharegpt, other names": ("sharegpt", share(("user", "q"), ("assistant", "a")), Chat([ASK, SAY])),
+    "sharegpt, system": (
+        "sharegpt",
+        share(("human", "q"), ("gpt", "a"), system="s"),
+        Chat([turn("system", "s"), ASK, SAY]),
+    ),
+    "sharegpt, system turn first": (
+        "sharegpt",
+        share(("system", "mine"), ("human", "q"), ("gpt", "a")),
+        Chat([turn("system", "mine"), ASK, SAY]),
+    ),
+    "messages, a call without arguments": (
+        "messages",
+        {
+            "messages": [ASK, turn("assistant", "a", tool_calls=[{"name": "f", "arguments": ""}])],
+            "tools": [{"type": "function", "name": "f"}],
+        },
+        Chat(
+            [
+                ASK,
+                turn("assistant", "a", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {}}}]),
+            ],
+            [{"type": "function", "function": {"name": "f"}}],
+        ),
+    ),
+    "sharegpt, parallel calls": (
+        "sharegpt",
+        share(
+            ("human", "q"),
+            ("function_call", json.dumps([ONE, TWO])),
+            ("observation", "3"),
+            ("tool", "4"),
+            ("gpt", "a"),
+            tools=json.dumps([TOOL]),
+        ),
+        Chat([ASK, CALLED, turn("tool", "3"), turn("tool", "4"), SAY], TOOLS),
+    ),
+    "sharegpt, one call": (
+        "sharegpt",
+        share(("human", "q"), ("function_call", json.dumps(ONE)), tools=""),
+        Chat([ASK, turn("assistant", "", tool_calls=[call("add", x=1)])]),
+    ),
+    "sharegpt, marks": (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "human", "value": "q", "train": True},
+                {"from": "gpt", "value": "a", "weight": 0},
+                {"from": "human", "value": "q", "train": None},
+                {"from": "gpt", "value": "a"},
+            ],
+            "system": "s",
+        },
+        Chat([turn("system", "s"), ASK, SAY, ASK, SAY], None, {1: True, 2: False}),
+    ),
+    "messages": ("messages", chat(turn("system", "s"), ASK, SAY), Chat([turn("system", "s"), ASK, SAY])),
+    "messages, developer": (
+        "messages",
+        chat(turn("developer", "s"), ASK, SAY),
+        Chat([turn("developer", "s"), ASK, SAY]),
+    ),
+    "messages, tools": (
+        "messages",
+        chat(
+            ASK,
+            turn(
+                "assistant",
+                None,
+                tool_calls=[
+                    {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}},
+                    {"function": {"name": "add", "arguments": {"x": 2}}},
+                ],
+            ),
+            turn("tool", "3", tool_call_id="c1"),
+            turn("function", "", name="add"),
+            SAY,
+            tools=[TOOL, *TOOLS],
+        ),
+        Chat(
+            [
+                ASK,
+                turn("assistant", "", tool_calls=[{**call("add", x=1), "id": "c1"}, call("add", x=2)]),
+                turn("tool", "3", tool_call_id="c1"),
+                turn("tool", "", name="add"),
+                SAY,
+            ],
+            [*TOOLS, *TOOLS],
+        ),
+    ),
+    "messages, text and one call": (
+        "messages",
+        chat(ASK, turn("assistant", "t", tool_calls={"name": "now"}), tools={}),
+        Chat([ASK, turn("assistant", "t", tool_calls=[call("now")])]),
+    ),
+    "messages, parts": (
+        "messages",
+        chat(turn("user", [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]), SAY),
+        Chat([turn("user", "q!"), SAY]),
+    ),
+    "messages, marks": (
+        "messages",
+        chat(
+            turn("user", "q", weight=1),
+            turn("assistant", "a", weight=1.0),
+            turn("user", "q", train=1),
+            turn("assistant", "a", train=False),
+            turn("user", "q", weight=0),
+            turn("assistant", "a", train=True, weight=0),
+        ),
+        Chat([ASK, SAY, ASK, SAY, ASK, SAY], None, {2: True, 3: False, 4: False, 5: True}),
+    ),
+    "messages, other keys": (
+        "messages",
+        chat(ASK, turn("assistant", "a", name=None, reasoning_content="r")),
+        Chat([ASK, turn("assistant", "a", reasoning_content="r")]),
+    ),
+    "messages, answer first": ("messages", chat(SAY), Chat([SAY])),
+    "completion": ("completion", {"text": " t\n"}, Text(" t\n")),
+    "prompt_completion": ("prompt_completion", {"prompt": "q ", "completion": "a"}, Text("a", "q ")),
+    "prompt_completion, messages": (
+        "prompt_completion",
+        {"prompt": [ASK, SAY, ASK], "completion": [SAY, ASK, SAY], "tools": TOOLS},
+        Chat([ASK, SAY, ASK, SAY, ASK, SAY], TOOLS, {1: False}),
+    ),
+    "tokenized": ("tokenized", {"input_ids": [5, 6]}, Tokens([5, 6], [5, 6])),
+    "tokenized, labels": (
+        "tokenized",
+        {"input_ids": [5, 6, 7], "labels": [N, 6, 9], "loss_mask": [1, 1, 1], "attention_mask": None},
+        Tokens([5, 6, 7], [N, 6, 9]),
+    ),
+    "tokenized, loss_mask": (
+        "tokenized",
+        {"input_ids": [5, 6, 7], "labels": None, "loss_mask": [0, 0, 1]},
+        Tokens([5, 6, 7], [N, N, 7]),
+    ),
+    "tokenized, completion_mask": (
+        "tokenized",
+        {"input_ids": [5, 6], "completion_mask": [False, True]},
+        Tokens([5, 6], [N, 6]),
+    ),
+    "tokenized, assistant_masks": (
+        "tokenized",
+        {"input_ids": [5, 6], "assistant_masks": [0, 1]},
+        Tokens([5, 6], [N, 6]),
+    ),
+    "tokenized, padding": (
+        "tokenized",
+        {"input_ids": [0, 5, 6, 0], "labels": [N, N, 6, 0], "attention_mask": [0, 1, 1, 0]},
+        Tokens([5, 6], [N, 6]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_a_row_says(name: str) -> None:
+    form, row, example = READ[name]
+    before = json.dumps(row)
+    assert FORMATS[form].read(row) == example
+    assert find_format(row) == form
+    assert json.dumps(row) == before  # the row is left as it was
+
+
+CALL_OF = {"name": "f", "arguments": {}}
+BAD: dict[str, list[tuple[Any, str]]] = {
+    "alpaca": [
+        ({"output": "a"}, "has no 'instruction'; each row needs it (columns here: 'output')"),
+        (
+            {"instruction": "q", "\ud800": 1},
+            "has no 'output'; each row needs it (columns here: 'instruction', '\\ud800')",
+        ),
+        ({}, "has no 'instruction'; each row needs it (columns here: none)"),
+        ({"instruction": 3, "output": "a"}, "'instruction' is a int; text is needed"),
+        ({"instruction": "q", "output": None}, "has no 'output'; each row needs it"),
+        ({"instruction": "q", "output": ["a"]}, "'output' is a list of str; text is needed"),
+        ({"instruction": "q", "input": {}, "output": "a"}, "'input' is a dict; text is needed"),
+        ({"instruction": "q", "output": "a", "system": True}, "'system' is a bool; text is needed"),
+        ({"instruction": "", "output": "a"}, "'instruction' is empty; the user turn needs text"),
+        ({"instruction": "q", "output": ""}, "'output' is empty; there is nothing to learn from this row, remove it"),
+        ({"instruction": "q", "output": "a", "history": "no"}, "'history' is a str; a list is needed"),
+        (
+            {"instruction": "q", "output": "a", "history": [["q", "a"], ["q"]]},
+            "'history' item 2 is a list of str; a pair [question, answer] is needed",
+        ),
+        (
+            {"instruction": "q", "output": "a", "history": ["qa"]},
+            "'history' item 1 is a str; a pair [question, answer] is needed",
+        ),
+        ({"instruction": "q", "output": "a", "history": [["q", 1]]}, "'history' item 1 is a int; text is needed"),
+        (
+            {"instruction": "q", "output": "a", "history": [["q", ""]]},
+            "'history' item 1 is empty; remove it, or the row",
+        ),
+    ],
+    "sharegpt": [
+        ({}, "'conversations' is missing; a list is needed"),
+        (share(), "'conversations' is empty; a list is needed"),
+        ({"conversations": {"from": "human"}}, "'conversations' is a dict; a list is needed"),
+        ({"conversations": ["q"]}, "'conversations' item 1 is a str; an object with 'from' and 'value' is needed"),
+        ({"conversations": [{"value": "q"}]}, "'conversations' item 1: 'from' is missing; text is needed"),
+        ({"conversations": [{"from": "human"}]}, "'conversations' item 1: 'value' is missing; text is needed"),
+        (
+            share(("bard", "q")),
+            "'conversations' item 1: 'from' is 'bard'; known are human, user, gpt, assistant, system",
+        ),
+        (share(("human", "")), "'conversations' item 1: 'content' is empty; remove it, or the row"),
+        (share(("human", "q"), ("gpt", ""), system="s"), "'conversations' item 2: 'content' is empty"),
+        (share(("system", "s"), ("human", "q"), system="s"), "has a 'system' and a system turn in 'conversations'"),
+        (share(("human", "q")), "'conversations' holds no assistant turn; there is nothing to learn from this row"),
+        (share(("human", "q"), ("system", "s")), "item 2: 'role' is 'system' after other turns; it must come first"),
+        (share(("function_call", "{")), "'conversations' item 1: 'value' of a function_call is not JSON ("),
+        (share(("function_call", "[" * 100_000)), "'value' of a function_call is not JSON (maximum recursion"),
+        (share(("function_call", "null")), "'value' of a function_call is 'null'; name and arguments are needed"),
+        (share(("function_call", "[]")), "'value' of a function_call is '[]'; name and arguments are needed"),
+        (
+            share(("function_call", "[3]")),
+            "item 1: a tool call is a int without a name; it needs 'name' and 'arguments'",
+        ),
+        (share(("gpt", "a"), tools="{"), "'tools' is not JSON ("),
+    ],
+    "messages": [
+        ({"messages": None}, "'messages' is missing; a list is needed"),
+        (chat(), "'messages' is empty; a list is needed"),
+        (chat("q"), "'messages' item 1 is a str; an object with 'role' and 'content' is needed"),
+        (chat({"content": "q"}), "'messages' item 1: 'role' is missing; text is needed"),
+        (chat(turn("bot", "q")), "item 1: 'role' is 'bot'; known are system, developer, user, assistant, tool"),
+        (chat({"role": "user"}), "'messages' item 1: 'content' is missing; text is needed"),
+        (chat(ASK, turn("assistant", "")), "'messages' item 2: 'content' is empty; remove it, or the row"),
+        (chat(turn("user", [])), "'messages' item 1: 'content' is empty; remove it, or the row"),
+        (chat(turn("user", 3)), "'messages' item 1: 'content' is a int; text is needed"),
+        (
+            chat(turn("user", [{"type": "image_url"}])),
+            "item 1: 'content' holds a part of type 'image_url'; only text can be trained on",
+        ),
+        (chat(turn("user", [{}])), "item 1: 'content' holds a part of type missing; only text can be trained on"),
+        (chat(turn("user", ["q"])), "item 1: 'content' holds a part that is a str; only text can be trained on"),
+        (chat(turn("user", [{"type": "text"}])), "item 1: 'text' of 'content' is missing; text is needed"),
+        (chat(ASK), "'messages' holds no assistant turn; there is nothing to learn from this row, remove it"),
+        (chat(ASK, SAY, SAY), "item 3: two assistant turns follow each other; join them, or put back what was between"),
+        (chat(ASK, turn("developer", "s")), "item 2: 'role' is 'developer' after other turns; it must come first"),
+        (
+            chat(ASK, turn("tool", "3")),
+            "item 2: a tool's result follows no tool call; put back the assistant turn with",
+        ),
+        (chat(ASK, CALLED, ASK), "item 3: the tool call before it has no result; put back the turn of role 'tool'"),
+        (chat(turn("user", "q", tool_calls=[CALL_OF])), "item 1: 'tool_calls' belong to the assistant, not to 'user'"),
+        (chat(turn("assistant", "a", tool_calls=[])), "item 1: 'tool_calls' is empty; leave it out"),
+        (
+            chat(turn("assistant", "a", tool_calls=["f"])),
+            "item 1: a tool call is a str without a name; it needs 'name'",
+        ),
+        (chat(turn("assistant", "a", tool_calls=[{"name": ""}])), "item 1: a tool call is a dict without a name"),
+        (
+            chat(turn("assistant", "a", tool_calls=[{"name": "f", "arguments": "{x}"}])),
+            "item 1: 'arguments' is not JSON (Expecting property name",
+        ),
+        (
+            chat(turn("assistant", "a", tool_calls=[{"name": "f", "arguments": [1]}])),
+            "item 1: 'arguments' of 'f' is a list of int; an object is needed",
+        ),
+        (
+            chat(ASK, turn("assistant", "a", train="yes")),
+            "item 2: 'train' is 'yes'; it must be 1 or true (train on it), or 0 or false",
+        ),
+        (chat(ASK, turn("assistant", "a", weight=0.5)), "item 2: 'weight' is 0.5; it must be 1 or true"),
+        (chat(ASK, turn("assistant", "a", weight=[[1]])), "item 2: 'weight' is a list of list; it must be 1 or true"),
+        (
+            chat(ASK, SAY, tools=[3]),
+            "'tools' is a list of int; a list of objects is needed, or a string that holds one",
+        ),
+        (chat(ASK, SAY, tools=0), "'tools' is a int; a list of objects is needed, or a string that holds one as JSON"),
+        (chat(ASK, SAY, tools='{"name": "f"}'), "'tools' is a dict; a list of objects is needed"),
+    ],
+    "completion": [
+        ({}, "'text' is missing; text is needed"),
+        ({"text": ""}, "'text' is empty; remove it, or the row"),
+        ({"text": float("nan")}, "'text' is a float; text is needed"),
+    ],
+    "prompt_completion": [
+        ({"prompt": "q"}, "'completion' is missing; text is needed"),
+        ({"completion": "a"}, "'prompt' is missing; text is needed"),
+        ({"prompt": "q", "completion": ""}, "'completion' is empty; remove it, or the row"),
+        ({"prompt": "", "completion": "a"}, "'prompt' is empty; remove it, or the row"),
+        ({"prompt": [ASK], "completion": "a"}, "'prompt' is a list of dict; text is needed"),
+        (
+            {"prompt": [ASK], "completion": [turn("assistant", "")]},
+            "'prompt and completion' item 2: 'content' is empty",
+        ),
+        (
+            {"prompt": [ASK, SAY], "completion": [ASK]},
+            "'completion' holds no assistant turn; there is nothing to learn",
+        ),
+        ({"prompt": [ASK, SAY], "completion": []}, "'completion' holds no assistant turn; there is nothing to learn"),
+    ],
+    "tokenized": [
+        ({}, "'input_ids' is missing; a list of whole numbers is needed"),
+        ({"input_ids": []}, "'input_ids' is empty; remove the row"),
+        ({"input_ids": "5 6"}, "'input_ids' is a str; a list of whole numbers is needed"),
+        ({"input_ids": [5, 6.0]}, "'input_ids' is a list of float, int; a list of whole numbers is needed"),
+        ({"input_ids": [True, False]}, "'input_ids' is a list of bool; a list of whole numbers is needed"),
+        ({"input_ids": [5, 2**31]}, "'input_ids' holds a number that is no token id; the largest is 2147483648"),
+        ({"input_ids": [5, 10**4000]}, f"'input_ids' holds a number that is no token id; the largest is 1{'0' * 79}"),
+        ({"input_ids": [5], "labels": [5, 6]}, "'labels' has 2 items for 1 'input_ids'; one each is needed"),
+        ({"input_ids": [5], "labels": [True]}, "'labels' is a list of bool; a list of whole numbers is needed"),
+        ({"input_ids": [5], "loss_mask": []}, "'loss_mask' has 0 items for 1 'input_ids'; one each is needed"),
+        ({"input_ids": [5], "loss_mask": [0.5]}, "'loss_mask' is a list of float; a list of whole numbers is needed"),
+        (
+            {"input_ids": [5], "loss_mask": [5]},
+            "'loss_mask' holds other values than 0 and 1; it must be 1 where a token",
+        ),
+        ({"input_ids": [5], "attention_mask": [1, 1]}, "'attention_mask' has 2 items for 1 'input_ids'; one each"),
+        (
+            {"input_ids": [5, 6], "attention_mask": [1, 2]},
+            "'attention_mask' holds other values than 0 and 1; it must be 0",
+        ),
+        ({"input_ids": [5], "attention_mask": [0]}, "'attention_mask' is 0 everywhere; remove the row"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "message"), [(form, row, message) for form, cases in BAD.items() for row, message in cases]
+)
+def test_what_is_wrong_with_a_row(form: str, row: Any, message: str) -> None:
+    with pytest.raises(BadRow, match=re.escape(message)) as caught:
+        FORMATS[form].read(row)
+    str(caught.value).encode()  # can be printed and written to a file
+
+
+def test_a_row_nested_as_deep_as_json_can_be() -> None:
+    for depth in range(880, 1000):
+        try:
+            deep = json.loads("[" * depth + "]" * depth)
+        except RecursionError:
+            break
+        for row in (chat(ASK, turn("assistant", "a", train=deep)), chat(turn("user", [{"type": deep}]), SAY)):
+            with pytest.raises(BadRow, match="is a list of list; it must be|of type a list of list; only text"):
+                FORMATS["messages"].read(row)
+
+
+# --- which format, which columns --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "form"),
+    [
+        ("instruction output text", "alpaca"),
+        ("instruction prompt completion", "prompt_completion"),
+        ("prompt text", "completion"),
+        ("messages input_ids labels", "tokenized"),
+        ("conversations system text", "sharegpt"),
+        ("conversations messages", "messages"),
+        ("instruction answer", "alpaca"),
+        ("completion question", "prompt_completion"),
+    ],
+)
+def test_the_format_follows_from_the_columns(columns: str, form: str) -> None:
+    assert find_format(dict.fromkeys(columns.split(), "x")) == form
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"question": "q", "answer": "a"},
+            "has the columns 'answer', 'question', which no format knows (tokenized needs",
+        ),
+        ({}, "has the columns none, which no format knows"),
+        ({"conversations": [ASK, SAY]}, "has turns of role and content; set columns to {messages: conversations}"),
+    ],
+)
+def test_no_format_fits(row: Any, message: str) -> None:
+    with pytest.raises(BadRow, match=re.escape(message)):
+        find_format(row)
+
+
+def test_an_empty_conversation_is_sharegpt() -> None:
+    assert find_format({"conversations": []}) == "sharegpt"
+
+
+def test_the_columns_that_the_message_asks_for_are_taken() -> None:
+    assert find_format({"conversations": [ASK, SAY], "messages": "conversations"}) == "messages"
+
+
+@pytest.mark.parametrize(
+    ("form", "columns", "row", "example"),
+    [
+        ("alpaca", {"instruction": "question", "output": "answer"}, {"question": "q", "answer": "a"}, Chat([ASK, SAY])),
+        # The names may change places, and an unneeded column of the format's name is overruled.
+        (
+            "alpaca",
+            {"instruction": "output", "output": "instruction"},
+            {"output": "q", "instruction": "a"},
+            Chat([ASK, SAY]),
+        ),
+        ("alpaca", {"instruction": "title"}, {"title": "q", "instruction": "other", "output": "a"}, Chat([ASK, SAY])),
+        # A mapped column that a row lacks is one that the row lacks.
+        ("alpaca", {"input": "context"}, {"instruction": "q", "output": "a"}, Chat([ASK, SAY])),
+        # What is mapped is no longer what it was called.
+        ("alpaca", {"instruction": "input"}, {"input": "q", "output": "a"}, Chat([ASK, SAY])),
+        ("messages", {"messages": "conversations"}, {"conversations": [ASK, SAY]}, Chat([ASK, SAY])),
+        ("completion", {"text": "body"}, {"body": "t", "id": 1}, Text("t")),
+        (
+            "tokenized",
+            {"input_ids": "tokens", "loss_mask": "mask"},
+            {"tokens": [5, 6], "mask": [0, 1]},
+            Tokens([5, 6], [N, 6]),
+        ),
+    ],
+)
+def test_columns_are_renamed(form: str, columns: dict[str, str], row: Any, example: Example) -> None:
+    before = dict(row)
+    assert Tokenization(make_tokenizer(), form, columns).example(row) == example
+    assert row == before
+
+
+def test_a_column_that_is_not_there() -> None:
+    tokenization = Tokenization(make_tokenizer(), "alpaca", {"instruction": "qestion"})
+    with pytest.raises(
+        BadRow, match=re.escape("has no 'instruction'; each row needs it (columns here: 'question', 'out")
+    ):
+        tokenization.example({"question": "q", "output": "a"})
+
+
+def test_a_system_prompt_is_for_conversations_that_bring_none() -> None:
+    def example(form: str, row: Any) -> Example:
+        return Tokenization(make_tokenizer(), form, system="s").example(row)
+
+    marked = chat(turn("user", "q", train=True), turn("assistant", "a", train=False))
+    assert example("messages", marked) == Chat([turn("system", "s"), ASK, SAY], None, {1: True, 2: False})
+    for role in ("system", "developer"):
+        assert example("messages", chat(turn(role, "t"), ASK, SAY)) == Chat([turn(role, "t"), ASK, SAY])
+    assert example("completion", {"text": "t"}) == Text("t")

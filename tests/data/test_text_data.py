@@ -1,0 +1,216 @@
+"""TextDataModule: what it reads, splits, says and refuses."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import make_rows, make_tokenizer
+
+from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.data.loaders.batching import RowLoader
+from lit_ft.data.text.sources import Source
+from lit_ft.data.tokens.samples import Samples
+
+DATA = Path(os.environ.get("LIT_FT_TEST_DATA", "."))
+
+
+def load(write_rows: Callable[..., str], rows: Any = None, **options: Any) -> TextDataModule:
+    data = TextDataModule(write_rows(rows), **options)
+    data.load(make_tokenizer())
+    return data
+
+
+def contents(samples: Samples) -> list[bytes]:
+    return [np.asarray(samples[i][0]).tobytes() for i in range(len(samples))]
+
+
+def test_too_long_rows_are_cut_and_counted(write_rows: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    rows = [{"instruction": "a", "output": "red " * n} for n in (1, 50, 2)]
+    line = "1 of 3 rows are longer than data.max_length=40 tokens and were cut at the end"
+    for _ in range(2):  # the second time from the cache
+        data = load(write_rows, rows, max_length=40)
+        assert data.splits["train"].lengths.max() == 40
+        assert line in caplog.text
+        caplog.clear()
+
+
+def test_a_row_whose_answer_is_cut_away_is_dropped_and_counted(
+    write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    rows = [{"instruction": "a " * n, "output": "red"} for n in (1, 80)]
+    data = load(write_rows, rows, max_length=40)
+    assert data.splits["train"].rows.tolist() == [0]
+    assert "1 of 2 rows had no supervised token left and were dropped" in caplog.text
+
+
+def test_all_answers_cut_away(write_rows: Any) -> None:
+    with pytest.raises(RecipeError, match=r"not one of 22 rows has a supervised token within data.max_length=6"):
+        load(write_rows, max_length=6)
+
+
+def test_too_long_rows_can_be_dropped_or_refused(write_rows: Any) -> None:
+    rows = [{"instruction": "a", "output": "red " * n} for n in (1, 50, 2)]
+    assert load(write_rows, rows, max_length=40, overlong="drop").splits["train"].rows.tolist() == [0, 2]
+    with pytest.raises(RecipeError, match=r"row 2: \d+ tokens are over data.max_length=40"):
+        load(write_rows, rows, max_length=40, overlong="error")
+
+
+def test_bad_rows_stop_or_are_skipped_and_named(write_rows: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*make_rows(3), {"instruction": "a", "output": 7}, *make_rows(2, seed=1), {"instruction": "a"}]
+    with pytest.raises(RecipeError, match="row 4: 'output' is a int; text is needed.*data.on_bad_row=skip"):
+        load(write_rows, rows)
+    caplog.set_level("INFO", "lightning.pytorch")
+    data = load(write_rows, rows, on_bad_row="skip")
+    assert data.splits["train"].rows.tolist() == [0, 1, 2, 4, 5]
+    assert "2 of 7 rows cannot be used and were skipped" in caplog.text
+    assert "row 4: 'output' is a int" in caplog.text
+    assert "row 7: has no 'output'" in caplog.text
+
+
+def test_a_tokenizer_without_template(write_rows: Any) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(RecipeError, match="has no chat template.*--data.chat_template"):
+        TextDataModule(write_rows()).load(tokenizer)
+    TextDataModule(write_rows(), chat_template="{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}").load(
+        tokenizer
+    )
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_validation_share_does_not_overlap_even_where_rows_repeat(write_rows: Any, named: bool) -> None:
+    rows = make_rows(50, seed=3) * 2
+    path = write_rows(rows)
+    data = (
+        TextDataModule(sources=[Source(path, name="all")], val_fraction=0.2)
+        if named
+        else TextDataModule(path, val_fraction=0.2)
+    )
+    data.load(make_tokenizer())
+    train, val = (contents(data.splits[name]) for name in ("train", "val"))
+    assert (len(set(train)), len(set(val))) == (40, 10)
+    assert not set(train) & set(val)
+    assert len(train) + len(val) == 100
+    assert data.splits["val"].names == (("all",) if named else ())
+
+
+def test_prompts_are_those_of_the_rows_that_stayed(write_rows: Any) -> None:
+    data = load(write_rows, make_rows(30, seed=2), val_fraction=0.3)
+    prompts = data.prompts("val")
+    rows = make_rows(30, seed=2)
+    wanted = [rows[i] for i in data.splits["val"].rows]
+    assert [prompt["expected"] for prompt in prompts] == [row["output"] for row in wanted]
+    assert prompts[0]["prompt"].endswith(f"{prompts[0]['question']}<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_sources_of_several_formats(tmp_path: Path, write_rows: Any) -> None:
+    (tmp_path / "text.txt").write_text("the red cup\n\nthe book is blue\n")
+    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "red"}]}]
+    sources = [
+        Source(write_rows(make_rows(5), name="alpaca.json"), max_rows=3),
+        Source(write_rows(chats, name="chats.json"), name="talk"),
+        Source(str(tmp_path / "text.txt")),
+    ]
+    data = TextDataModule(sources=sources, val_sources=[Source(write_rows(make_rows(2), name="v.json"))])
+    data.load(make_tokenizer())
+    samples = data.splits["train"]
+    assert samples.names == ("alpaca", "talk", "text")
+    assert samples.source.tolist() == [0, 0, 0, 1, 2, 2]
+    assert data.splits["val"].names == ("v",)
+
+
+def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:
+    with pytest.raises(RecipeError, match="data.packing=20 tokens cannot hold the longest sample"):
+        load(write_rows, packing=20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"val_fraction": 1.5}, "at least 0 and below 1"),
+        ({"micro_batch_size": 0}, "must be 1 or more"),
+        ({"max_length": 1}, "leaves nothing to predict"),
+        ({"packing": True}, "says no size; give the token budget"),
+        ({"val_path": "x", "val_fraction": 0.1}, "data.val_path='x' and data.val_fraction=0.1 exclude each other"),
+        ({"sources": [Source("a")]}, "data.path='rows.json' and data.sources exclude each other"),
+        ({"streaming": True, "val_fraction": 0.1}, "needs all rows at once"),
+        ({"val_sources": [Source("a/x.json"), Source("b/x.json")]}, "two sources have the name 'x'"),
+    ],
+)
+def test_options_that_make_no_sense(options: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        TextDataModule("rows.json", **options)
+
+
+# --- a loss for each source ------------------------------------------------------------------------
+
+
+def three_sources(write_rows: Any) -> list[Source]:
+    return [
+        Source(write_rows(make_rows(count, seed=seed), name=f"s{seed}.json"), name=f"s{seed}", weight=float(seed))
+        for seed, count in ((1, 7), (2, 12), (3, 9))
+    ]
+
+
+@pytest.mark.parametrize("packing", [None, 128])
+def test_validation_loss_of_a_source_is_that_of_the_source_alone(
+    make_trainer: Any, model_folder: str, write_rows: Any, packing: int | None
+) -> None:
+    sources = three_sources(write_rows)
+    module = CausalLM(model_folder)
+    data = TextDataModule(val_sources=sources, micro_batch_size=3, packing=packing, max_length=128)
+    trainer = make_trainer()
+    together = trainer.validate(module, data, verbose=False)[0]
+    assert isinstance(trainer.val_dataloaders, RowLoader)  # one, however many sources
+    for source in sources:
+        alone = make_trainer().validate(module, TextDataModule(val_path=source.path), verbose=False)[0]
+        assert together[f"val/loss/{source.name}"] == pytest.approx(alone["val/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": 128, "max_length": 128}, {"micro_batch_size": 3}])
+def test_training_losses_of_sources_add_up_to_the_total(
+    make_trainer: Any, model_folder: str, write_rows: Any, options: Any
+) -> None:
+    from lightning.pytorch import Callback
+
+    seen: list[dict[str, float]] = []
+
+    class Keep(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    data = TextDataModule(sources=three_sources(write_rows), mixing="all_exhausted", **options)
+    trainer = make_trainer(max_epochs=1, accumulate_grad_batches=2, callbacks=[Keep()])
+    trainer.fit(CausalLM(model_folder), data)
+    samples = data.splits["train"]
+    loader = data.train_dataloader()
+    rows = list(loader)
+    for step in range(0, len(rows) - 1, 2):
+        targets = np.concatenate([row["target_sources"].numpy() for row in rows[step : step + 2]])
+        counts = np.bincount(targets, minlength=3)
+        metrics = seen[step + 1]
+        total = sum(counts[i] * metrics[f"train/loss/{name}"] for i, name in enumerate(samples.names) if counts[i])
+        assert total / counts.sum() == pytest.approx(metrics["train/loss"], rel=1e-6)
+
+
+@pytest.mark.skipif(not (DATA / "huanhuan.json").is_file(), reason="LIT_FT_TEST_DATA does not name the data")
+@pytest.mark.parametrize("name", ["huanhuan", "alpaca_en_demo"])
+def test_real_data_packs_tightly(name: str) -> None:
+    data = TextDataModule(str(DATA / f"{name}.json"), packing=2048)
+    data.load(make_tokenizer())
+    units = data.plan().units(data.splits["train"], 0)
+    assert data.splits["train"].lengths.sum() / (len(units) * 2048) > 0.97
+
+
+def test_json_of_a_cell(write_rows: Any) -> None:
+    """Chinese text and escapes come through a file and the cache unchanged."""
+    rows = [{"instruction": '红\n"书"', "output": json.dumps({"杯子": 1}, ensure_ascii=False)}]
+    data = load(write_rows, rows)
+    text = make_tokenizer().decode(data.splits["train"][0][0])
+    assert text == '<|im_start|>user\n红\n"书"<|im_end|>\n<|im_start|>assistant\n{"杯子": 1}<|im_end|>'

@@ -1,0 +1,140 @@
+"""Answers are greedy, end where the chat template ends a turn, and begin as the model was trained."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from lit_callbacks import ForgettingProbe, SampleGenerations
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_ft import CausalLM, ExactMatch, TextDataModule, render_limits
+from lit_ft.model.generation import closing_tokens, stop_ids
+
+
+@pytest.fixture
+def other_end(model_folder: str, tmp_path: Path) -> str:
+    """A base model that ends a text with ``<|endoftext|>``, and whose chat template ends a turn with ``<|im_end|>``."""
+    folder = tmp_path / "base"
+    shutil.copytree(model_folder, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    end = {"eos_token_id": tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **end}))
+    return str(folder)
+
+
+def test_an_answer_ends_where_the_template_ends_a_turn(make_trainer: Any, other_end: str, write_rows: Any) -> None:
+    rows = [{"instruction": "the red book", "output": "blue cup"}, {"instruction": "a lamp", "output": "书"}]
+    data = TextDataModule(write_rows(rows), val_path=write_rows(rows, "val.json"))
+    module = CausalLM(other_end, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    trainer = make_trainer(max_epochs=25, num_sanity_val_steps=0, limit_val_batches=0)
+    trainer.fit(module, data)
+    assert module.answer([row["prompt"] for row in data.prompts("val")], 20) == ["blue cup", "书"]
+    scores: list[float] = []
+    log: Any = type("Log", (), {"log_metrics": lambda self, metrics, step: scores.extend(metrics.values())})()
+    trainer._loggers = [log]
+    ExactMatch().on_train_end(trainer, module)
+    assert scores == [1.0]
+
+
+def test_ends_of_an_answer(other_end: str) -> None:
+    module = CausalLM(other_end)
+    module.configure_model()
+    vocabulary = module.tokenizer.get_vocab()
+    assert stop_ids(module.base_model, module.tokenizer) == [vocabulary["<|endoftext|>"], vocabulary["<|im_end|>"]]
+    module.base_model.generation_config.eos_token_id = [5, 6]
+    assert stop_ids(module.base_model, module.tokenizer)[:2] == [5, 6]
+    tokenizer = make_tokenizer()
+    body = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %} END<|im_end|><|endoftext|>\n{% endif %}"
+    )
+    tokenizer.chat_template = body.replace(" END", "") + "{% endfor %}"
+    assert closing_tokens(tokenizer) == ["<|im_end|>", "<|endoftext|>"]
+    tokenizer.chat_template = (
+        body + "{% endfor %}"
+    )  # the turn ends with text: what comes behind it is no end of its own
+    assert closing_tokens(tokenizer) == []
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert closing_tokens(tokenizer) == []
+
+
+def test_greedy_means_greedy(model_folder: str, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(model_folder, folder)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer("the red book is", return_tensors="pt")["input_ids"]
+    wanted = ids
+    for _ in range(12):
+        wanted = torch.cat([wanted, model(wanted).logits[:, -1:].argmax(-1)], 1)
+    asked_for = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": wanted[0, -12:].tolist()}
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **asked_for, "do_sample": True, "temperature": 0.7}))
+    module = CausalLM(str(folder))
+    module.configure_model()
+    given = module.base_model.generation_config
+    text = tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
+    assert module.answer(["the red book is"], 12) == [text]
+    assert module.base_model.generation_config is given
+    assert given.repetition_penalty == 9.0
+
+
+def with_bos(folder: Path) -> str:
+    """Let a folder's tokenizer open raw text with ``<|im_start|>``."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "<|im_start|>"
+    opening = ("<|im_start|>", tokenizer.bos_token_id)
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[opening])
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_raw_prompt_begins_as_raw_text_does_in_training(
+    make_trainer: Any, model_folder: str, tmp_path: Path, write_rows: Any
+) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(model_folder, folder)
+    module = CausalLM(with_bos(folder))
+    texts = ["the red book is", "<|im_start|>the red book is"]
+    trainer = make_trainer(max_steps=1, callbacks=[SampleGenerations(texts, max_new_tokens=5)])
+    data = TextDataModule(write_rows([{"text": texts[0]}]))
+    trainer.fit(module, data)
+    assert data.splits["train"][0][0][0] == module.tokenizer.bos_token_id
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == texts * 2
+    assert lines[2]["answer"] == lines[3]["answer"] == module.answer(texts[1:], 5)[0]
+    assert module.answer(texts[:1], 5)[0] != lines[2]["answer"]
+
+
+def test_a_template_without_an_end_ends_the_samples_and_not_the_run(
+    make_trainer: Any, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render_limits, "SECONDS", 0.2)
+    module = CausalLM(model_folder)
+    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    module.tokenizer.chat_template = f"{{% if messages[0].content == 'now' %}}{loops}{{% endif %}}{plain}"
+    assert module.render_prompt([{"role": "user", "content": "x"}]) == "x"
+    trainer = make_trainer(max_steps=1, callbacks=[SampleGenerations(["now"], chat=True)])
+    with pytest.warns(UserWarning, match=r"stops asking \(RecipeError: the chat template of .* takes over 0.2 seconds"):
+        trainer.fit(module, TextDataModule(write_rows([{"text": "a book"}])))
+    assert trainer.global_step == 1
+
+
+def test_forgetting_is_measured_in_fp32_under_half_precision(
+    make_trainer: Any, model_folder: str, tmp_path: Path, write_rows: Any
+) -> None:
+    texts = [f"the red book {'is under the lamp ' * n}" for n in range(1, 12)]
+    module, probe = CausalLM(model_folder), ForgettingProbe(texts)
+    make_trainer(max_steps=1, precision="bf16-true", callbacks=[probe]).fit(module, TextDataModule(write_rows()))
+    loss, tokens = module.text_loss(texts)
+    last = json.loads((tmp_path / "forgetting.jsonl").read_text().splitlines()[-1])
+    assert last["tokens"] == tokens > 256
+    assert last["loss"] == pytest.approx(float(loss) / tokens, rel=1e-6)

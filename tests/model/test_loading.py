@@ -1,0 +1,105 @@
+"""Damaged model folders: refused with the file's name before anything is allocated."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lit_ft import CausalLM, RecipeError
+from lit_ft.model.loading import load_base, load_tokenizer
+
+
+def edited(**values: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return edit
+
+
+def written(name: str, content: str | bytes) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return write
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def in_shards(folder: Path) -> None:
+    """An index that names a file which is not there."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model-00001-of-00002.safetensors", {"format": "pt"})
+    names = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(weights)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "config is no JSON": (written("config.json", "{"), "config.json"),
+    "config is a list": (written("config.json", "[1]"), "config.json"),
+    "config is a number": (written("config.json", "3"), "config.json"),
+    "too many layers": (edited(num_hidden_layers=10**9, layer_types=None), "=1000000000 must be 1 to 10,000"),
+    "no layer": (edited(num_hidden_layers=0), "num_hidden_layers=0 must be 1"),
+    "negative vocabulary": (edited(vocab_size=-1), "vocab_size=-1 must be 1"),
+    "larger vocabulary": (edited(vocab_size=10**7), "is (384, 48) in model.safetensors, and (10000000, 48) by config"),
+    "heads that do not divide": (edited(num_attention_heads=7), "config.json"),
+    "a size that is a text": (edited(hidden_size="x"), "config.json"),
+    "unknown activation": (edited(hidden_act="no"), "config.json"),
+    "weights cut off": (cut, "model.safetensors"),
+    "weights of noise": (written("model.safetensors", b"\x07" * 500), "model.safetensors"),
+    "weights with a giant header": (written("model.safetensors", b"\xff" * 7 + b"\x3f{}"), "model.safetensors"),
+    "a shard is missing": (in_shards, "names 1 files that are not there (model-00002-of-00002.safetensors)"),
+    "tokenizer of noise": (written("tokenizer.json", b"\x93\x00{"), "holds no tokenizer that loads"),
+    "tokenizer of another type": (written("tokenizer.json", '{"model": [], "version": 1}'), "holds no tokenizer"),
+    "tokenizer config is a list": (written("tokenizer_config.json", "[]"), "holds no tokenizer that loads"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_before_weights_load(name: str, model_folder: str, tmp_path: Path) -> None:
+    damage, message = DAMAGE[name]
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    damage(Path(folder))
+    with pytest.raises(RecipeError) as refusal:
+        CausalLM(str(folder)).check()
+    assert message in str(refusal.value)
+    assert str(folder) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_good_folder_and_one_in_shards_pass(model_folder: str, tmp_path: Path) -> None:
+    CausalLM(model_folder).check()
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    in_shards(Path(folder))
+    shutil.copy(Path(model_folder) / "model.safetensors", Path(folder) / "model-00002-of-00002.safetensors")
+    CausalLM(str(folder)).check()
+
+
+def test_drawn_weights_larger_than_memory_are_refused(model_folder: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    edited(hidden_size=400_000, intermediate_size=4_000_000)(Path(folder))
+    with pytest.raises(RecipeError, match=r"the weights by config.json are [\d,.]+ GiB, and this machine has"):
+        load_base(str(folder), init="random")
+
+
+def test_a_damaged_generation_config(model_folder: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (Path(folder) / "generation_config.json").write_text("[1")
+    with pytest.raises(RecipeError, match="generation_config.json"):
+        load_base(str(folder), init="random")
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", ["{}", "a\x00b", "-", "x" * 300])
+def test_what_is_no_name(name: str) -> None:
+    with pytest.raises(RecipeError, match="model.pretrained="):
+        load_tokenizer(name)

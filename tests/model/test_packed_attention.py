@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from architectures import OWN, save_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lit_ft import CausalLM
+from lit_ft.errors import RecipeError
+from lit_ft.model.packed_attention import PACKED
+from lit_ft.packed_batch import lay_end_to_end
+
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text", "granite", "olmo2", "phi3", "cohere"]
+
+
+def tiny(family: str, attention: str, **options: object) -> torch.nn.Module:
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **options,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_equals_its_samples_one_by_one(family: str) -> None:
+    """Also with a sliding window shorter than a sample, where the family has one."""
+    lengths = [5, 23, 11]
+    ids = torch.randint(3, 97, (1, sum(lengths)))
+    window = {"sliding_window": 7} if family in ("mistral", "gemma3_text") else {}
+    packed, plain = tiny(family, PACKED, **window), tiny(family, "sdpa", **window)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        row = packed(input_ids=ids, position_ids=positions, segment_lengths=lengths, use_cache=False).logits[0]
+        alone = torch.cat([plain(input_ids=part, use_cache=False).logits[0] for part in ids.split(lengths, dim=1)])
+    torch.testing.assert_close(row, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_short_bf16_segments_are_computed_in_fp32() -> None:
+    packed = tiny("qwen2", PACKED).to(torch.bfloat16)
+    ids = torch.randint(3, 97, (1, 9))
+    logits = packed(input_ids=ids, segment_lengths=[4, 5], use_cache=False).logits
+    assert logits.dtype == torch.bfloat16
+    assert logits.isfinite().all()
+
+
+def test_use_without_a_row_is_refused() -> None:
+    with pytest.raises(RecipeError, match="padding-free training rows only"):
+        tiny("qwen2", PACKED)(input_ids=torch.randint(3, 97, (2, 9)))
+
+
+def test_capped_attention_logits_are_refused() -> None:
+    with pytest.raises(RecipeError, match="set model.attn_implementation to eager"):
+        tiny("gemma2", PACKED)(input_ids=torch.randint(3, 97, (1, 9)), segment_lengths=[9])
+
+
+@pytest.mark.parametrize("architecture", OWN)
+def test_a_rows_loss_is_that_of_its_samples(architecture: str, tmp_path: Path) -> None:
+    """With the attention, the head and the masks that a run takes for the architecture."""
+    module = CausalLM(save_model(architecture, tmp_path))
+    module.configure_model()
+    module.eval()
+    draw = np.random.default_rng(0)
+    samples = [(draw.integers(3, 300, n), draw.integers(3, 300, n)) for n in (7, 25, 40)]
+    with torch.no_grad():
+        row = module(lay_end_to_end(samples))
+        alone = [module(lay_end_to_end([sample])) for sample in samples]
+    torch.testing.assert_close(row.per_token, torch.cat([one.per_token for one in alone]), atol=1e-5, rtol=1e-5)
+    assert int(row.correct) == sum(int(one.correct) for one in alone)
+
+
+def test_llama_4_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    folder = save_model("llama4_text", tmp_path)
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    module = CausalLM(folder)
+    for build in (module.check, module.configure_model):
+        with pytest.raises(RecipeError, match=r"llama4_text \(Llama 4\) has chunked attention"):
+            build()

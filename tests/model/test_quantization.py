@@ -1,0 +1,344 @@
+"""Quantised bases compute what the dense weights that they stand for do, and train, or are refused."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised_checkpoints
+import torch
+from conftest import make_tokenizer
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from test_parity import Losses
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPTQConfig,
+    QuantoConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.checkpointing.storage.checkpoint_io import trainable_shapes
+from lit_ft.cli import main
+from lit_ft.model.quantization import check_gradient
+from lit_ft.packed_batch import Row, lay_end_to_end
+
+PACKAGES = {
+    "gptq": "gptqmodel",
+    "awq": "gptqmodel",
+    "compressed-tensors": "compressed_tensors",
+    "torchao": "torchao",
+    "quanto": "optimum",
+}
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def need(scheme: str) -> None:
+    """Skip where the package of a scheme is not installed."""
+    if (package := PACKAGES.get(scheme.split()[0])) is not None and not is_installed(package):
+        pytest.skip(f"{package} is not installed")
+
+
+def four_bit(kind: str = "nf4", dtype: torch.dtype = torch.float32, double: bool = False) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def torchao(name: str) -> Any:
+    from torchao import quantization
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(getattr(quantization, name)())
+
+
+REQUESTED: dict[str, Any] = {
+    "nf4": four_bit,
+    "nf4 double": lambda: four_bit(double=True),
+    "fp4": lambda: four_bit("fp4"),
+    "fp4 double": lambda: four_bit("fp4", double=True),
+    "int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "torchao int8": lambda: torchao("Int8WeightOnlyConfig"),
+    "torchao float8": lambda: torchao("Float8WeightOnlyConfig"),
+    "quanto int8": lambda: QuantoConfig(weights="int8"),
+    "quanto int4": lambda: QuantoConfig(weights="int4"),
+}
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen2 as in ``model_folder``, with layers as wide as quantised groups want."""
+    folder = tmp_path_factory.mktemp("models") / "wide-qwen2"
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        dtype="float32",
+        initializer_range=0.1,
+    )
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+
+
+def built(folder: str, **options: Any) -> CausalLM:
+    module = CausalLM(folder, peft=lora(), optimizer=lambda p: torch.optim.AdamW(p, lr=5e-3), **options)
+    module.configure_model()
+    return module
+
+
+def a_row() -> Row:
+    texts = ("the cup is red", "a book under the lamp was blue and green")
+    samples = [make_tokenizer()(text, return_tensors="np")["input_ids"][0] for text in texts]
+    return lay_end_to_end([(ids, ids) for ids in samples])
+
+
+def dense_of(folder: str, quantization: Any, out: Path, dtype: str = "float32") -> str:
+    """The requested base's weights, rounded as it has them, as a dense checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, device_map={"": "cpu"}, dtype=dtype
+    )
+    if quantization.quant_method == "bitsandbytes":
+        model = model.dequantize()
+    else:
+        packed, model = model, AutoModelForCausalLM.from_pretrained(folder)
+        for name, parameter in model.named_parameters():
+            stands_for = packed.get_parameter(name)
+            parameter.data = stands_for.dequantize() if hasattr(stands_for, "dequantize") else stands_for
+    model.save_pretrained(out)
+    make_tokenizer().save_pretrained(out)
+    return str(out)
+
+
+def give_adapter(to: CausalLM, source: CausalLM) -> None:
+    """GPTQ's layers come in another order than the dense ones, and new weights are drawn in that order."""
+    with torch.no_grad():
+        for name, parameter in to.trainable_parameters().items():
+            parameter.copy_(source.trainable_parameters()[name])
+
+
+def compare(quantised: CausalLM, dense: CausalLM, *, training: bool) -> tuple[torch.Tensor, float]:
+    """With one adapter on both: differences of token losses, and the gradients' relative distance."""
+    give_adapter(quantised, dense)
+    losses, gradients = [], []
+    for module in (quantised, dense):
+        module.train(training).zero_grad()
+        result = module(a_row())
+        result.loss_sum.backward()
+        losses.append(result.per_token)
+        grads = {name: p.grad for name, p in module.trainable_parameters().items()}
+        gradients.append(torch.cat([grads[name].flatten() for name in sorted(grads)]))
+    got, wanted = gradients
+    return (losses[0] - losses[1]).abs(), float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("scheme", REQUESTED)
+def test_a_requested_base_equals_its_dense_weights(
+    wide_folder: str, tmp_path: Path, scheme: str, training: bool
+) -> None:
+    need(scheme)
+    quantised = built(wide_folder, quantization=REQUESTED[scheme]())
+    dense = built(dense_of(wide_folder, REQUESTED[scheme](), tmp_path / "dense"))
+    losses, gradients = compare(quantised, dense, training=training)
+    if (scheme, training) == ("int8", False):
+        # LLM.int8 rounds activations as well; bitsandbytes leaves that out on CPUs while training.
+        assert losses.mean() < 0.02
+        assert losses.max() < 0.1
+    else:
+        assert losses.max() < 1e-5
+        assert gradients < 1e-5
+
+
+def runs(make_trainer: Any, quantised: CausalLM, dense: CausalLM, data: str, steps: int) -> list[list[float]]:
+    """Losses of training both from one adapter."""
+    give_adapter(quantised, dense)
+    both = []
+    for module in (quantised, dense):
+        record = Losses()
+        make_trainer(max_steps=steps, callbacks=[record]).fit(module, TextDataModule(data, micro_batch_size=4))
+        both.append(record.losses)
+    assert len(both[0]) == len(both[1]) == steps
+    assert min(both[1]) < both[1][0] - 0.05  # it has learned something
+    return both
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "tolerance"),
+    [(scheme, "float32", 1e-3) for scheme in REQUESTED] + [("nf4", "bfloat16", 5e-2), ("int8", "bfloat16", 5e-2)],
+)
+def test_qlora_tracks_lora_on_the_dequantised_base(
+    make_trainer: Any, wide_folder: str, write_rows: Any, tmp_path: Path, scheme: str, dtype: str, tolerance: float
+) -> None:
+    need(scheme)
+    quantization = REQUESTED[scheme]()
+    if dtype == "bfloat16":
+        quantization.bnb_4bit_compute_dtype = torch.bfloat16
+    dense = dense_of(wide_folder, quantization, tmp_path / "dense", dtype)
+    modules = built(wide_folder, quantization=quantization, dtype=dtype), built(dense, dtype=dtype)
+    got, wanted = runs(make_trainer, *modules, write_rows(count=40), steps=10)
+    assert got == pytest.approx(wanted, abs=tolerance)
+
+
+@pytest.mark.parametrize("format", quantised_checkpoints.FORMATS)
+def test_a_stored_base_equals_its_dense_weights(
+    make_trainer: Any, wide_folder: str, write_rows: Any, tmp_path: Path, format: str
+) -> None:
+    need(format)
+    stored, dense = quantised_checkpoints.write(wide_folder, format, tmp_path)
+    for training in (True, False):
+        losses, gradients = compare(built(stored), built(dense), training=training)
+        assert losses.max() < 1e-5
+        assert gradients < 1e-5
+    got, wanted = runs(make_trainer, built(stored), built(dense), write_rows(), steps=3)
+    assert got == pytest.approx(wanted, abs=1e-4)
+    # The check before a run knows the adapter's weights without the base's.
+    skeleton = trainable_shapes(CausalLM(stored, peft=lora()).check())
+    assert {f"model.{name}": shape for name, shape in skeleton.items()} == trainable_shapes(built(stored))
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in REQUESTED if "quanto" not in scheme])
+def test_a_saved_base_is_read_again(wide_folder: str, tmp_path: Path, scheme: str) -> None:
+    need(scheme)
+    quantization = REQUESTED[scheme]()
+    base = AutoModelForCausalLM.from_pretrained(wide_folder, quantization_config=quantization, device_map={"": "cpu"})
+    base.save_pretrained(tmp_path / "saved")
+    make_tokenizer().save_pretrained(tmp_path / "saved")
+    stored = str(tmp_path / "saved")
+    losses, gradients = compare(built(stored), built(wide_folder, quantization=REQUESTED[scheme]()), training=True)
+    assert losses.max() < 1e-5
+    assert gradients < 1e-5
+    CausalLM(stored, peft=lora()).check()
+    with pytest.raises(RecipeError, match="is quantised .*; set model.peft"):
+        CausalLM(stored).check()
+    with pytest.raises(RecipeError, match="is quantised already .*; leave model.quantization out"):
+        CausalLM(stored, peft=lora(), quantization=quantization).check()
+
+
+def test_a_dequantised_base_trains_in_full(
+    make_trainer: Any, wide_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    stored, dense = quantised_checkpoints.write(wide_folder, "fp8", tmp_path)
+    losses = []
+    for folder in (stored, dense):
+        module = CausalLM(folder, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        module.check()
+        record = Losses()
+        make_trainer(max_steps=3, callbacks=[record]).fit(module, TextDataModule(write_rows()))
+        losses.append(record.losses)
+    assert losses[0] == losses[1]
+
+
+# --- refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq needs a package .*pip install --no-deps gptqmodel"),
+        ({"quant_method": "awq", "bits": 4}, "awq needs a package .*pip install --no-deps gptqmodel"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "pip install compressed-tensors"),
+        ({"quant_method": "torchao", "quant_type": {"default": {}}}, r"torchao needs a package .*lit-ft\[torchao\]"),
+        ({"quant_method": "eetq"}, "eetq needs a package|eetq does not run here"),
+        ({"quant_method": "unheard-of"}, "unheard-of does not run here"),
+    ],
+)
+def test_a_stored_base_without_its_package(
+    wide_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], match: str
+) -> None:
+    if is_installed(PACKAGES.get(config["quant_method"], "nothing")):
+        pytest.skip("its package is installed")
+    monkeypatch.setitem(quantised_checkpoints.FORMATS, "other", (lambda w: ({"weight": w}, w), config))
+    stored, _ = quantised_checkpoints.write(wide_folder, "other", tmp_path)
+    with pytest.raises(RecipeError, match=match):
+        CausalLM(stored, peft=lora()).check()
+
+
+def test_a_requested_quantisation_without_its_package(wide_folder: str) -> None:
+    if is_installed("optimum"):
+        pytest.skip("optimum is installed")
+    with pytest.raises(RecipeError, match="quanto needs a package .*pip install optimum-quanto"):
+        CausalLM(wide_folder, peft=lora(), quantization=QuantoConfig(weights="int8"))
+
+
+def test_calibrated_quantisations_are_read_only(wide_folder: str) -> None:
+    with pytest.raises(RecipeError, match="gptq looks at data while it quantises; name a checkpoint"):
+        CausalLM(wide_folder, peft=lora(), quantization=GPTQConfig(bits=4))
+
+
+def test_missing_weights_are_not_drawn_at_random(wide_folder: str, tmp_path: Path) -> None:
+    shutil.copytree(wide_folder, tmp_path / "gaps")
+    weights = load_file(tmp_path / "gaps" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "gaps" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"lacks weights .*\(1: model.layers.1.mlp.up_proj.weight"):
+        built(str(tmp_path / "gaps"))
+
+
+@pytest.mark.skipif(not is_installed("torchao"), reason="torchao is not installed")
+def test_activations_in_int8_pass_no_gradient(wide_folder: str) -> None:
+    with pytest.raises(RecipeError, match="do not pass the gradient back .*; take a quantisation of weights alone"):
+        built(wide_folder, quantization=torchao("Int8DynamicActivationInt8WeightConfig"))
+
+
+def test_layers_without_a_true_gradient_are_found() -> None:
+    class Half(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            output = super().forward(input)
+            return output / 2 + (output / 2).detach()
+
+    class Detached(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).detach()
+
+    check_gradient(nn.Linear(8, 4), torch.float32)
+    with pytest.raises(RecipeError, match="it is 50% of what it should be"):
+        check_gradient(Half(8, 4), torch.float32)
+    with pytest.raises(RecipeError, match="does not require grad"):
+        check_gradient(Detached(8, 4), torch.float32)
+
+
+def test_the_command_line_says_it_in_one_line(
+    wide_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIT_FT_RUN_DIR", "")
+    asked = {
+        "model.pretrained": wide_folder,
+        "model.quantization": "transformers.BitsAndBytesConfig",
+        "model.quantization.load_in_8bit": "true",
+        "data.path": "none.json",
+        "run_dir": str(tmp_path / "run"),
+    }
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *(word for name, value in asked.items() for word in (f"--{name}", value))])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("lit_ft: error: model.quantization is set without model.peft;")

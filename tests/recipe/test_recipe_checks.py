@@ -1,0 +1,112 @@
+"""Recipes with values that no type catches: one line and exit code 2, before any weights load."""
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import run
+from test_processes import recipe
+
+from lit_ft.cli import main
+
+CASES: dict[str, tuple[str, str]] = {
+    "null where a value is needed": (
+        "trainer: {max_steps: null}",
+        "trainer.max_steps=null is not allowed",
+    ),
+    "a null of the model": ("model: {dtype: null}", "model.dtype=null is not allowed; leave it out or give a value"),
+    "no mapping": ("trainer: [1]", "trainer=[1] is no mapping"),
+    "a number": ("trainer: 1.0e+308", "trainer=1e+308 is no mapping"),
+    "seed": ("seed_everything: 42000000000", "seed_everything=42000000000 must be 0 to 4294967295"),
+    "learning rate": (
+        "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: -1}}",
+        "optimizer: ValueError: Invalid learning rate: -1",
+    ),
+    "an argument that is looked at in a step": (
+        "optimizer: {class_path: bitsandbytes.optim.AdamW8bit, init_args: {min_8bit_size: x}}",
+        "optimizer: TypeError: ",
+    ),
+    "a step that goes to infinity": (
+        "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1.0e-3, weight_decay: .inf}}",
+        "optimizer: ValueError: a step makes weights infinite",
+    ),
+    "sparse gradients": ("optimizer: {class_path: torch.optim.SparseAdam}", "optimizer: RuntimeError: SparseAdam does"),
+    "a schedule": (
+        "lr_scheduler: {class_path: torch.optim.lr_scheduler.OneCycleLR, init_args: {max_lr: 1}}\n"
+        "optimizer: {class_path: torch.optim.SGD}",
+        "lr_scheduler: ValueError: You must define either total_steps",
+    ),
+    "warm-up": (
+        "lr_scheduler: {class_path: lit_ft.schedules.CosineWithWarmup, init_args: {warmup: .nan}}\n"
+        "optimizer: {class_path: torch.optim.SGD}",
+        "warmup=nan must be a share below 1",
+    ),
+    "a null character": ('data: {cache_dir: "a\\0b"}', "data.init_args.cache_dir holds a null character"),
+    "a path that is too long": (f"data: {{path: {'x' * 3000}.json}}", "too long for a path; name a shorter one"),
+    "a run_dir that is too long": (f"run_dir: {'x' * 3000}", "too long for a path"),
+    "a ckpt_path that is too long": (f"ckpt_path: {'x' * 3000}", "too long for a path"),
+    "a model that is too long": (f"model: {{pretrained: {'x/' * 2000}}}", "model.pretrained="),
+    "a strategy": ("trainer: {strategy: no-such}", "trainer: You selected an invalid strategy name"),
+    "a profiler": ("trainer: {profiler: no}", "trainer"),
+    "devices": ("trainer: {devices: '~'}", "trainer: "),
+    "a class of another kind": ("model: {peft: {class_path: torch.nn.Linear}}", "model.peft: "),
+    "a class with a list for a name": (
+        "trainer: {plugins: [{class_path: [a]}]}",
+        "trainer.plugins: class_path must be a",
+    ),
+    "a misspelt init_args": (
+        "trainer: {plugins: [{class_path: lit_ft.precision.Float8Precision, init_argss: {scaling: tensorwise}}]}",
+        "trainer.plugins: unknown option 'init_argss.scaling'",
+    ),
+    "what a tuning method refuses": (
+        "model: {peft: {class_path: peft.PromptTuningConfig, init_args: {num_virtual_tokens: null}}}",
+        "model.peft: TypeError: ",
+    ),
+    "a name that is none": ("model: {tokenizer: '{}'}", "no hub id can be spelt so"),
+    "escapes": ('data: {path: "./\\e]0;no.json"}', r"'./\x1b]0;no.json' does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_line_before_any_weights(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_ft.model.loading.load_base", lambda *_: pytest.fail("weights were loaded"))
+    text, message = CASES[name]
+    path = tmp_path / "more.yaml"
+    path.write_text(text)
+    arguments = [*recipe(tmp_path, model_folder, write_rows(), max_steps=1), "--run_dir", str(tmp_path / "run")]
+    lines = run(capsys, *arguments, "--config", str(path), code=2)
+    last = lines.strip().splitlines()[-1]
+    assert last.startswith("lit_ft: error: ")
+    assert message in last
+    assert "Traceback" not in lines
+
+
+def test_a_recipe_that_is_no_text(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"data:\n  path: \xff\xfe\n")
+    lines = run(capsys, "fit", "--config", str(path), code=2)
+    assert f"lit_ft: error: --config {path}: is not UTF-8 (byte 14); save the recipe as UTF-8 text" in lines
+
+
+def test_messages_are_short(capsys: Any, tmp_path: Path, model_folder: str) -> None:
+    sources = [{"path": "a.json", "nam": i, "text": "x" * 500} for i in range(50)]
+    assert len(run(capsys, "fit", f"--trainer.{'x' * 3000}", "1", code=2)) < 300
+    lines = run(capsys, "fit", "--model.pretrained", model_folder, "--data.sources", json.dumps(sources), code=2)
+    assert "unknown option 'nam'" in lines
+    assert max(map(len, lines.splitlines())) < 700
+
+
+def test_log_lines_and_warnings_cannot_steer_the_terminal(capsys: Any) -> None:
+    run(capsys, "fti", code=2)
+    with pytest.raises(SystemExit):
+        main(["report", "nowhere"])  # a command that runs sets it up
+    logging.getLogger("some.library").warning("name %s", "\x1b]0;title\x07\nnext")
+    warnings.warn("a\x1b[2J", stacklevel=1)
+    record = logging.getLogRecordFactory()("a", 20, "b", 1, "%s", ("\x9b31m",), None)
+    assert record.getMessage() == "\\x9b31m"
+    assert warnings.formatwarning("a\x1b[2J", UserWarning, "b.py", 1).startswith("b.py:1: UserWarning: a\\x1b[2J")

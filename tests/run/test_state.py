@@ -1,0 +1,322 @@
+"""The same command starts a run and goes on with it, whatever ended the process before."""
+
+import csv
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lit_callbacks import AdapterMerger
+from safetensors.torch import load_file
+from torture import CASES, Case, Life, outcome, torture, write_recipe
+
+from lit_ft import CausalLM
+from lit_ft.checkpointing.selection import newest_good, position_of
+from lit_ft.checkpointing.storage import replacement
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.run.folder import RUNS, RunFolder, unfinished_run
+from lit_ft.run.lock import lock_run
+from lit_ft.training.loggers import MetricsCSV
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("torture"), accumulate=1)
+
+
+def fit(
+    folder: Path, recipe: Path, *options: str, case: Case = CASES["one"], prepare: Callable[[], None] = lambda: None
+) -> tuple[set[int], str]:
+    """Exit codes of a short run in ``folder/run``, and what its first rank said."""
+    log = folder / f"log-{len(list(folder.glob('log-*')))}"
+    arguments = ["fit", "--config", str(recipe), "--trainer.max_steps", "4", *options, *case.options]
+    life = Life(case, [*arguments, "--trainer.devices", str(case.ranks)], log, prepare=prepare)
+    life.wait()
+    return set(life.codes.values()), (log / "output-0").read_text()
+
+
+def killed_in(owner: Any, name: str) -> Callable[[], None]:
+    """Has a process killed when it calls a method."""
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return lambda: setattr(owner, name, die)
+
+
+def killed_before_save(number: int) -> Callable[[], None]:
+    """Has a process killed before it writes a checkpoint, counted from 1."""
+
+    def prepare() -> None:
+        save, left = AnyCheckpointIO.save_checkpoint, iter(range(number - 1))
+
+        def save_or_die(*arguments: Any, **options: Any) -> None:
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            save(*arguments, **options)
+
+        AnyCheckpointIO.save_checkpoint = save_or_die  # type: ignore[method-assign]
+
+    return prepare
+
+
+def steps(run: Path) -> list[int]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["one", "zero3", "pp2"])
+def test_a_run_killed_before_its_adapter_writes_it_when_it_is_resumed(tmp_path: Path, recipe: Path, name: str) -> None:
+    run, case = tmp_path / "run", CASES[name]
+    options = ["--run_dir", str(run), "--resume", "auto"]
+    codes, _ = fit(tmp_path, recipe, *options, case=case, prepare=killed_in(AdapterMerger, "on_train_end"))
+    assert -signal.SIGKILL in codes
+    assert not (run / "adapter").exists()
+    assert not (run / "finished.json").exists()
+    codes, said = fit(tmp_path, recipe, *options, case=case)
+    assert codes == {0}, said
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True) if name == "one" else None
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    if checkpoint is not None:
+        saved = checkpoint["state_dict"]["model.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"]
+        assert torch.equal(adapter["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"], saved)
+    assert (run / "finished.json").exists()
+    assert steps(run) == [0, 1, 2, 3]
+
+
+def killed_in_the_validation_after(step: int) -> Callable[[], None]:
+    def prepare() -> None:
+        finish = CausalLM.on_validation_epoch_end
+
+        def die_or_finish(module: CausalLM) -> None:
+            if module.trainer.global_step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            finish(module)
+
+        CausalLM.on_validation_epoch_end = die_or_finish  # type: ignore[method-assign]
+
+    return prepare
+
+
+def validation_losses(run: Path) -> list[tuple[int, float]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return [(int(row["step"]), float(row["val/loss"])) for row in csv.DictReader(file) if row["val/loss"]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "limit", [["--trainer.max_steps", "4"], ["--trainer.max_steps", "-1", "--trainer.max_epochs", "1"]]
+)
+def test_a_run_killed_in_its_last_validation_makes_up_for_it(tmp_path: Path, recipe: Path, limit: list[str]) -> None:
+    options = ["--data.val_fraction", "0.2", "--trainer.val_check_interval", "2", "--trainer.limit_train_batches", "4"]
+    options += ["--resume", "auto", *limit, "--run_dir"]
+    assert fit(tmp_path, recipe, *options, str(tmp_path / "whole"))[0] == {0}
+    wanted = validation_losses(tmp_path / "whole")
+    assert [step for step, _ in wanted] == [1, 3]
+    run = tmp_path / "run"
+    codes, _ = fit(tmp_path, recipe, *options, str(run), prepare=killed_in_the_validation_after(4))
+    assert codes == {-signal.SIGKILL}
+    assert validation_losses(run) == wanted[:1]
+    codes, said = fit(tmp_path, recipe, *options, str(run))
+    assert codes == {0}, said
+    assert validation_losses(run) == wanted
+    assert steps(run) == [0, 1, 2, 3]
+    assert (run / "adapter" / "adapter_model.safetensors").exists()
+    codes, said = fit(tmp_path, recipe, *options, str(run))
+    assert codes == {0}, said
+
+
+@pytest.mark.processes
+def test_a_finished_run_is_left_as_it_is_and_mended_where_its_adapter_is_gone(tmp_path: Path, recipe: Path) -> None:
+    run = tmp_path / "run"
+    options = ["--run_dir", str(run), "--resume", "auto"]
+    assert fit(tmp_path, recipe, *options)[0] == {0}
+    written = (run / "adapter" / "adapter_config.json").stat().st_mtime_ns
+    assert fit(tmp_path, recipe, *options)[0] == {0}
+    assert (run / "adapter" / "adapter_config.json").stat().st_mtime_ns == written
+    shutil.rmtree(run / "adapter")
+    codes, said = fit(tmp_path, recipe, *options)
+    assert codes == {0}
+    assert "nothing is left to train" in said
+    assert (run / "adapter" / "adapter_model.safetensors").exists()
+    assert steps(run) == [0, 1, 2, 3]
+
+
+@pytest.mark.processes
+def test_a_run_killed_before_its_first_checkpoint_starts_again_by_the_same_command(
+    tmp_path: Path, recipe: Path
+) -> None:
+    from lightning.pytorch import Trainer
+
+    run = tmp_path / "run"
+    codes, _ = fit(tmp_path, recipe, "--run_dir", str(run), prepare=killed_in(Trainer, "save_checkpoint"))
+    assert codes == {-signal.SIGKILL}
+    assert (run / "config.yaml").exists()
+    codes, said = fit(tmp_path, recipe, "--run_dir", str(run), "--ckpt_path", "last")
+    assert codes == {2}
+    assert "start it again with the same command without --ckpt_path" in said
+    codes, said = fit(tmp_path, recipe, "--run_dir", str(run))
+    assert codes == {0}, said
+    assert steps(run) == [0, 1, 2, 3]
+    assert fit(tmp_path, recipe, "--run_dir", str(run))[0] == {2}  # now there is something to lose
+
+
+@pytest.mark.processes
+def test_without_a_run_folder_the_newest_unfinished_run_of_the_recipe_goes_on(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert fit(tmp_path, recipe, "--resume", "auto", prepare=killed_in(AdapterMerger, "on_train_end"))[0] != {0}
+    (run,) = (tmp_path / "checkpoints" / "runs" / "recipe").iterdir()
+    codes, said = fit(tmp_path, recipe, "--resume", "auto")
+    assert codes == {0}
+    assert f"resume=auto: resuming checkpoints/runs/recipe/{run.name}" in said
+    assert (run / "adapter").exists()
+    assert fit(tmp_path, recipe, "--resume", "auto")[0] == {0}  # all are finished: another one starts
+    assert len(list((tmp_path / "checkpoints" / "runs" / "recipe").iterdir())) == 2
+
+
+@pytest.mark.processes
+def test_damage_is_said_and_the_checkpoint_before_it_resumed(tmp_path: Path, recipe: Path) -> None:
+    run = tmp_path / "run"
+    saves = ["--trainer.callbacks.save_top_k", "-1"]
+    assert fit(tmp_path, recipe, "--run_dir", str(run), *saves)[0] == {0}
+    wanted = outcome(run)
+    for path in (run / "checkpoints").glob("*.ckpt"):
+        found = position_of(path)
+        assert found is not None
+        if found.global_step == 4:
+            path.write_bytes(path.read_bytes()[:-1000])
+    codes, said = fit(tmp_path, recipe, "--run_dir", str(run), "--ckpt_path", "last", *saves)
+    assert codes == {0}, said
+    assert "last.ckpt is damaged and left out: it is cut short" in said
+    assert "-step=2.ckpt" in said
+    assert torch.equal(
+        torch.cat([t.flatten() for t in outcome(run)["state_dict"].values()]),
+        torch.cat([t.flatten() for t in wanted["state_dict"].values()]),
+    )
+    damaged = newest_good(run / "checkpoints")
+    damaged.write_bytes(damaged.read_bytes()[:-1000])
+    codes, said = fit(tmp_path, recipe, "--run_dir", str(run), "--ckpt_path", str(damaged))
+    assert codes == {2}
+    assert "cannot be used: it is cut short" in said
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kills"), [("one", 4), ("ddp", 3), ("fsdp folder", 3)])
+def test_ten_kills_lose_nothing(tmp_path: Path, recipe: Path, name: str, kills: int) -> None:
+    import random
+
+    result = torture(name, kills, recipe, tmp_path / "torture", random.Random(0))
+    assert result.kills == kills
+    assert result.wrong == 0
+
+
+@pytest.mark.processes
+def test_steps_are_logged_by_their_numbers_after_several_resumptions(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, accumulate=2), tmp_path / "run"
+    arguments = ["fit", "--config", str(recipe), "--run_dir", str(run), "--resume", "auto", "--trainer.devices", "1"]
+    # At an epoch's end (12 files), two steps later (4), and within the step after it (1, by itself).
+    for number, left in enumerate([13, 5, 2]):
+        life = Life(CASES["one"], arguments, tmp_path / f"log-{number}", prepare=killed_before_save(left))
+        assert life.wait()
+    last = Life(CASES["one"], arguments, tmp_path / "log-last")
+    assert not last.wait()
+    assert steps(run) == list(range(24))
+
+
+# --- metrics.csv -----------------------------------------------------------------------------------------
+
+
+def log(run: Path, rows: list[tuple[int, dict[str, float]]], **resumed: Any) -> None:
+    logger = MetricsCSV(RunFolder(run), **resumed)
+    for step, metrics in rows:
+        logger.log_metrics(metrics, step=step)
+        logger.save()
+
+
+def rows(run: Path) -> list[tuple[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return [(row["step"], row["train/loss"] or row["mine"]) for row in csv.DictReader(file)]
+
+
+def test_a_resumed_run_drops_the_rows_of_steps_that_it_repeats(tmp_path: Path) -> None:
+    log(tmp_path, [(step, {"epoch": 0, "train/loss": float(step)}) for step in range(5)])
+    log(tmp_path, [(3, {"mine": 3.5}), (4, {"mine": 4.5})], resumed_step=5)
+    # Three steps were taken: Lightning's rows 0, 1 and 2, and what a callback logged after the third.
+    log(tmp_path, [(3, {"epoch": 0, "train/loss": 9.0})], resumed_step=3)
+    assert rows(tmp_path) == [("0", "0.0"), ("1", "1.0"), ("2", "2.0"), ("3", "3.5"), ("3", "9.0")]
+    log(tmp_path, [(2, {"epoch": 0, "train/loss": 2.0})], resumed_step=3, is_logged=False)
+    assert [step for step, _ in rows(tmp_path)] == ["0", "1", "3", "2"]
+
+
+def test_metrics_are_never_gone_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    log(tmp_path, [(0, {"epoch": 0, "train/loss": 1.0, "mine": 2.0}), (1, {"epoch": 0, "train/loss": 1.5})])
+    file = tmp_path / "metrics.csv"
+    with file.open("a") as handle:
+        handle.write("0,2.0,")  # a kill within a write
+    _ = MetricsCSV(RunFolder(tmp_path), resumed_step=2).experiment
+    assert rows(tmp_path) == [("0", "1.0"), ("1", "1.5")]  # before anything is logged
+
+
+def test_a_run_that_still_runs_is_not_taken_for_an_unfinished_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("2026-01-01_00-00-00", "2026-01-01_00-00-01"):
+        AnyCheckpointIO().save_checkpoint({"loops": {}}, RunFolder(RUNS / "recipe" / name).checkpoints / "last.ckpt")
+    newest = RUNS / "recipe" / "2026-01-01_00-00-01"
+    found = unfinished_run("recipe")
+    assert found is not None
+    assert found.root == newest
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        lock_run(newest)
+        os.write(writer, b"!")
+        signal.pause()
+    try:
+        os.read(reader, 1)
+        found = unfinished_run("recipe")
+        assert found is not None
+        assert found.root.name == "2026-01-01_00-00-00"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["fsdp folder"])
+def test_a_replacement_that_a_kill_interrupted_is_finished_by_the_next_fit(
+    tmp_path: Path, recipe: Path, name: str
+) -> None:
+    run, case = tmp_path / "run", CASES[name]
+    options = ["--run_dir", str(run), "--resume", "auto"]
+    assert fit(tmp_path, recipe, *options, case=case)[0] == {0}
+    for path in (run / "checkpoints").glob("*.ckpt"):
+        path.rename(replacement.temporary_folder(path))  # killed between two renames
+    codes, said = fit(tmp_path, recipe, *options, "--trainer.max_steps", "6", case=case)
+    assert codes == {0}, said
+    assert "was being replaced when an earlier process was killed" in said
+    assert steps(run) == [0, 1, 2, 3, 4, 5]
+    assert not list((run / "checkpoints").glob(".*.new"))
+
+
+@pytest.mark.processes
+def test_a_link_to_the_newest_folder_of_shards_is_saved_and_resumed(tmp_path: Path, recipe: Path) -> None:
+    run, case = tmp_path / "run", CASES["fsdp folder"]
+    options = ["--run_dir", str(run), "--resume", "auto", "--trainer.callbacks.save_last", "link"]
+    codes, said = fit(tmp_path, recipe, *options, case=case)
+    assert codes == {0}, said
+    assert (run / "checkpoints" / "last.ckpt").is_symlink()
+    codes, said = fit(tmp_path, recipe, *options, "--trainer.max_steps", "6", case=case)
+    assert codes == {0}, said
+    assert steps(run) == [0, 1, 2, 3, 4, 5]
+    found = position_of((run / "checkpoints" / "last.ckpt").resolve())
+    assert found is not None
+    assert found.global_step == 6

@@ -1,0 +1,38 @@
+"""The worked examples of docs/data.md are what lit_ft does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lit_ft import TextDataModule
+from lit_ft.data.inspection import stretches
+from lit_ft.model.loading import load_tokenizer
+
+REPOSITORY = Path(__file__).parents[2]
+TEXT = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```json\n(.*?)\n```\n\n```text\n(.*?)\n```", TEXT, re.DOTALL)
+
+
+def test_each_format_has_an_example() -> None:
+    assert len(EXAMPLES) == 6
+    assert re.findall(r"^### (\w+)", TEXT, re.MULTILINE)[:7] == [
+        "alpaca",
+        "sharegpt",
+        "messages",
+        "prompt_completion",
+        "completion",
+        "tokenized",
+        "indexed",
+    ]
+
+
+@pytest.mark.parametrize(("row", "wanted"), EXAMPLES)
+def test_examples(tmp_path: Path, row: str, wanted: str) -> None:
+    path = tmp_path / "row.jsonl"
+    path.write_text(row, encoding="utf-8")
+    data = TextDataModule(str(path))
+    tokenizer = load_tokenizer(str(REPOSITORY / "checkpoints" / "tiny-qwen2"))
+    data.load(tokenizer)
+    (sample,) = [data.splits["train"][i] for i in range(len(data.splits["train"]))]
+    assert "".join(f"»{text}«" if supervised else text for text, supervised in stretches(*sample, tokenizer)) == wanted

@@ -1,0 +1,174 @@
+"""One loss and one gradient, however a step is split: the invariants of docs/numerics.md."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import record_difference
+from lightning.pytorch import Callback
+from peft import LoraConfig
+from transformers import AutoTokenizer
+
+from lit_ft import CausalLM, TextDataModule
+
+ROWS, STEP, STEPS = 22, 8, 5  # 22 rows in steps of 8: the third step of an epoch is ragged
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if len(self.losses) < trainer.global_step:
+            self.losses.append(float(trainer.callback_metrics["train/loss"]))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    # SGD: Adam turns rounding on near-zero gradients into differences of the size of the learning rate.
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+
+
+def train(
+    make_trainer: Callable[..., Any],
+    model_folder: str,
+    path: str,
+    *,
+    peft: LoraConfig | None = None,
+    accumulate: int = 1,
+    model: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    **data: Any,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses = Losses()
+    module = CausalLM(model_folder, peft=peft, optimizer=sgd, **(model or {}))
+    make_trainer(max_steps=STEPS, accumulate_grad_batches=accumulate, callbacks=[losses], **(trainer or {})).fit(
+        module, TextDataModule(path, **data)
+    )
+    return losses.losses, {name: p.detach().clone() for name, p in module.trainable_parameters().items()}
+
+
+def assert_same(got: Any, wanted: Any, tolerance: float = 1e-6) -> None:
+    assert len(got[0]) == len(wanted[0]) == STEPS
+    record_difference(
+        list(zip(got[0], wanted[0], strict=True)), [(got[1][name], wanted[1][name]) for name in wanted[1]]
+    )
+    assert got[0] == pytest.approx(wanted[0], rel=tolerance, abs=tolerance)
+    assert got[1].keys() == wanted[1].keys()
+    for name in wanted[1]:
+        torch.testing.assert_close(got[1][name], wanted[1][name], atol=tolerance, rtol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("peft", [None, lora()], ids=["full", "lora"])
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize(("size", "accumulate"), [(4, 2), (2, 4), (1, 8)])
+def test_batch_splits(
+    make_trainer: Any, model_folder: str, write_rows: Any, peft: Any, join: bool, size: int, accumulate: int
+) -> None:
+    path = write_rows(count=ROWS)
+    wanted = train(make_trainer, model_folder, path, peft=peft, micro_batch_size=STEP)
+    data = {"micro_batch_size": size, "join_micro_batches": join, "max_length": 96}
+    assert_same(train(make_trainer, model_folder, path, peft=peft, accumulate=accumulate, **data), wanted)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_implementations(make_trainer: Any, model_folder: str, write_rows: Any, attention: str) -> None:
+    path = write_rows(count=ROWS)
+    wanted = train(make_trainer, model_folder, path, micro_batch_size=STEP)
+    got = train(make_trainer, model_folder, path, micro_batch_size=STEP, model={"attn_implementation": attention})
+    assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("peft", [None, lora()], ids=["full", "lora"])
+def test_gradient_checkpointing(make_trainer: Any, model_folder: str, write_rows: Any, peft: Any) -> None:
+    path = write_rows(count=ROWS)
+    wanted = train(make_trainer, model_folder, path, peft=peft, micro_batch_size=STEP)
+    got = train(
+        make_trainer,
+        model_folder,
+        path,
+        peft=peft,
+        micro_batch_size=STEP,
+        model={"gradient_checkpointing": True},
+    )
+    assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("peft", [None, lora()], ids=["full", "lora"])
+def test_packed_rows_equal_a_padded_hugging_face_forward(
+    make_trainer: Any, model_folder: str, write_rows: Any, peft: Any
+) -> None:
+    """The reference is written by hand: padded batches, labels handed to the model, plain SGD."""
+    path = write_rows(count=STEP)
+    got = train(make_trainer, model_folder, path, peft=copy.deepcopy(peft), micro_batch_size=STEP, shuffle=False)
+    in_bins = train(make_trainer, model_folder, path, peft=copy.deepcopy(peft), micro_batch_size=STEP, packing=96)
+
+    data = TextDataModule(path)
+    data.load(AutoTokenizer.from_pretrained(model_folder))
+    samples = [data.splits["train"][i] for i in range(STEP)]
+    length = max(len(ids) for ids, _ in samples)
+    input_ids = torch.zeros(STEP, length, dtype=torch.long)
+    labels, mask = torch.full_like(input_ids, -100), torch.zeros_like(input_ids)
+    for i, (ids, label) in enumerate(samples):
+        input_ids[i, : len(ids)] = torch.from_numpy(ids)
+        labels[i, : len(ids)] = torch.from_numpy(label)
+        mask[i, : len(ids)] = 1
+    module = CausalLM(model_folder, peft=peft)
+    torch.manual_seed(7)
+    module.configure_model()
+    assert module.model is not None
+    module.base_model.set_attn_implementation("sdpa")
+    optimizer = sgd(module.trainable_parameters().values())
+    losses = []
+    for _ in range(STEPS):
+        loss = module.model(input_ids=input_ids, labels=labels, attention_mask=mask).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    wanted = losses, {name: p.detach() for name, p in module.trainable_parameters().items()}
+    assert_same(got, wanted)
+    assert_same(in_bins, wanted)
+
+
+def test_one_sample_does_not_move_another_samples_loss(model_folder: str) -> None:
+    module = CausalLM(model_folder)
+    module.configure_model()
+    from lit_ft.packed_batch import lay_end_to_end
+
+    first, second, other = (torch.randint(3, 300, (n,)).numpy() for n in (17, 23, 23))
+    both = module.forward(lay_end_to_end([(first, first), (second, second)])).loss_sum
+    alone = module.forward(lay_end_to_end([(second, second)])).loss_sum
+    changed = module.forward(lay_end_to_end([(first, first), (other, other)])).loss_sum
+    changed_alone = module.forward(lay_end_to_end([(other, other)])).loss_sum
+    assert float(both - alone) == pytest.approx(float(changed - changed_alone), abs=1e-4)
+    assert float(both) != pytest.approx(float(changed), abs=1e-1)
+
+
+def test_chunks_of_the_head_do_not_change_anything(
+    make_trainer: Any, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_rows(count=ROWS)
+    wanted = train(make_trainer, model_folder, path, micro_batch_size=STEP)
+    monkeypatch.setattr("lit_ft.training.token_cross_entropy.LOGITS_PER_CHUNK", 384 * 7)
+    assert_same(train(make_trainer, model_folder, path, micro_batch_size=STEP), wanted)
+
+
+def test_a_cut_epoch_counts_only_what_it_runs(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    """limit_train_batches ends an epoch inside a window of micro-batches."""
+    path = write_rows(count=ROWS)
+    cut = {"trainer": {"limit_train_batches": 3}, "micro_batch_size": 4, "shuffle": False}
+    got = train(make_trainer, model_folder, path, accumulate=2, **cut)
+    whole = train(
+        make_trainer,
+        model_folder,
+        write_rows(count=12, name="twelve.json"),
+        micro_batch_size=8,
+        shuffle=False,
+    )
+    assert_same(got, whole)

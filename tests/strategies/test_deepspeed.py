@@ -1,0 +1,530 @@
+"""DeepSpeed's ZeRO computes what one process computes; what it cannot do is refused before anything starts."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import make_rows, record_difference
+from lightning.pytorch import Callback, Trainer
+from lit_callbacks import AdapterMerger
+from lit_callbacks.distributed.gather import whole_weights
+from ranks import on_ranks
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
+
+from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.cli import main
+from lit_ft.strategies import DeepSpeedStrategy
+from lit_ft.strategies.zero.config import check_optimizer, check_recipe
+from lit_ft.training import token_cross_entropy
+from lit_ft.training.exact_match import ExactMatch
+
+LORA = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)  # near-zero gradients do not amplify rounding
+
+
+def zero(stage: int, **settings: Any) -> DeepSpeedStrategy:
+    # By default, weights as small as these stay whole at stage 3.
+    config = {"stage": stage, "stage3_param_persistence_threshold": 0, **settings}
+    return DeepSpeedStrategy(config={"zero_optimization": config})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of two epochs: 19 rows in windows of 8; in an epoch's last, a rank has one micro-batch in place of two."""
+
+    strategy: Callable[[], Any] = lambda: "auto"
+    model: dict[str, Any] = field(default_factory=dict)
+    untied: bool = False
+    """Whether the head has weights of its own."""
+    world: int = 2
+    local_world: int | None = None
+    precision: Any = "32-true"
+    tokens_per_chunk: int | None = None
+    """Supervised tokens whose logits exist at a time; ranks then call the head unequally often."""
+    data: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    epochs: int = 2
+    resume: str | None = None
+    save: str | None = None
+
+    @property
+    def on_one_process(self) -> "Case":
+        return replace(self, strategy=lambda: "auto", world=1, local_world=None)
+
+
+class Record(Callback):
+    """Loss and gradient norm of each optimiser step; what each rank holds of the model."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self.held: dict[str, tuple[int, int, torch.dtype]] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            share: Any = getattr(parameter, "ds_tensor", parameter)
+            self.held[name] = share.numel(), getattr(parameter, "ds_numel", parameter.numel()), share.dtype
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            metrics = trainer.callback_metrics
+            self.steps.append((float(metrics["train/loss"]), float(metrics["train/grad_norm"])))
+
+
+def fit(folder: str, case: Case) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, Any]]:
+    """Losses and norms of the steps, final weights, and what each rank held."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    chunk, token_cross_entropy.LOGITS_PER_CHUNK = (
+        token_cross_entropy.LOGITS_PER_CHUNK,
+        (case.tokens_per_chunk or 10**6) * 384,
+    )
+    record = Record()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=case.world,
+        strategy=case.strategy(),
+        precision=case.precision,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=4 // case.world,
+        gradient_clip_val=1.0,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[record],
+        plugins=[AnyCheckpointIO()],
+    )
+    module = CausalLM(folder, **case.model, optimizer=case.optimizer)
+    options = {"micro_batch_size": 2, "max_length": 96, "val_path": f"{folder}/rows.json", **case.data}
+    trainer.fit(module, TextDataModule(f"{folder}/rows.json", **options), ckpt_path=case.resume)
+    if case.save is not None:
+        trainer.save_checkpoint(case.save)
+    token_cross_entropy.LOGITS_PER_CHUNK = chunk
+    os.environ.pop("PL_GLOBAL_SEED")
+    return record.steps, whole_weights(module, lambda _, p: p.requires_grad), record.held
+
+
+def folder_of(tmp: Path, tied: str, case: Case) -> str:
+    """The model of ``model_folder`` with some rows beside it, its head untied where the case says so."""
+    folder = tmp / ("untied" if case.untied else "tied")
+    if not folder.exists():
+        config = Qwen2Config.from_pretrained(tied, tie_word_embeddings=not case.untied)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(tied).save_pretrained(folder)
+        (folder / "rows.json").write_text(json.dumps(make_rows(19), ensure_ascii=False), encoding="utf-8")
+    return str(folder)
+
+
+def fit_all(cases: dict[str, tuple[str, Case]]) -> dict[str, Any]:
+    return {name: fit(folder, case) for name, (folder, case) in cases.items()}
+
+
+def on_all_ranks(cases: dict[str, tuple[str, Case]]) -> dict[str, list[Any]]:
+    """What ``fit`` returns on each rank, case by case; processes are started once for all of them."""
+    (world, local), *others = {(case.world, case.local_world) for _, case in cases.values()}
+    assert not others
+    by_rank = on_ranks(world, fit_all, cases, timeout=60 + 10 * len(cases), local_world=local)
+    return {name: [results[name] for results in by_rank] for name in cases}
+
+
+WAYS: dict[str, dict[str, Any]] = {"LoRA": {"peft": LORA}, "full": {}}
+STAGES = {f"zero{stage}": stage for stage in (1, 2, 3)}
+SAME: dict[str, Case] = {
+    **{
+        f"{name}, {way}": Case(lambda stage=stage: zero(stage), WAYS[way])  # type: ignore[misc]
+        for name, stage in STAGES.items()
+        for way in WAYS
+    },
+    **{
+        f"zero3, {way}, own head, chunked logits": Case(lambda: zero(3), WAYS[way], untied=True, tokens_per_chunk=4)
+        for way in WAYS
+    },
+    "zero3, full, tied head, chunked logits": Case(lambda: zero(3), tokens_per_chunk=4),
+    "zero3, LoRA on the head": Case(
+        lambda: zero(3), {"peft": peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}, True, tokens_per_chunk=4
+    ),
+    "zero3, checkpointed activations": Case(lambda: zero(3), {"gradient_checkpointing": True}),
+    **{
+        f"{name}, rows apart": Case(lambda stage=stage: zero(stage), data={"join_micro_batches": False})  # type: ignore[misc]
+        for name, stage in STAGES.items()
+    },
+    "zero2, drawn weights": Case(lambda: zero(2), {"init": "random", "peft": LORA}),
+    "zero3, drawn weights": Case(lambda: zero(3), {"init": "random"}),
+    "zero3, added tokens": Case(lambda: zero(3), {"added_tokens": ["<a>", "<b>"]}),
+    "zero2, offloaded": Case(lambda: zero(2, offload_optimizer={"device": "cpu"})),
+    "zero3, offloaded": Case(
+        lambda: zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}), {"peft": LORA}
+    ),
+    "zero3, two copies on two nodes": Case(lambda: zero(3, zero_hpz_partition_size=2), world=4, local_world=2),
+    "zero2, NF4 base": Case(lambda: zero(2), {"peft": LORA, "quantization": "nf4"}),
+    "zero3, NF4 base": Case(lambda: zero(3), {"peft": LORA, "quantization": "nf4"}),
+}
+
+
+HALF: dict[str, Case] = {
+    f"{name}, {way}, {precision}": Case(lambda stage=stage: zero(stage), WAYS[way], precision=precision)  # type: ignore[misc]
+    for name, stage in STAGES.items()
+    for way in WAYS
+    for precision in ("bf16-mixed", "bf16-true")
+}
+BF16_BASE: dict[str, Case] = {
+    f"{name}, bf16 base": Case(lambda stage=stage: zero(stage), {"peft": LORA, "dtype": "bfloat16"})  # type: ignore[misc]
+    for name, stage in STAGES.items()
+}
+
+
+def settled(case: Case) -> Case:
+    if case.model.get("quantization") != "nf4":
+        return case
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    return replace(case, model={**case.model, "quantization": nf4})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> dict[str, tuple[str, Case, list[Any]]]:
+    """Folder, case and what each rank found, for all cases."""
+    tmp = tmp_path_factory.mktemp("deepspeed")
+    cases = {name: settled(case) for name, case in {**SAME, **HALF, **BF16_BASE}.items()}
+    placed = {name: (folder_of(tmp, model_folder, case), case) for name, case in cases.items()}
+    found: dict[str, list[Any]] = {}
+    for world in {case.world for case in cases.values()}:
+        found |= on_all_ranks({name: pair for name, pair in placed.items() if pair[1].world == world})
+    return {name: (*pair, found[name]) for name, pair in placed.items()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", SAME)
+def test_same_numbers(runs: dict[str, Any], name: str) -> None:
+    folder, case, ranks = runs[name]
+    one, weights, _ = fit(folder, case.on_one_process)
+    for steps, found, held in ranks:
+        assert len(steps) == 6
+        for got, wanted in zip(steps, one, strict=True):
+            assert got == pytest.approx(wanted, rel=1e-5)
+        assert found.keys() == weights.keys()
+        for key, weight in weights.items():
+            torch.testing.assert_close(found[key], weight, atol=1e-5, rtol=1e-5, msg=key)
+        pairs = [(got[0], wanted[0]) for got, wanted in zip(steps, one, strict=True)]
+        record_difference(pairs, [(found[key], weight) for key, weight in weights.items()])
+        shares = [-(-whole // case.world) if "zero3" in name else whole for _, whole, _ in held.values()]
+        assert [own for own, *_ in held.values()] == shares
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision(runs: dict[str, Any], name: str) -> None:
+    folder, case, ranks = runs[name]
+    one, _, _ = fit(folder, case.on_one_process)
+    for steps, _, held in ranks:
+        # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split, and on the processor.
+        for got, wanted in zip(steps, one, strict=True):
+            assert got == pytest.approx(wanted, rel=3e-2)
+        assert {dtype for *_, dtype in held.values()} == {torch.bfloat16}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", BF16_BASE)
+def test_full_precision_casts_nothing(runs: dict[str, Any], name: str) -> None:
+    folder, case, ranks = runs[name]
+    one, _, _ = fit(folder, case.on_one_process)
+    for steps, _, held in ranks:
+        for got, wanted in zip(steps, one, strict=True):
+            assert got == pytest.approx(wanted, rel=1e-2)
+        for key, (*_, dtype) in held.items():
+            assert dtype == (torch.float32 if ".lora_" in key else torch.bfloat16), key
+
+
+PLACES: dict[str, Callable[[], Any]] = {
+    **{name: (lambda stage=stage: zero(stage)) for name, stage in STAGES.items()},  # type: ignore[misc]
+    "ddp": lambda: "ddp",
+    "one process": lambda: "auto",
+}
+MOVES = [
+    *((name, name) for name in STAGES),
+    ("zero2", "one process"),
+    ("one process", "zero3"),
+    ("zero3", "ddp"),
+    ("ddp", "zero1"),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("before", "after"), MOVES, ids=lambda place: place)
+def test_resumes(
+    model_folder: str, tmp_path: Path, before: str, after: str, way: str, optimizer: Callable[[Any], Any]
+) -> None:
+    saved = str(tmp_path / "saved.ckpt")
+    folder = folder_of(tmp_path, model_folder, Case())
+
+    def at(place: str, **options: Any) -> tuple[str, Case]:
+        case = Case(PLACES[place], WAYS[way], optimizer=optimizer, **options)
+        return folder, case.on_one_process if place == "one process" else case
+
+    whole, first, rest = at(before), at(before, epochs=1, save=saved), at(after, resume=saved)
+    if whole[1].world == rest[1].world:
+        found = on_all_ranks({"whole": whole, "first": first, "rest": rest})
+    else:
+        found = on_all_ranks({"whole": whole, "first": first}) | on_all_ranks({"rest": rest})
+    steps, weights, _ = found["whole"][0]
+    tolerance = 0 if before == after else 1e-5
+    for again, own, _ in found["rest"]:
+        assert len(again) == 3
+        for got, wanted in zip(again, steps[3:], strict=True):
+            assert got == pytest.approx(wanted, rel=tolerance, abs=0)
+        for key, weight in weights.items():
+            torch.testing.assert_close(own[key], weight, atol=tolerance, rtol=tolerance, msg=key)
+
+
+@pytest.mark.processes
+def test_checkpoints_keep_what_bf16_would_round(model_folder: str, tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved.ckpt")
+    case = Case(lambda: zero(3), optimizer=adamw, precision="bf16-mixed")
+    folder = folder_of(tmp_path, model_folder, case)
+    cases = {"whole": case, "first": replace(case, epochs=1, save=saved), "rest": replace(case, resume=saved)}
+    found = on_all_ranks({name: (folder, one) for name, one in cases.items()})
+    checkpoint = torch.load(saved, weights_only=True)
+    assert {tensor.dtype for tensor in checkpoint["state_dict"].values()} == {torch.float32}
+    assert any((tensor != tensor.bfloat16()).any() for tensor in checkpoint["state_dict"].values())
+    (steps, weights, _), (again, own, _) = found["whole"][0], found["rest"][0]
+    assert again == steps[3:]
+    for name, weight in weights.items():
+        assert torch.equal(own[name], weight), name
+
+
+def fit_and_answer(folder: str, strategy: Callable[[], Any], model: dict[str, Any], out: str) -> list[str]:
+    """Two steps; answers before, after and by ``predict``; the adapter and the merged model."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy(),
+        max_steps=2,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[AdapterMerger(Path(out) / "adapter", Path(out) / "merged"), ExactMatch(6, batch_size=5)],
+    )
+    module = CausalLM(folder, **model, optimizer=sgd, max_new_tokens=6)
+    rows = TextDataModule(f"{folder}/rows.json", micro_batch_size=2, val_fraction=0.5, test_path=f"{folder}/rows.json")
+    trainer.fit(module, rows)
+    answers: Any = trainer.predict(module, rows)
+    return [row["answer"] for batch in answers for row in batch]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+def test_answers_adapter_and_merged_model_are_those_of_ddp(
+    model_folder: str, tmp_path: Path, way: str, untied: bool
+) -> None:
+    folder = folder_of(tmp_path, model_folder, Case(untied=untied))
+    answers = {
+        place: on_ranks(2, fit_and_answer, folder, PLACES[place], WAYS[way], str(tmp_path / place), timeout=90)
+        for place in ("ddp", "zero3")
+    }
+    assert answers["zero3"] == answers["ddp"]
+    files = ["merged/model.safetensors", *(["adapter/adapter_model.safetensors"] if way == "LoRA" else [])]
+    for file in files:
+        wanted, got = (load_file(tmp_path / place / file) for place in ("ddp", "zero3"))
+        assert got.keys() == wanted.keys()
+        for name, weight in wanted.items():
+            torch.testing.assert_close(got[name], weight, atol=1e-6, rtol=1e-6, msg=name)
+
+
+# --- what is refused ---------------------------------------------------------------------------------
+
+
+def trainer_with(strategy: Any, **options: Any) -> Trainer:
+    return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, strategy=strategy, **options)
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "accumulation": (
+        {"gradient_accumulation_steps": 8},
+        {"accumulate_grad_batches": 2},
+        r"gradient_accumulation_steps=8, but trainer.accumulate_grad_batches=2",
+    ),
+    "clipping": (
+        {"gradient_clipping": 1.0},
+        {"gradient_clip_val": 0.5},
+        r"gradient_clipping=1.0, but trainer.gradient_clip_val=0.5",
+    ),
+    "no clipping": ({"gradient_clipping": 1.0}, {}, r"gradient_clipping=1.0, but trainer.gradient_clip_val=0;"),
+    "micro-batch": (
+        {"train_micro_batch_size_per_gpu": 4},
+        {},
+        r"train_micro_batch_size_per_gpu=4, but data.micro_batch_size=2",
+    ),
+    "batch": (
+        {"train_batch_size": 64},
+        {"accumulate_grad_batches": 3, "devices": 2},
+        r"train_batch_size=64, but data.micro_batch_size x trainer.accumulate_grad_batches x 2 ranks=12",
+    ),
+    "bf16": ({"bf16": {"enabled": True}}, {}, r"bf16.enabled=true, but trainer.precision=32-true"),
+    "no bf16": (
+        {"bf16": {"enabled": False}},
+        {"precision": "bf16-mixed"},
+        r"bf16.enabled=false, but trainer.precision=bf16-mixed",
+    ),
+    "fp16": ({"fp16": {"enabled": True}}, {}, r"fp16.enabled=true, but trainer.precision=32-true"),
+    "optimizer": (
+        {"optimizer": {"type": "AdamW"}},
+        {},
+        r'optimizer=\{"type": "AdamW"\}, but the recipe says optimizer',
+    ),
+    "tensor parallel": ({"tensor_parallel": {"autotp_size": 2}}, {}, r"tensor_parallel.autotp_size=2"),
+    "clipping by value": (
+        {},
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+        r"gradient_clip_algorithm=value, but DeepSpeed clips by norm only",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_config_that_contradicts_the_recipe_is_refused(name: str) -> None:
+    config, options, message = CONTRADICTIONS[name]
+    data = TextDataModule("rows.json", micro_batch_size=2)
+    trainer = trainer_with("auto" if options.get("devices", 1) == 1 else "ddp", **options)
+    with pytest.raises(RecipeError, match=message):
+        check_recipe(config, trainer, data)
+
+
+def test_a_config_that_agrees_is_taken_and_auto_is_the_recipe() -> None:
+    config = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "overlap_comm": False},
+    }
+    strategy = DeepSpeedStrategy(config=config)
+    trainer = trainer_with(strategy, accumulate_grad_batches=2)
+    strategy.check(trainer, CausalLM("nowhere", peft=LORA), TextDataModule("rows.json"))
+    assert strategy.config == {
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 3, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+REFUSED_ON_DEVICES: dict[str, tuple[dict[str, Any], int, str]] = {
+    "nothing split": ({"stage": 0}, 1, "stage=0 splits nothing"),
+    "quantised weights": ({"stage": 3, "zero_quantized_weights": True}, 1, "zero_quantized_weights .* are for CUDA"),
+    "copies": (
+        {"stage": 3, "zero_hpz_partition_size": 3},
+        4,
+        r"partition_size=3 must divide the 4 .*\[1, 2, 4\]",
+    ),
+    "nvme without stage 3": (
+        {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+        1,
+        "offload_optimizer to nvme needs stage=3, but stage=2",
+    ),
+    "nvme, no folder": (
+        {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/proc/nvme"}},
+        1,
+        "nvme_path='/proc/nvme' cannot be written to",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ON_DEVICES)
+def test_what_the_devices_cannot_do_is_refused(name: str) -> None:
+    config, ranks, message = REFUSED_ON_DEVICES[name]
+    with pytest.raises(RecipeError, match=message):
+        trainer_with(DeepSpeedStrategy(config={"zero_optimization": config}), devices=ranks)
+
+
+def test_nvme_without_its_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    builder = type(get_accelerator().create_op_builder("AsyncIOBuilder"))
+    monkeypatch.setattr(builder, "is_compatible", lambda *_, **__: False)
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / "new")}
+    with pytest.raises(RecipeError, match="offload_param to nvme needs libaio"):
+        trainer_with(DeepSpeedStrategy(config={"zero_optimization": {"stage": 3, "offload_param": offload}}))
+    assert not (tmp_path / "new").exists()
+
+
+REFUSED_METHODS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "AdaLoRA": (1, {"peft": peft.AdaLoraConfig(total_step=9)}, r"AdaLoraConfig .* gradients, which ZeRO \(stage=1\)"),
+    "PiSSA": (3, {"peft": peft.LoraConfig(init_lora_weights="pissa")}, "init_lora_weights='pissa' .* stage=3"),
+    "KaSA": (3, {"peft": peft.LoraConfig(kasa_config=peft.KasaConfig())}, "'KaSA' and .* stage=3"),
+    "DeLoRA": (3, {"peft": peft.DeloraConfig()}, "model.peft=DeloraConfig and trainer.strategy stage=3"),
+    "added tokens": (3, {"peft": LORA, "added_tokens": ["<a>"]}, r"added or trainable tokens \(\['<a>'\]\) and"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_METHODS)
+def test_methods_that_need_what_no_rank_has_are_refused(name: str) -> None:
+    stage, model, message = REFUSED_METHODS[name]
+    strategy = DeepSpeedStrategy(stage=stage)
+    with pytest.raises(RecipeError, match=message):
+        strategy.check(trainer_with(strategy), CausalLM("nowhere", **model))
+
+
+def test_optimizers_that_look_further_than_at_a_weight_are_refused() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, 4))
+    check_optimizer(torch.optim.AdamW([weight]))
+    for optimizer in (torch.optim.Adafactor([weight]), torch.optim.Muon([weight])):
+        with pytest.raises(RecipeError, match=f"optimizer={type(optimizer).__name__} .* lays all weights out flat"):
+            check_optimizer(optimizer)
+
+
+def test_arguments_beside_a_config_are_refused() -> None:
+    with pytest.raises(RecipeError, match="there is also stage=3, offload_optimizer=True; say it in config"):
+        DeepSpeedStrategy(stage=3, offload_optimizer=True, config={"zero_optimization": {"stage": 2}})
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_ft.strategies.zero.config.find_spec", lambda name: None if name == "deepspeed" else name)
+    with pytest.raises(RecipeError, match="needs deepspeed, which is not installed; pip install deepspeed"):
+        DeepSpeedStrategy()
+
+
+def test_the_command_line_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    config = tmp_path / "deepspeed.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 8}))
+    recipe = ["--config", "recipes/quickstart.yaml", "--trainer.devices", "2", "--run_dir", str(tmp_path / "run")]
+    strategy = ["--trainer.strategy", "lit_ft.strategies.DeepSpeedStrategy", "--trainer.strategy.config", str(config)]
+
+    def said(*options: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main(["fit", *recipe, *strategy, *options])
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert "gradient_accumulation_steps=8, but trainer.accumulate_grad_batches=1; take" in said()
+    assert "config takes the place of all other settings, but there is also stage=3;" in said(
+        "--trainer.strategy.stage=3"
+    )
+    config.write_text("{")
+    assert f"config='{config}' is no file of DeepSpeed's JSON (Expecting property name" in said()
+    config.unlink()
+    assert "the path does not exist" in said()
+    assert "unknown option 'stag'; did you mean 'stage'?" in said("--trainer.strategy.stag=3")

@@ -1,0 +1,640 @@
+"""Tensor, sequence and pipeline parallelism, with sharded data parallelism, compute what one process computes."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ATTENTION, EXPERTS, OWN, save_model
+from conftest import make_tokenizer, record_cell
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
+from lit_callbacks.distributed.gather import whole_tensor, whole_weights
+from peft import LoraConfig
+from ranks import on_ranks
+from test_strategies import Record, adamw, assert_same, load_whole, sgd
+from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+
+from lit_ft import CausalLM, ExactMatch, TextDataModule
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.cli import main
+from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+from lit_ft.strategies.parallel.pipeline_parallel import ZERO_BUBBLE
+
+pytestmark = pytest.mark.processes
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+WAYS: dict[str, dict[str, Any]] = {"LoRA": {"peft": LORA}, "full": {}}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, and what else the strategy is told."""
+
+    pipeline: int = 1
+    data: int = 1
+    tensor: int = 1
+    context: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.data * self.context * self.tensor
+
+    def strategy(self) -> ModelParallelStrategy:
+        return ModelParallelStrategy(
+            self.pipeline, self.tensor, self.data, self.context, timeout=timedelta(seconds=60), **self.options
+        )
+
+
+def scheduled(schedule: str, **sizes: int) -> Layout:
+    return Layout(pipeline=2, options={"schedule": schedule, "num_microbatches": 4}, **sizes)
+
+
+SEQUENCE = {"sequence_parallel": True}
+LAYOUTS = {
+    "tp2": Layout(tensor=2),
+    "tp2-sequence": Layout(tensor=2, options=SEQUENCE),
+    "tp2-whole_logits": Layout(tensor=2, options={"loss_parallel": False}),
+    "pp2": Layout(pipeline=2),
+    "pp4": Layout(pipeline=4),
+    "pp2-given_layers": Layout(pipeline=2, options={"layers_per_stage": [3, 1]}),
+    "dp2": Layout(data=2),
+    "dp2xtp2": Layout(data=2, tensor=2),
+    "dp2xpp2": Layout(data=2, pipeline=2),
+    "pp2xtp2": Layout(pipeline=2, tensor=2),
+    "pp2xtp2-sequence": Layout(pipeline=2, tensor=2, options=SEQUENCE),
+    "dp2xtp2xpp2": Layout(2, 2, 2),
+    "dp2xtp2xpp2-sequence": Layout(2, 2, 2, options=SEQUENCE),
+    "cp2": Layout(context=2),
+    "cp3": Layout(context=3),
+    "cp2xtp2-sequence": Layout(context=2, tensor=2, options=SEQUENCE),
+    "dp2xcp2": Layout(data=2, context=2),
+    "cp2xpp2": Layout(context=2, pipeline=2),
+    "cp2xtp2xpp2-sequence": Layout(pipeline=2, context=2, tensor=2, options=SEQUENCE),
+    **{schedule: scheduled(schedule) for schedule in ("GPipe", "LoopedBFS", "Interleaved1F1B")},
+    **{schedule: scheduled(schedule) for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")},
+    "dp2xZBVZeroBubble": scheduled("ZBVZeroBubble", data=2),
+    "tp2xDualPipeV": scheduled("DualPipeV", tensor=2),
+}
+
+
+COLUMNS = {
+    "TP2": Layout(tensor=2),
+    "TP2 + sequence": Layout(tensor=2, options=SEQUENCE),
+    "PP2": Layout(pipeline=2),
+    "DP2 x TP2 x PP2": Layout(2, 2, 2),
+    "CP2": Layout(context=2),
+    "EP2": Layout(data=2, options={"expert_parallel_size": 2}),
+}
+"""Columns of the table of architectures."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Two epochs over 21 rows in steps of 8, in two micro-batches: each epoch's last is short."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    precision: Any = "32-true"
+    epochs: int = 2
+    resume: str | None = None
+    save: str | None = None
+    save_after: int | None = None
+
+
+def fit(
+    make_trainer: Any,
+    folder: str,
+    data: str,
+    run: Run,
+    layout: Layout | None = None,
+    strategy: Any = None,
+    callbacks: Sequence[Callback] = (),
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
+    """Loss and gradient norm of each step, final weights (rank 0's), loss of the validation."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    replicas = 1 if layout is None else layout.data
+    module = CausalLM(folder, **run.model, optimizer=run.optimizer)
+    record = Record(run.save_after, run.save)
+    trainer = make_trainer(
+        max_epochs=run.epochs,
+        devices=1 if layout is None else layout.world,
+        strategy=strategy or ("auto" if layout is None else layout.strategy()),
+        accumulate_grad_batches=2 // replicas,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        callbacks=[record, *callbacks],
+        precision=run.precision,
+        use_distributed_sampler=False,
+        plugins=[AnyCheckpointIO()],
+    )
+    trainer.fit(module, TextDataModule(data, micro_batch_size=4, max_length=96, val_path=data), ckpt_path=run.resume)
+    if run.save is not None and run.save_after is None:
+        trainer.save_checkpoint(run.save)
+    gather = getattr(trainer.strategy, "whole_weights", whole_weights)
+    weights = gather(module, lambda _, p: p.requires_grad, keep=trainer.global_rank == 0)
+    return record.steps, weights, float(trainer.callback_metrics["val/loss"])
+
+
+@pytest.fixture(scope="session")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], str]:
+    """A Qwen2 of four layers, with a tied head or with one of its own, random weights and biases."""
+
+    def make(tied: bool) -> str:
+        folder = tmp_path_factory.getbasetemp() / f"four-layers-{tied}"
+        if folder.exists():
+            return str(folder)
+        tokenizer = make_tokenizer()
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=383,  # odd: ranks have unequal parts of it
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+            max_position_embeddings=512,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            dtype="float32",
+            initializer_range=0.2,
+        )
+        model = Qwen2ForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def check_same(
+    make_trainer: Any, folder: str, data: str, run: Run, layout: Layout, tolerance: float = 1e-5, steps: int = 6
+) -> None:
+    one, weights, validated = fit(make_trainer, folder, data, run)
+    results = on_ranks(layout.world, fit, make_trainer, folder, data, run, layout, timeout=150)
+    for found, _, loss in results:
+        assert len(found) == steps
+        assert found == results[0][0]  # every rank logs the same
+        assert loss == pytest.approx(validated, rel=tolerance)
+    assert_same(results[0][0], results[0][1], one, weights, tolerance)
+
+
+@pytest.fixture(autouse=True)
+def _needs_torch(request: Any) -> None:
+    """Zero-bubble schedules need torch 2.13."""
+    named = str(getattr(request.node, "callspec", "") and request.node.callspec.id)
+    if torch.__version__ < "2.13" and any(schedule in named for schedule in ZERO_BUBBLE):
+        pytest.skip("zero-bubble schedules are refused before torch 2.13")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_numbers(make_trainer: Any, four_layers: Any, write_rows: Any, layout: str, way: str) -> None:
+    check_same(make_trainer, four_layers(True), write_rows(count=21), Run(WAYS[way]), LAYOUTS[layout])
+
+
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+MORE: dict[str, tuple[str, Run, bool]] = {
+    "untied, tp2-sequence": ("tp2-sequence", Run(), False),
+    "untied, pp2": ("pp2", Run(), False),
+    "untied, dp2xtp2xpp2": ("dp2xtp2xpp2", Run(), False),
+    "head with an adapter": (
+        "pp2xtp2",
+        Run({"peft": LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}),
+        False,
+    ),
+    "embedding and head in full": (
+        "pp2xtp2",
+        Run({"peft": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])}),
+        False,
+    ),
+    "some layers, pp2": ("pp2", Run({"trainable": [r"layers\.[13]\."]}), True),
+    "some layers, dp2xpp2": ("dp2xpp2", Run({"trainable": [r"layers\.[13]\."]}), True),
+    "checkpointing, pp2xtp2-sequence": ("pp2xtp2-sequence", Run({"gradient_checkpointing": True}), True),
+    "checkpointing, ZBVZeroBubble": ("ZBVZeroBubble", Run({"gradient_checkpointing": True}), True),
+    "selective checkpointing, dp2xtp2": ("dp2xtp2", Run({"gradient_checkpointing": "selective"}), True),
+    "random weights, pp2xtp2": ("pp2xtp2", Run({"init": "random"}), True),
+    "eager attention, pp2xtp2-sequence": ("pp2xtp2-sequence", Run({"attn_implementation": "eager"}), True),
+    "Adam, pp2xtp2": ("pp2xtp2", Run(optimizer=adamw), True),
+    "compiled, tp2-sequence": ("tp2-sequence", Run({"compile": "eager"}), True),
+    "compiled by AOT, dp2xtp2xpp2": ("dp2xtp2xpp2", Run({"compile": "aot_eager"}), True),
+    "NF4 base, pp2": ("pp2", Run({"peft": LORA, "quantization": NF4}), True),
+    "NF4 base, dp2xpp2": ("dp2xpp2", Run({"peft": LORA, "quantization": NF4}), True),
+    "NF4 base, cp2": ("cp2", Run({"peft": LORA, "quantization": NF4}), True),
+    "rsLoRA, tp2": ("tp2", Run({"peft": LoraConfig(r=4, target_modules="all-linear", use_rslora=True)}), True),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_same_numbers_in_other_ways(
+    make_trainer: Any, four_layers: Any, write_rows: Any, case: str, request: Any
+) -> None:
+    if "AOT" in case and not request.config.getoption("--matrix"):
+        pytest.skip("takes minutes; pytest --matrix FILE runs it")
+    layout, run, tied = MORE[case]
+    tolerance = 1e-4 if run.optimizer is adamw else 1e-5
+    check_same(make_trainer, four_layers(tied), write_rows(count=21), run, LAYOUTS[layout], tolerance)
+
+
+PRECISIONS: dict[str, Run] = {
+    "bf16-mixed": Run(precision="bf16-mixed"),
+    "bf16-true": Run(precision="bf16-true"),
+    "bf16 base, LoRA": Run({"peft": LORA, "dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", ["tp2-sequence", "dp2xpp2", "pp2xtp2"])
+def test_precisions(make_trainer: Any, four_layers: Any, write_rows: Any, layout: str, precision: str) -> None:
+    data, run = write_rows(count=21), PRECISIONS[precision]
+    one, _, _ = fit(make_trainer, four_layers(True), data, run)
+    places = LAYOUTS[layout]
+    for steps, _, _ in on_ranks(places.world, fit, make_trainer, four_layers(True), data, run, places, timeout=150):
+        # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split.
+        for got, wanted in zip(steps, one, strict=True):
+            assert got == pytest.approx(wanted, rel=5e-2)
+
+
+# --- what is written, and what is answered --------------------------------------------------------------
+
+
+def fit_and_write(
+    make_trainer: Any, folder: str, data: str, out: str, way: str, layout: Layout | None = None
+) -> tuple[float, list[Any]]:
+    """Two steps, then what AdapterMerger writes; the losses of a validation and a test, and answers."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    module = CausalLM(folder, **WAYS[way], optimizer=sgd)
+    callbacks: list[Callback] = [AdapterMerger(Path(out) / "adapter", Path(out) / "merged")]
+    callbacks.append(ExactMatch(max_new_tokens=8, batch_size=5))
+    trainer = make_trainer(
+        max_steps=2,
+        accumulate_grad_batches=2 if layout is None else 2 // layout.data,
+        devices=1 if layout is None else layout.world,
+        strategy="auto" if layout is None else layout.strategy(),
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+    )
+    rows = TextDataModule(data, micro_batch_size=4, val_fraction=0.5, test_path=data)
+    trainer.fit(module, rows)
+    loss = trainer.validate(module, rows, verbose=False)[0]["val/loss"]
+    loss += trainer.test(module, rows, verbose=False)[0]["test/loss"]
+    return loss, module.answer(["<|user|>one two", "<|user|>three four five"], 8)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["tp2-sequence", "pp2xtp2", "ZBVZeroBubble", "dp2xpp2"])
+def test_adapter_and_merged_model_are_those_of_one_process(
+    make_trainer: Any, four_layers: Any, write_rows: Any, tmp_path: Path, layout: str, way: str
+) -> None:
+    data, folder, places = write_rows(count=22), four_layers(True), LAYOUTS[layout]
+    one = str(tmp_path / "one")
+    ((wanted_loss, wanted_answers),) = on_ranks(1, fit_and_write, make_trainer, folder, data, one, way, timeout=100)
+    out = str(tmp_path / "split")
+    for loss, answers in on_ranks(
+        places.world, fit_and_write, make_trainer, folder, data, out, way, places, timeout=150
+    ):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
+        assert answers == wanted_answers
+    for kind in ("adapter", "merged"):
+        if way == "full" and kind == "adapter":
+            continue
+        wanted, got = (load_whole(tmp_path / where / kind) for where in ("one", "split"))
+        assert got.keys() == wanted.keys()
+        for name, weight in wanted.items():
+            torch.testing.assert_close(got[name], weight, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("column", ["TP2 + sequence", "PP2", "EP2"])
+def test_experts_are_written_under_their_published_names(
+    make_trainer: Any, write_rows: Any, tmp_path: Path, column: str
+) -> None:
+    data, folder, places = write_rows(count=22), save_model("mixtral", tmp_path / "model"), COLUMNS[column]
+    one, out = str(tmp_path / "one"), str(tmp_path / "split")
+    on_ranks(1, fit_and_write, make_trainer, folder, data, one, "full", timeout=100)
+    on_ranks(places.world, fit_and_write, make_trainer, folder, data, out, "full", places, timeout=150)
+    wanted, got, published = (load_whole(Path(where)) for where in (f"{one}/merged", f"{out}/merged", folder))
+    assert got.keys() == wanted.keys() == published.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(got[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+
+
+# --- architectures -------------------------------------------------------------------------------------
+
+IN_EVERY_RUN = {
+    *(("gemma2", "DP2 x TP2 x PP2"), ("qwen3_moe", "TP2 + sequence"), ("mixtral", "EP2"), ("phi3", "TP2 + sequence")),
+    *(("granite", "PP2"), ("gpt_neox", "DP2 x TP2 x PP2"), ("gpt_oss", "DP2 x TP2 x PP2"), ("gemma2", "CP2")),
+}
+REFUSED = {
+    **{(name, "CP2"): "has eager" for name in ("gemma2", "gpt_oss")},
+    **{(name, "EP2"): "no plan for experts" for name in OWN if name not in EXPERTS},
+}
+
+
+@dataclass
+class Gradients(Callback):
+    """Whole gradients of the first optimiser step, of what is on this rank."""
+
+    found: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if not self.found:
+            self.found = {
+                name: whole_tensor(p.grad).clone() for name, p in pl_module.named_parameters() if p.grad is not None
+            }
+
+
+def fit_architecture(
+    make_trainer: Any, folder: str, data: str, run: Run, layout: Layout | None = None
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    gradients = Gradients()
+    return fit(make_trainer, folder, data, run, layout, callbacks=[gradients])[0], gradients.found
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("architecture", [pytest.param(name, id=name) for name in OWN])
+def test_architectures(
+    make_trainer: Any, write_rows: Any, tmp_path: Path, architecture: str, column: str, request: Any
+) -> None:
+    if (architecture, column) not in IN_EVERY_RUN and not request.config.getoption("--matrix"):
+        pytest.skip("a cell of the whole matrix; pytest --matrix FILE runs and writes it")
+    folder, data, layout = save_model(architecture, tmp_path / "model"), write_rows(count=21), COLUMNS[column]
+    if (reason := REFUSED.get((architecture, column))) is not None:
+        with pytest.raises(AssertionError, match=f"RecipeError: .*{reason}"):
+            on_ranks(layout.world, fit_architecture, make_trainer, folder, data, Run(), layout, timeout=120)
+        record_cell(architecture, column, "refused")
+        return
+    targets = ATTENTION if architecture in EXPERTS else "all-linear"
+    for run in (Run(), Run({"peft": LoraConfig(r=4, target_modules=targets)})):
+        steps, wanted = fit_architecture(make_trainer, folder, data, run)
+        ranks = on_ranks(layout.world, fit_architecture, make_trainer, folder, data, run, layout, timeout=150)
+        for found, _ in ranks:
+            assert len(found) == 6
+            for got, want in zip(found, steps, strict=True):
+                assert got == pytest.approx(want, rel=1e-5)
+        names = {name for _, gradients in ranks for name in gradients}
+        assert names >= wanted.keys()
+        worst = max(
+            float((gradients[name] - whole).abs().max() / whole.abs().max().clamp(min=1e-6))
+            for _, gradients in ranks
+            for name, whole in wanted.items()
+            if name in gradients
+        )
+        assert worst < 1e-5
+        loss = max(abs(got[0] - want[0]) / want[0] for got, want in zip(ranks[0][0], steps, strict=True))
+        record_cell(architecture, column, f"{max(loss, worst):.0e}")
+
+
+def measure(make_trainer: Any, folder: str, data: str, layout: Layout | None = None) -> dict[str, Any]:
+    """What callbacks say of a run."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    module = CausalLM(folder, peft=LORA, optimizer=sgd)
+    record, monitor, guard = Record(None, None), ThroughputMonitor(), SpikeGuard()
+    trainer = make_trainer(
+        max_epochs=2,
+        accumulate_grad_batches=2 if layout is None else 2 // layout.data,
+        devices=1 if layout is None else layout.world,
+        strategy="auto" if layout is None else layout.strategy(),
+        use_distributed_sampler=False,
+        callbacks=[record, monitor, guard],
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, TextDataModule(data, micro_batch_size=4, max_length=96))
+    summary = monitor.summary
+    return {
+        "norms": [norm for _, norm in record.steps],
+        "guarded": guard.state_dict()["history"]["gradient norm"],
+        "losses": guard.state_dict()["history"]["loss"],
+        "flops of a token": summary["model_flops_per_second"] / summary["tokens_per_second"],
+        "tokens of a step": summary["tokens_per_second"] * summary["step_seconds"],
+        "weights": module.weight_count,
+    }
+
+
+@pytest.mark.parametrize("layout", ["pp2xtp2", "dp2xpp2", "cp2"])
+def test_callbacks_measure_what_they_do_on_one_process(
+    make_trainer: Any, four_layers: Any, write_rows: Any, layout: str
+) -> None:
+    data, folder = write_rows(count=21), four_layers(True)
+    one = on_ranks(1, measure, make_trainer, folder, data, timeout=100)[0]
+    for found in on_ranks(LAYOUTS[layout].world, measure, make_trainer, folder, data, LAYOUTS[layout], timeout=150):
+        assert found["guarded"] == pytest.approx(found["norms"], rel=1e-6)
+        assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert found["flops of a token"] == pytest.approx(one["flops of a token"], rel=1e-3)
+        assert found["tokens of a step"] == pytest.approx(one["tokens of a step"], rel=0.2)
+        assert found["weights"] == one["weights"]
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------
+
+OTHERS: dict[str, Any] = {"one process": None, "ddp2": "ddp", "fsdp2": FSDPStrategy}
+MOVES = [
+    ("pp2xtp2", "one process"),
+    ("one process", "pp2xtp2"),
+    ("pp2xtp2", "dp2xtp2"),
+    ("dp2xtp2xpp2", "pp4"),
+    ("tp2-sequence", "ZBVZeroBubble"),
+    ("ZBVZeroBubble", "pp2"),
+    ("fsdp2", "dp2xpp2"),
+    ("dp2xpp2", "ddp2"),
+]
+
+
+def fit_somewhere(make_trainer: Any, folder: str, data: str, run: Run, where: str) -> list[Any]:
+    if where in LAYOUTS:
+        return on_ranks(LAYOUTS[where].world, fit, make_trainer, folder, data, run, LAYOUTS[where], timeout=150)
+    if where == "one process":
+        return on_ranks(1, fit, make_trainer, folder, data, run, timeout=150)
+    make = OTHERS[where]
+    strategy = make if isinstance(make, str) else make()
+    return on_ranks(2, fit, make_trainer, folder, data, run, Layout(data=2), strategy, timeout=150)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_a_run_goes_on_under_another_layout(
+    make_trainer: Any, four_layers: Any, write_rows: Any, tmp_path: Path, before: str, after: str, way: str
+) -> None:
+    data, folder, saved = write_rows(count=21), four_layers(True), str(tmp_path / "saved.ckpt")
+    run = Run(WAYS[way], optimizer=adamw)
+    whole, weights, _ = fit(make_trainer, folder, data, run)
+    fit_somewhere(make_trainer, folder, data, replace(run, epochs=1, save=saved), before)
+    assert Path(saved).is_dir() == (way == "full" and before in (*LAYOUTS, "fsdp2"))
+    found, own, _ = fit_somewhere(make_trainer, folder, data, replace(run, resume=saved), after)[0]
+    assert_same(found, own, whole[3:], weights, 1e-4)
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(
+    make_trainer: Any, four_layers: Any, write_rows: Any, tmp_path: Path
+) -> None:
+    """What is written is what there was when it was asked for, and the run is the same."""
+    data, folder, saved = write_rows(count=37), four_layers(True), str(tmp_path / "saved.ckpt")
+    run = Run(optimizer=adamw)
+    whole, weights, _ = fit(make_trainer, folder, data, run)
+    places = replace(LAYOUTS["dp2xpp2"], options={"async_save": True})
+    first = replace(run, save=saved, save_after=3)
+    steps, found, _ = on_ranks(places.world, fit, make_trainer, folder, data, first, places, timeout=150)[0]
+    assert_same(steps, found, whole, weights, 1e-4)
+    assert Path(saved).is_dir()
+    steps, found, _ = fit(make_trainer, folder, data, replace(run, resume=saved))
+    assert_same(steps, found, whole[3:], weights, 1e-4)
+
+
+# --- what does not fit ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning would start this test run again, as the second rank."""
+    reason = AssertionError("processes are started")
+    monkeypatch.setattr(_SubprocessScriptLauncher, "launch", lambda *_, **__: (_ for _ in ()).throw(reason))
+
+
+def refused(capsys: Any, tmp_path: Path, *options: str, recipe: str = "recipes/quickstart.yaml") -> str:
+    """What the command line says before any process starts or weight is read."""
+    strategy = ["--trainer.strategy", "lit_ft.strategies.ModelParallelStrategy"]
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", recipe, *strategy, "--run_dir", str(tmp_path / "run"), *options])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+S = "--trainer.strategy."
+CASES = {
+    "4 = 3 x ?": (["--trainer.devices=4", f"{S}tensor_parallel_size=3"], r"tensor 3 must make 4 ranks .* \[1, 2, 4\]"),
+    "4 = 2 x 1": (
+        ["--trainer.devices=4", f"{S}pipeline_parallel_size=2", f"{S}data_parallel_size=1"],
+        "pipeline 2 x data 1 x context 1 x tensor 1 must make 4 ranks",
+    ),
+    "two autos": (
+        ["--trainer.devices=4", f"{S}tensor_parallel_size=auto"],
+        "data_parallel_size, tensor_parallel_size are auto; give all but one",
+    ),
+    "heads": (
+        ["--trainer.devices=4", f"{S}tensor_parallel_size=4"],
+        "tensor_parallel_size=4 must divide num_attention_heads=6; use 3",
+    ),
+    "key-value heads": (
+        ["--trainer.devices=3", f"{S}tensor_parallel_size=3"],
+        "tensor_parallel_size=3 must divide (intermediate_size=512|num_key_value_heads=2); use 2",
+    ),
+    "layers": (
+        ["--trainer.devices=8", f"{S}pipeline_parallel_size=8"],
+        "8 stages, but Qwen2ForCausalLM has 4 layers; use at most 4",
+    ),
+    "layers, two a rank": (
+        ["--trainer.devices=4", f"{S}pipeline_parallel_size=4", f"{S}schedule=Interleaved1F1B"],
+        "Interleaved1F1B makes 8 stages, but Qwen2ForCausalLM has 4 layers; use at most 2",
+    ),
+    "layers given": (
+        ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", f"{S}layers_per_stage=[3,2]"],
+        r"layers_per_stage=\[3, 2\] must be 2 numbers of at least 1 .* add up to the 4 layers",
+    ),
+    "schedule": (["--trainer.devices=2", f"{S}schedule=2F2B"], "schedule='2F2B' is unknown; use one of"),
+    "few micro-batches": (
+        ["--trainer.devices=4", f"{S}pipeline_parallel_size=4", "--data.micro_batch_size=2"],
+        "num_microbatches=2 leaves stages idle: a pipeline of 4 needs as many at least",
+    ),
+    "batch and micro-batches": (
+        ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", f"{S}num_microbatches=6"],
+        r"num_microbatches=6 must divide data.micro_batch_size=16; use one of \[2, 4, 8, 16\], or set .* to 18",
+    ),
+    "quantised base": (
+        [
+            "--trainer.devices=2",
+            f"{S}tensor_parallel_size=2",
+            "--config=recipes/tuning/qlora_nf4.yaml",
+            "--merge=false",
+        ],
+        "tensor_parallel_size=2 cannot cut the packed weights of a quantised base",
+    ),
+    "method": (
+        ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/ia3.yaml"],
+        "under tensor parallelism the method of .* was not compared with one process",
+    ),
+    "DoRA": (
+        ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/dora.yaml"],
+        "this variant of LoRA looks at whole weights",
+    ),
+    "virtual tokens": (
+        [
+            "--trainer.devices=2",
+            f"{S}pipeline_parallel_size=2",
+            "--config=recipes/tuning/p_tuning.yaml",
+            "--merge=false",
+        ],
+        "P_TUNING adds virtual tokens, which pipeline, tensor and context parallelism do not know of",
+    ),
+    "a stage that does not train": (
+        ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", "--model.peft=null", "--model.trainable=[layers.3]"],
+        r"nothing trains in stage 0 \(layers 0 to 1\)",
+    ),
+    "experts": (
+        ["--trainer.devices=2", f"{S}expert_parallel_size=2"],
+        "expert_parallel_size=2, but Hugging Face has no plan for experts in Qwen2ForCausalLM",
+    ),
+    "noise": (
+        ["--trainer.devices=2", f"{S}context_parallel_size=2", "--model.neftune_alpha=5"],
+        "neftune_alpha=5.0 draws noise for whole samples",
+    ),
+}
+
+
+@pytest.mark.usefixtures("no_process_starts")
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit_is_refused_before_anything_starts(capsys: Any, tmp_path: Path, case: str) -> None:
+    options, message = CASES[case]
+    assert re.search(message, refused(capsys, tmp_path, *options))
+
+
+EXPERT_CASES = {
+    "number": (["--trainer.devices=3", f"{S}expert_parallel_size=3"], "expert_parallel_size=3 must divide the number"),
+    "ranks": (["--trainer.devices=3", f"{S}expert_parallel_size=2"], "expert_parallel_size=2 must divide the 3 ranks"),
+    "tensor": (
+        ["--trainer.devices=8", f"{S}tensor_parallel_size=2", f"{S}expert_parallel_size=4"],
+        "experts are dealt out to the tensor-parallel ranks; set expert_parallel_size to 2",
+    ),
+    "router": (
+        [
+            *("--trainer.devices=2", f"{S}tensor_parallel_size=2", "--model.peft=peft.LoraConfig"),
+            "--model.peft.init_args.target_modules=[gate]",
+        ],
+        "LoRA on MixtralTopKRouter .routers and experts. computes something else there",
+    ),
+}
+
+
+@pytest.mark.usefixtures("no_process_starts")
+@pytest.mark.parametrize("case", EXPERT_CASES)
+def test_experts_that_cannot_be_dealt_out(capsys: Any, tmp_path: Path, write_rows: Any, case: str) -> None:
+    model = ["--model.pretrained", save_model("mixtral", tmp_path / "mixtral"), "--model.peft=null"]
+    options, message = EXPERT_CASES[case]
+    assert re.search(message, refused(capsys, tmp_path, *model, "--merge=false", *options))
+
+
+@pytest.mark.usefixtures("no_process_starts")
+def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "gpt2"
+    config = GPT2Config(vocab_size=384, n_embd=48, n_layer=4, n_head=4, n_positions=512)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    model = ["--model.pretrained", str(folder), "--model.peft=null", "--trainer.devices=2", "--merge=false"]
+    said = refused(capsys, tmp_path, *model, f"{S}tensor_parallel_size=2")
+    assert "Hugging Face has no plan for GPT2LMHeadModel; give one by trainer.strategy.init_args.tp_plan" in said
+    said = refused(capsys, tmp_path, *model, f"{S}pipeline_parallel_size=2")
+    assert "Hugging Face does not say how GPT2LMHeadModel is cut into stages" in said
+    plan = "{transformer.h.*.attn.c_proj: sideways}"
+    assert "styles ['sideways'], which are not supported" in refused(
+        capsys, tmp_path, *model, f"{S}tensor_parallel_size=2", f"{S}tp_plan={plan}"
+    )

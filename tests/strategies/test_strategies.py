@@ -1,0 +1,375 @@
+"""Every strategy computes what one process computes."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import record_difference
+from lightning.pytorch import Callback, Trainer
+from lit_callbacks import AdapterMerger
+from lit_callbacks.distributed.gather import whole_weights
+from peft import LoraConfig
+from ranks import on_ranks
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+from lit_ft.strategies.sharded import check_optimizer
+
+pytestmark = pytest.mark.processes
+
+STRATEGIES: dict[str, tuple[int, Any]] = {
+    "ddp": (2, lambda: "ddp"),
+    "fsdp": (2, FSDPStrategy),
+    "fsdp-gathered_once": (2, lambda: FSDPStrategy(reshard_after_forward=False)),
+    "fsdp-synced": (2, lambda: FSDPStrategy(sync_each_micro_batch=True)),
+    "fsdp-offloaded": (2, lambda: FSDPStrategy(cpu_offload=True)),
+    "fsdp-hybrid": (4, lambda: FSDPStrategy(shard_size=2)),
+}
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+
+
+class Record(Callback):
+    """Loss and gradient norm of each optimiser step."""
+
+    def __init__(self, save_after: int | None, path: str | None) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self.save_after, self.path = save_after, path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
+        metrics = trainer.callback_metrics
+        self.steps.append((float(metrics["train/loss"]), float(metrics["train/grad_norm"])))
+        if trainer.global_step == self.save_after:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(
+    make_trainer: Any, model_folder: str, data: str, how: dict[str, Any], strategy: str = "one_process"
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Losses, norms and final weights of six steps: 21 rows in windows of 8, the last of an epoch ragged."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    world, make = STRATEGIES.get(strategy, (1, lambda: "auto"))
+    module = CausalLM(model_folder, **how.get("model", {"peft": LORA}), optimizer=how.get("optimizer", sgd))
+    record = Record(how.get("save_after"), how.get("save"))
+    trainer = make_trainer(
+        max_epochs=how.get("epochs", 2),
+        devices=world,
+        strategy=make(),
+        accumulate_grad_batches=4 // world if world < 4 else 1,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        callbacks=[record],
+        precision=how.get("precision", "32-true"),
+        use_distributed_sampler=False,
+        plugins=[AnyCheckpointIO()],
+    )
+    rows = TextDataModule(data, micro_batch_size=2, max_length=96, val_path=data)
+    trainer.fit(module, rows, ckpt_path=how.get("resume"))
+    if "save" in how and "save_after" not in how:
+        trainer.save_checkpoint(how["save"])
+    return record.steps, whole_weights(module, lambda _, p: p.requires_grad)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "LoRA": {"model": {"peft": LORA}},
+    "full": {"model": {"gradient_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_same_numbers(make_trainer: Any, model_folder: str, write_rows: Any, strategy: str, way: str) -> None:
+    data = write_rows(count=21)
+    one, weights = fit(make_trainer, model_folder, data, WAYS[way])
+    for steps, found in on_ranks(
+        STRATEGIES[strategy][0], fit, make_trainer, model_folder, data, WAYS[way], strategy, timeout=100
+    ):
+        assert len(steps) == 6
+        assert_same(steps, found, one, weights, 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_new_weights_are_drawn_as_on_one_process(
+    make_trainer: Any, model_folder: str, write_rows: Any, strategy: str
+) -> None:
+    data, how = write_rows(count=21), {"model": {"init": "random"}}
+    one, weights = fit(make_trainer, model_folder, data, how)
+    for steps, found in on_ranks(2, fit, make_trainer, model_folder, data, how, strategy, timeout=100):
+        assert_same(steps, found, one, weights, 1e-5)
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16-mixed, LoRA": {"precision": "bf16-mixed", "model": {"peft": LORA}},
+    "bf16-mixed, full": {"precision": "bf16-mixed", "model": {}},
+    "bf16-true, LoRA": {"precision": "bf16-true", "model": {"peft": LORA}},
+    "bf16-true, full": {"precision": "bf16-true", "model": {}},
+    "bf16 base, LoRA": {"model": {"peft": LORA, "dtype": "bfloat16"}},
+    "bf16 base and LoRA": {"model": {"peft": LORA, "dtype": "bfloat16", "adapter_dtype": "auto"}},
+}
+
+
+@pytest.mark.parametrize("way", PRECISIONS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_precisions(make_trainer: Any, model_folder: str, write_rows: Any, strategy: str, way: str) -> None:
+    data, how = write_rows(count=21), PRECISIONS[way]
+    one, _ = fit(make_trainer, model_folder, data, how)
+    for steps, _ in on_ranks(2, fit, make_trainer, model_folder, data, how, strategy, timeout=100):
+        # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split.
+        for got, wanted in zip(steps, one, strict=True):
+            assert got == pytest.approx(wanted, rel=2e-2)
+
+
+CASTS_LATE: dict[str, Any] = {
+    "fsdp": FSDPStrategy,
+    "tp2": lambda: ModelParallelStrategy(tensor_parallel_size=2),
+    "pp2": lambda: ModelParallelStrategy(pipeline_parallel_size=2),
+}
+
+
+class AtStart(Callback):
+    """The weights that train, before the first step, of this rank's layers."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        found = whole_weights(pl_module, lambda _, p: p.requires_grad)
+        self.weights = {name: tensor.clone() for name, tensor in found.items()}
+
+
+def adapter_at_start(
+    make_trainer: Any, folder: str, data: str, peft: LoraConfig, strategy: str | None = None
+) -> dict[str, torch.Tensor]:
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    how: Any = {} if strategy is None else {"strategy": CASTS_LATE[strategy](), "devices": 2}
+    start = AtStart()
+    trainer = make_trainer(max_steps=1, callbacks=[start], use_distributed_sampler=False, **how)
+    module = CausalLM(folder, dtype="float32", peft=peft, optimizer=sgd)
+    trainer.fit(module, TextDataModule(data, micro_batch_size=2))
+    return start.weights
+
+
+@pytest.mark.parametrize("init", [True, "pissa"])
+@pytest.mark.parametrize("strategy", CASTS_LATE)
+def test_an_adapter_starts_as_on_one_process_where_the_base_is_cast_later(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, strategy: str, init: Any
+) -> None:
+    AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "base")
+    peft = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    arguments = make_trainer, str(tmp_path / "base"), write_rows(), peft
+    one = adapter_at_start(*arguments)
+    ranks = on_ranks(2, adapter_at_start, *arguments, strategy, timeout=100)
+    assert one.keys() == {name for found in ranks for name in found}
+    for found in ranks:
+        for name, tensor in found.items():
+            assert torch.equal(tensor, one[name]), name
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+
+
+MOVES = [
+    ("fsdp", "fsdp"),
+    ("fsdp", "one_process"),
+    ("one_process", "fsdp"),
+    ("fsdp", "ddp"),
+    ("ddp", "fsdp"),
+    ("fsdp", "fsdp-hybrid"),
+    ("fsdp-hybrid", "fsdp-offloaded"),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_a_run_goes_on_under_another_strategy(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, before: str, after: str, way: str
+) -> None:
+    data, how = write_rows(count=21), {**WAYS[way], "optimizer": adamw}
+    whole, weights = fit(make_trainer, model_folder, data, how)
+    first = {**how, "epochs": 1, "save": str(tmp_path / "saved.ckpt")}
+    on_ranks(STRATEGIES.get(before, (1,))[0], fit, make_trainer, model_folder, data, first, before, timeout=100)
+    assert (tmp_path / "saved.ckpt").is_dir() == (way == "full" and before.startswith("fsdp"))
+    rest = {**how, "resume": str(tmp_path / "saved.ckpt")}
+    for steps, found in on_ranks(
+        STRATEGIES.get(after, (1,))[0], fit, make_trainer, model_folder, data, rest, after, timeout=100
+    ):
+        assert len(steps) == 3
+        assert_same(steps, found, whole[3:], weights, 1e-4)
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", "one_process"), ("one_process", "fsdp-hybrid")])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, before: str, after: str
+) -> None:
+    data, how = write_rows(count=37), {**WAYS["LoRA"], "optimizer": adamw}
+    whole, weights = fit(make_trainer, model_folder, data, how)
+    first = {**how, "save_after": 2, "save": str(tmp_path / "saved.ckpt")}
+    on_ranks(STRATEGIES.get(before, (1,))[0], fit, make_trainer, model_folder, data, first, before, timeout=100)
+    rest = {**how, "resume": str(tmp_path / "saved.ckpt")}
+    for steps, found in on_ranks(
+        STRATEGIES.get(after, (1,))[0], fit, make_trainer, model_folder, data, rest, after, timeout=100
+    ):
+        assert len(steps) == 8
+        assert_same(steps, found, whole[2:], weights, 1e-4)
+
+
+def test_a_place_within_the_new_steps_is_refused(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    data, saved = write_rows(count=37), str(tmp_path / "saved.ckpt")
+    fit(make_trainer, model_folder, data, {**WAYS["LoRA"], "save_after": 1, "save": saved})
+    trainer = make_trainer(max_epochs=2, accumulate_grad_batches=3)
+    module = CausalLM(model_folder, peft=LORA, optimizer=sgd)
+    with pytest.raises(RecipeError, match="8 samples into its epoch, .* = 6 does not end a step there"):
+        trainer.fit(module, TextDataModule(data, micro_batch_size=2, max_length=96), ckpt_path=saved)
+
+
+def fit_and_write(make_trainer: Any, model_folder: str, data: str, folder: str, strategy: str, way: str) -> None:
+    """Two steps, then what AdapterMerger writes; the answers to some prompts on the way."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    world, make = STRATEGIES[strategy]
+    module = CausalLM(model_folder, **WAYS[way]["model"], optimizer=sgd)
+    callbacks = [
+        AdapterMerger(Path(folder) / "adapter", Path(folder) / "merged"),
+        ExactMatch(max_new_tokens=12, batch_size=5),
+    ]
+    trainer = make_trainer(
+        max_steps=2, devices=world, strategy=make(), use_distributed_sampler=False, callbacks=callbacks
+    )
+    # 11 rows for validation: ranks do not have the same number of prompts.
+    rows = TextDataModule(data, micro_batch_size=2, val_fraction=0.5, test_path=data)
+    trainer.fit(module, rows)
+    answers = trainer.predict(module, rows)
+    assert answers is not None
+    own = sum(map(len, answers))
+    assert own == 22 // world
+
+
+def load_whole(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights in a folder, in one file or several."""
+    return {name: weight for file in sorted(folder.glob("*.safetensors")) for name, weight in load_file(file).items()}
+
+
+def validate(make_trainer: Any, model_folder: str, data: str, saved: str, strategy: str, way: str) -> float:
+    world, make = STRATEGIES.get(strategy, (1, lambda: "auto"))
+    module = CausalLM(model_folder, **WAYS[way]["model"])
+    trainer = make_trainer(devices=world, strategy=make(), use_distributed_sampler=False, plugins=[AnyCheckpointIO()])
+    rows = TextDataModule(data, micro_batch_size=2, val_path=data)
+    return trainer.validate(module, rows, ckpt_path=saved, verbose=False)[0]["val/loss"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_validation_of_a_checkpoint(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, way: str
+) -> None:
+    data, saved = write_rows(count=21), str(tmp_path / "saved.ckpt")
+    on_ranks(2, fit, make_trainer, model_folder, data, {**WAYS[way], "save": saved}, "fsdp", timeout=100)
+    losses = [
+        loss
+        for strategy, world in (("one_process", 1), ("fsdp", 2), ("fsdp-hybrid", 4))
+        for loss in on_ranks(world, validate, make_trainer, model_folder, data, saved, strategy, way, timeout=100)
+    ]
+    assert losses == pytest.approx([losses[0]] * 7, rel=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_adapter_and_merged_model_are_those_of_ddp(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, way: str
+) -> None:
+    data = write_rows(count=22)
+    for strategy in ("ddp", "fsdp"):
+        on_ranks(2, fit_and_write, make_trainer, model_folder, data, str(tmp_path / strategy), strategy, way)
+    for kind in ("adapter", "merged"):
+        if way == "full" and kind == "adapter":
+            continue
+        wanted, got = (load_whole(tmp_path / strategy / kind) for strategy in ("ddp", "fsdp"))
+        assert got.keys() == wanted.keys()
+        for name, weight in wanted.items():
+            torch.testing.assert_close(got[name], weight, atol=1e-6, rtol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+def test_quantised_base_in_shards(make_trainer: Any, model_folder: str, write_rows: Any, storage: str) -> None:
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_quant_storage=storage,
+    )
+    data, how = write_rows(count=21), {"model": {"peft": LORA, "quantization": nf4}}
+    one, weights = fit(make_trainer, model_folder, data, how)
+    for steps, found in on_ranks(2, fit, make_trainer, model_folder, data, how, "fsdp", timeout=100):
+        assert_same(steps, found, one, weights, 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["one_process", "fsdp"])
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_selective_checkpointing_changes_no_number(
+    make_trainer: Any, model_folder: str, write_rows: Any, strategy: str, peft: Any
+) -> None:
+    data = write_rows(count=21)
+    one, weights = fit(make_trainer, model_folder, data, {"model": {"peft": peft}})
+    how = {"model": {"peft": peft, "gradient_checkpointing": "selective"}}
+    world = STRATEGIES.get(strategy, (1,))[0]
+    for steps, found in on_ranks(world, fit, make_trainer, model_folder, data, how, strategy, timeout=100):
+        assert_same(steps, found, one, weights, 1e-5)
+
+
+@pytest.mark.parametrize(("shard_size", "devices"), [(3, 4), (0, 2), (8, 4)])
+def test_impossible_meshes_are_refused(shard_size: int, devices: int) -> None:
+    with pytest.raises(RecipeError, match=rf"shard_size={shard_size} must divide the {devices} ranks"):
+        Trainer(accelerator="cpu", devices=devices, strategy=FSDPStrategy(shard_size=shard_size), logger=False)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, fused=True),
+    "Adam": partial(torch.optim.Adam, lr=1e-2, eps=1e-4, weight_decay=0.1),
+    "SGD, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2, eps=1e-3),
+    "Adamax": partial(torch.optim.Adamax, lr=1e-2, eps=1e-3),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2, eps=1e-3),
+    "RAdam": partial(torch.optim.RAdam, lr=1e-2, eps=1e-3),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, eps=1e-3),
+}
+
+
+def fit_all(make_trainer: Any, model_folder: str, data: str, strategy: str = "one_process") -> dict[str, Any]:
+    return {
+        name: fit(make_trainer, model_folder, data, {"model": {}, "optimizer": optimizer}, strategy)
+        for name, optimizer in OPTIMIZERS.items()
+    }
+
+
+def test_optimizers_on_shards(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    data = write_rows(count=21)
+    one = fit_all(make_trainer, model_folder, data)
+    for found in on_ranks(2, fit_all, make_trainer, model_folder, data, "fsdp", timeout=100):
+        for name, (steps, weights) in found.items():
+            assert_same(steps, weights, *one[name], 1e-4, name)
+    with pytest.raises(RecipeError, match=r"torch.optim.*Adafactor does not work on shards, or nobody has tried"):
+        check_optimizer(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))]))
+
+
+def assert_same(steps: Any, found: Any, wanted: Any, weights: Any, tolerance: float, what: str = "") -> None:
+    """Compare losses and norms of steps, and final weights."""
+    assert len(steps) == len(wanted)
+    for got, want in zip(steps, wanted, strict=True):
+        assert got == pytest.approx(want, rel=tolerance)
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, atol=tolerance, rtol=tolerance, msg=f"{what} {name}")
+    record_difference(
+        [(got[0], want[0]) for got, want in zip(steps, wanted, strict=True)],
+        [(found[name], weight) for name, weight in weights.items()],
+    )

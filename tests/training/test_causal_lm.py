@@ -1,0 +1,275 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import LoraConfig, PeftModel
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.checkpointing.storage.checkpoint_io import check_fit, trainable_shapes
+from lit_ft.packed_batch import lay_end_to_end
+from lit_ft.training.finite import NotFinite
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **options})
+
+
+def built(model_folder: str, **options: Any) -> CausalLM:
+    module = CausalLM(model_folder, **options)
+    module.configure_model()
+    return module
+
+
+def test_frozen_weights_get_neither_gradient_nor_optimiser_state(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    module = CausalLM(model_folder, peft=lora())
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(module, TextDataModule(write_rows()))
+    trained = module.trainable_parameters()
+    assert all("lora_" in name for name in trained)
+    assert len(trainer.optimizers[0].state) == len(trained) == 8
+    assert all(p.grad is None for name, p in module.named_parameters() if name not in trained)
+
+
+def test_dtypes(model_folder: str) -> None:
+    module = built(model_folder, dtype="bfloat16", peft=lora())
+    assert module.base_model.dtype == torch.bfloat16
+    assert {p.dtype for p in module.trainable_parameters().values()} == {torch.float32}
+    module = built(model_folder, dtype="bfloat16", peft=lora(), adapter_dtype="auto")
+    assert {p.dtype for p in module.trainable_parameters().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+def test_precisions_train_and_keep_rotary_frequencies_exact(
+    make_trainer: Any, model_folder: str, write_rows: Any, precision: str
+) -> None:
+    module = CausalLM(model_folder, peft=lora(), dtype="bfloat16")
+    before = built(model_folder).base_model.model.rotary_emb.inv_freq.clone()
+    make_trainer(max_steps=2, precision=precision).fit(module, TextDataModule(write_rows()))
+    assert torch.equal(module.base_model.model.rotary_emb.inv_freq, before)
+    assert all(p.isfinite().all() for p in module.trainable_parameters().values())
+
+
+def test_random_weights_are_a_function_of_the_seed(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def weights(seed: str) -> torch.Tensor:
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        torch.rand(int(seed))  # what was drawn before must not matter
+        return built(model_folder, init="random", peft=lora()).model.state_dict()  # type: ignore[union-attr]
+
+    first, again, other = weights("5"), weights("5"), weights("6")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["base_model.model.lm_head.weight"], other["base_model.model.lm_head.weight"])
+
+
+def test_validation_metrics_are_means_over_all_tokens(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    data = TextDataModule(write_rows(count=3), val_path=write_rows(count=11, name="val.json"), micro_batch_size=2)
+    module = CausalLM(model_folder)
+    got = make_trainer().validate(module, data, verbose=False)[0]
+    samples = data.splits["val"]
+    reference = AutoModelForCausalLM.from_pretrained(model_folder)
+    total, right = 0.0, 0
+    for i in range(len(samples)):
+        ids, labels = (torch.from_numpy(part).long() for part in samples[i])
+        logits = reference(input_ids=ids[None]).logits[0, :-1]
+        keep = labels[1:] != -100
+        total += float(torch.nn.functional.cross_entropy(logits[keep], labels[1:][keep], reduction="sum"))
+        right += int((logits[keep].argmax(-1) == labels[1:][keep]).sum())
+    tokens = int(samples.supervised.sum())
+    assert got["val/loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert got["val/perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+    assert got["val/token_accuracy"] == pytest.approx(right / tokens)
+
+
+def test_nan_is_not_left_out_of_the_loss(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    class Poison(Callback):
+        def on_train_start(self, trainer: Any, pl_module: CausalLM) -> None:
+            pl_module.base_model.model.norm.weight.data[0] = float("nan")
+
+    trainer = make_trainer(max_steps=1, callbacks=[Poison()])
+    with pytest.raises(NotFinite, match="step 1: train/loss is nan; no checkpoint is from before it"):
+        trainer.fit(CausalLM(model_folder), TextDataModule(write_rows()))
+
+
+def test_logged_gradient_norm_and_clipping_agree(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    class Norms(Callback):
+        clipped = 0.0
+
+        def on_before_zero_grad(self, trainer: Any, pl_module: CausalLM, optimizer: Any) -> None:
+            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            if grads:
+                self.clipped = float(torch.cat([g.flatten() for g in grads]).norm())
+
+    def norms(**options: Any) -> tuple[float, float]:
+        seen = Norms()
+        trainer = make_trainer(max_steps=1, callbacks=[seen], **options)
+        module = CausalLM(model_folder)
+        trainer.fit(module, TextDataModule(write_rows(), shuffle=False))
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        return float(trainer.callback_metrics["train/grad_norm"]), float(torch.cat([g.flatten() for g in grads]).norm())
+
+    logged, left = norms()
+    assert logged == pytest.approx(left, rel=1e-5)
+    assert logged > 0.5
+    logged_clipped, left_clipped = norms(gradient_clip_val=0.5)
+    assert logged_clipped == pytest.approx(logged, rel=1e-5)
+    assert left_clipped == pytest.approx(0.5, rel=1e-4)
+
+
+def test_neftune_noise_is_bounded_by_each_samples_length(model_folder: str) -> None:
+    module = built(model_folder, neftune_alpha=5.0)
+    lengths = [4, 16]
+    row = lay_end_to_end([(torch.arange(3, 3 + n).numpy(), torch.arange(3, 3 + n).numpy()) for n in lengths])
+    embedding = module.base_model.get_input_embeddings()
+    clean = torch.nn.functional.embedding(row["input_ids"], embedding.weight)
+    module._segment_lengths = lengths
+    noise = (embedding(row["input_ids"]) - clean).abs()[0].split(lengths)
+    for part, length in zip(noise, lengths, strict=True):
+        bound = 5.0 / math.sqrt(length * 48)
+        assert 0.8 * bound < float(part.max()) <= bound + 1e-6
+    module.eval()
+    assert torch.equal(embedding(row["input_ids"]), clean)
+
+
+def test_a_padded_batch_of_someone_elses_data_trains(make_trainer: Any, model_folder: str) -> None:
+    class Padded(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            ids = torch.randint(3, 300, (8, 12))
+            rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids]
+            return DataLoader(rows, batch_size=4)
+
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(CausalLM(model_folder), Padded())
+    assert trainer.global_step == 2
+    assert math.isfinite(trainer.callback_metrics["train/loss"])
+
+
+def test_checkpoints_hold_what_trains_and_nothing_else(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, save_last=True)
+    module = CausalLM(model_folder, peft=lora())
+    make_trainer(max_steps=1, callbacks=[checkpoint], enable_checkpointing=True).fit(
+        module, TextDataModule(write_rows())
+    )
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert set(saved) == set(module.trainable_parameters())
+    other, data, trainer = (
+        CausalLM(model_folder, peft=lora(r=8)),
+        TextDataModule(write_rows()),
+        make_trainer(max_steps=2),
+    )
+    with pytest.raises(RecipeError, match="the checkpoint does not fit the model: .* \\(4, 48\\) of the checkpoint"):
+        trainer.fit(other, data, ckpt_path=str(tmp_path / "last.ckpt"))
+
+
+def test_a_checkpoint_of_tied_embeddings_fits(model_folder: str) -> None:
+    module = built(model_folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    assert "model.lm_head.weight" in shapes
+    check_fit(shapes, trainable_shapes(module))
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"peft": lora(target_modules=["q_prj", "v_proj"])}, r"\['q_prj'\] match nothing .*'down_proj', 'gate_proj'"),
+    ({"peft": lora(target_modules=r".*\.nothing")}, "linear layers of Qwen2ForCausalLM are"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_target_modules_that_match_nothing(model_folder: str, options: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        CausalLM(model_folder, **options).check()
+
+
+def test_a_quantised_base_trains_through_a_validation(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    """An eval pass repacks 4-bit weights on some CPUs; training after it must see the same base."""
+    from transformers import BitsAndBytesConfig
+
+    def losses(**options: Any) -> float:
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+        module = CausalLM(model_folder, peft=lora(), quantization=config)
+        trainer = make_trainer(max_steps=4, **options)
+        trainer.fit(module, TextDataModule(write_rows(), val_path=write_rows(name="val.json"), shuffle=False))
+        return float(trainer.callback_metrics["train/loss"])
+
+    assert losses(val_check_interval=1) == pytest.approx(losses(limit_val_batches=0), abs=1e-6)
+
+
+def test_a_quantised_model_needs_a_method(model_folder: str) -> None:
+    from transformers import BitsAndBytesConfig
+
+    with pytest.raises(RecipeError, match="quantised weights cannot be trained"):
+        CausalLM(model_folder, quantization=BitsAndBytesConfig(load_in_4bit=True))
+
+
+def test_folders_that_hold_no_model(tmp_path: Path, model_folder: str) -> None:
+    with pytest.raises(RecipeError, match="is a folder without config.json"):
+        CausalLM(str(tmp_path)).check()
+    with pytest.raises(RecipeError, match="does not exist; name a model folder"):
+        CausalLM("./nowhere").check()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(model_folder) / name).read_bytes())
+    with pytest.raises(RecipeError, match="has no weights that load.*--model.init random"):
+        built(str(tmp_path))
+    assert isinstance(built(str(tmp_path), init="random", peft=lora()).model, PeftModel)
+
+
+def test_a_hub_id_that_cannot_be_reached() -> None:
+    with pytest.raises(RecipeError, match="cannot be had from the hub .*hf download .*quickstart"):
+        CausalLM("nobody/no-such-model-here").check()
+
+
+def test_only_the_weights_that_patterns_name_train(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    module = CausalLM(model_folder, trainable=[r"layers\.1\.", r"^model\.norm\."])
+    before = {name: p.clone() for name, p in CausalLM(model_folder).check().named_parameters()}
+    make_trainer(max_steps=2).fit(module, TextDataModule(write_rows()))
+    named = {name for name in before if "layers.1." in name or name == "model.norm.weight"}
+    assert {name.removeprefix("model.") for name in module.trainable_parameters()} == named
+    assert all(p.grad is None for name, p in module.named_parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"trainable": ["layers.9."]},
+            "model.trainable: 'layers.9.' is found in no weight's name; names are like model",
+        ),
+        ({"trainable": ["("]}, "model.trainable: '\\(' is no regular expression"),
+        ({"trainable": ["norm"], "peft": LoraConfig()}, "layers that train beside the adapter"),
+    ],
+)
+def test_patterns_that_make_no_sense(model_folder: str, options: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        CausalLM(model_folder, **options).check()
+
+
+def test_learning_rates_by_pattern(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    options: dict[str, Any] = {
+        "peft": lora(init_lora_weights=False),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    }
+    changes = []
+    for factors in ({}, {"lora_B": 16.0, r"layers\.0\.": 0.0}):
+        module = CausalLM(model_folder, lr_factors=factors, **options)
+        data = TextDataModule(write_rows(), micro_batch_size=8)
+        trainer = make_trainer(max_steps=1)
+        trainer.fit(module, data)
+        rates = [0.01, *(0.01 * factor for factor in factors.values())]
+        assert [group["lr"] for group in trainer.optimizers[0].param_groups] == rates
+        changes.append({name: p.detach().clone() for name, p in module.trainable_parameters().items()})
+    start = CausalLM(model_folder, **options)
+    start.configure_model()
+    for name, at_first in start.trainable_parameters().items():
+        plain, scaled = (after[name] - at_first for after in changes)
+        factor = 16.0 if "lora_B" in name else 0.0 if "layers.0." in name else 1.0
+        torch.testing.assert_close(scaled, factor * plain, atol=1e-6, rtol=1e-4)
+    with pytest.raises(RecipeError, match="model.lr_factors: 'lora_C' is found in no weight's name"):
+        make_trainer(max_steps=1).fit(CausalLM(model_folder, lr_factors={"lora_C": 2.0}, **options), data)

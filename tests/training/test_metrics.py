@@ -1,0 +1,101 @@
+"""Means over tokens are exact to fp32, whatever the module is cast to and however many tokens there are."""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_rows
+from peft import LoraConfig
+from ranks import on_ranks
+from torch import nn
+
+from lit_ft import CausalLM, TextDataModule
+from lit_ft.data.text.sources import Source
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lit_ft.training.metrics import SourceMeans, TokenMean
+
+CASTS: dict[str, Any] = {
+    "to": lambda module: module.to(dtype=torch.bfloat16),
+    "bfloat16": lambda module: module.bfloat16(),
+    "half": lambda module: module.half(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_cast_module_counts_as_before(cast: str) -> None:
+    module = nn.ModuleDict({"mean": TokenMean(), "sources": SourceMeans(("a", "b"))})
+    CASTS[cast](module)
+    mean, sources = module["mean"], module["sources"]
+    for _ in range(1000):
+        mean.update(torch.tensor(2.5), 1)
+        sources.update(torch.tensor([1.0, 3.0]), torch.tensor([0, 1]))
+    assert mean.compute().dtype == torch.float32
+    assert float(mean.compute()) == 2.5
+    assert {name: float(value) for name, value in sources.compute().items()} == {"a": 1.0, "b": 3.0}
+    mean.reset()
+    mean.update(torch.tensor(2.5), 1000)
+    mean.update(torch.tensor(2.5), 1)
+    assert int(mean.tokens) == 1001
+
+
+def test_counts_are_exact_where_fp32_is_not() -> None:
+    mean = TokenMean()
+    mean.update(torch.tensor(2.0**24), 2**24)
+    for _ in range(4):
+        mean.update(torch.tensor(1.0), 1)
+    assert (float(mean.total), int(mean.tokens)) == (2**24 + 4, 2**24 + 4)
+
+
+def test_metrics_follow_to_another_device() -> None:
+    mean = TokenMean().to("meta")
+    assert mean.total.device.type == mean.tokens.device.type == "meta"
+    assert (mean.total.dtype, mean.tokens.dtype) == (torch.float64, torch.int64)
+
+
+STRATEGIES: dict[str, tuple[int, Any]] = {
+    "one process": (1, lambda: "auto"),
+    "ddp": (2, lambda: "ddp"),
+    "fsdp": (2, FSDPStrategy),
+    "tp2": (2, lambda: ModelParallelStrategy(tensor_parallel_size=2)),
+    "pp2": (2, lambda: ModelParallelStrategy(pipeline_parallel_size=2)),
+    "cp2": (2, lambda: ModelParallelStrategy(context_parallel_size=2)),
+    "zero2": (2, lambda: DeepSpeedStrategy(stage=2)),
+    "zero3": (2, lambda: DeepSpeedStrategy(stage=3)),
+}
+
+
+def trained_and_validated(
+    make_trainer: Any, model_folder: str, sources: list[Source], strategy: str, precision: str
+) -> dict[str, float]:
+    """What a validation logs, after a step that trained on several sources too."""
+    os.environ |= {"PL_GLOBAL_SEED": "3", "DS_ACCELERATOR": "cpu"}
+    world, make = STRATEGIES[strategy]
+    module = CausalLM(model_folder, peft=LoraConfig(r=4, target_modules=["q_proj"]))
+    data = TextDataModule(sources=sources, val_sources=sources, micro_batch_size=8)
+    trainer = make_trainer(
+        max_steps=1, devices=world, strategy=make(), precision=precision, use_distributed_sampler=False
+    )
+    trainer.fit(module, data)
+    (logged,) = trainer.validate(module, data, verbose=False)
+    counts = np.bincount(data.splits["val"].source, weights=data.splits["val"].supervised)
+    return {
+        **logged,
+        "of sources": (counts[0] * logged["val/loss/one"] + counts[1] * logged["val/loss/two"]) / sum(counts),
+    }
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_half_precision_rounds_the_model_and_not_its_metrics(
+    make_trainer: Any, model_folder: str, write_rows: Any, strategy: str
+) -> None:
+    sources = [Source(write_rows(make_rows(160, seed), f"{name}.json")) for seed, name in enumerate(("one", "two"))]
+    wanted = trained_and_validated(make_trainer, model_folder, sources, "one process", "32-true")
+    arguments = make_trainer, model_folder, sources, strategy, "bf16-true"
+    for got in on_ranks(STRATEGIES[strategy][0], trained_and_validated, *arguments, timeout=100):
+        assert got.keys() == wanted.keys() >= {"val/loss/one", "val/loss/two", "val/token_accuracy"}
+        for name, value in got.items():
+            assert value == pytest.approx(wanted[name], rel=0.02, abs=0.01), name
+        assert got["of sources"] == pytest.approx(got["val/loss"], rel=1e-6)

@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from lit_ft.errors import RecipeError
+from lit_ft.training.optimizers.schedules import ConstantWithWarmup, CosineWithWarmup, LinearWithWarmup
+
+
+def rates(scheduler_class: type, warmup: float, steps: int = 10) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = scheduler_class(optimizer, warmup, total_steps=steps)
+    values = []
+    for _ in range(steps):
+        values.append(round(optimizer.param_groups[0]["lr"], 4))
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+def test_linear_by_share_and_by_steps() -> None:
+    wanted = [0.0, 1.0, 2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25]
+    assert rates(LinearWithWarmup, 0.2) == wanted
+    assert rates(LinearWithWarmup, 2) == wanted
+
+
+def test_cosine() -> None:
+    assert rates(CosineWithWarmup, 0.0, 4) == [2.0, 1.7071, 1.0, 0.2929]
+
+
+def test_constant() -> None:
+    assert rates(ConstantWithWarmup, 2, 5) == [0.0, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_resumed_run_may_be_longer() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    short = LinearWithWarmup(optimizer, 0, total_steps=4)
+    for _ in range(4):
+        optimizer.step()
+        short.step()
+    assert optimizer.param_groups[0]["lr"] == 0
+    longer = LinearWithWarmup(optimizer, 0, total_steps=8)
+    longer.load_state_dict(short.state_dict())
+    optimizer.step()
+    longer.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * 3 / 8)
+
+
+@pytest.mark.parametrize("warmup", [-1, 2.5])
+def test_warmup_that_makes_no_sense(warmup: float) -> None:
+    with pytest.raises(RecipeError, match="share below 1 or a whole number"):
+        rates(LinearWithWarmup, warmup)

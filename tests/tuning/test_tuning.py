@@ -1,0 +1,622 @@
+"""Every tuning method of PEFT: trains as PEFT itself computes it, saves, reloads in plain PEFT, merges."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import make_tokenizer, methods
+from lightning.pytorch import Callback
+from lit_callbacks import SpikeGuard
+from lit_callbacks.distributed.gather import whole_weights
+from lit_callbacks.export.adapter_merger import save_merged
+from peft.tuners.lora.config import BdLoraConfig, CordaConfig, VeloraConfig
+from peft.utils.integrations import dequantize_module_weight
+from ranks import on_ranks
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.checkpointing.storage.checkpoint_io import saved_start
+from lit_ft.cli import main
+from lit_ft.model import deferred_cast
+from lit_ft.packed_batch import lay_end_to_end
+from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+from lit_ft.tuning import method_hooks
+from lit_ft.tuning.bottleneck import BottleneckConfig
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+LAYERS = {"target_modules": ["q_proj", "v_proj"]}
+METHODS: dict[str, peft.PeftConfig] = {
+    "LoRA": peft.LoraConfig(r=4, **LAYERS, **CAUSAL),
+    "rsLoRA": peft.LoraConfig(r=4, use_rslora=True, **LAYERS, **CAUSAL),
+    "DoRA": peft.LoraConfig(r=4, use_dora=True, **LAYERS, **CAUSAL),
+    "PiSSA": peft.LoraConfig(r=4, init_lora_weights="pissa", **LAYERS, **CAUSAL),
+    "OLoRA": peft.LoraConfig(r=4, init_lora_weights="olora", **LAYERS, **CAUSAL),
+    "LoHa": peft.LoHaConfig(r=4, **LAYERS, **CAUSAL),
+    "LoKr": peft.LoKrConfig(r=4, **LAYERS, **CAUSAL),
+    "PiSSA, fast": peft.LoraConfig(r=4, init_lora_weights="pissa_niter_4", **LAYERS, **CAUSAL),
+    "CorDA": peft.LoraConfig(
+        r=4, init_lora_weights="corda", corda_config=CordaConfig(verbose=False), **LAYERS, **CAUSAL
+    ),
+    "LoRA-GA": peft.LoraConfig(
+        r=4, init_lora_weights="lora_ga", lora_ga_config=peft.LoraGAConfig(), **LAYERS, **CAUSAL
+    ),
+    "EVA": peft.LoraConfig(r=4, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=3.0), **LAYERS, **CAUSAL),
+    "orthogonal": peft.LoraConfig(r=4, init_lora_weights="orthogonal", **LAYERS, **CAUSAL),
+    "KaSA": peft.LoraConfig(r=4, kasa_config=peft.KasaConfig(), **LAYERS, **CAUSAL),
+    "VeLoRA": peft.LoraConfig(r=4, velora_config=VeloraConfig(init_type="random", num_groups=4), **LAYERS, **CAUSAL),
+    "BD-LoRA": peft.LoraConfig(
+        r=4,
+        use_bdlora=BdLoraConfig(target_modules_bd_a=["v_proj"], target_modules_bd_b=["q_proj"], nblocks=2),
+        **LAYERS,
+        **CAUSAL,
+    ),
+    "AdaLoRA": peft.AdaLoraConfig(init_r=6, target_r=3, tinit=1, tfinal=1, total_step=4, **LAYERS, **CAUSAL),
+    "IA3": peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
+    ),
+    "OFT": peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"], **CAUSAL),
+    "BOFT": peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj"], **CAUSAL),
+    "VeRA": peft.VeraConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+    "FourierFT": peft.FourierFTConfig(n_frequency=20, target_modules=["q_proj"], **CAUSAL),
+    "LN tuning": peft.LNTuningConfig(target_modules=["input_layernorm"], **CAUSAL),
+    "HRA": peft.HRAConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+    "MiSS": peft.MissConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+    "RandLoRA": peft.RandLoraConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+    "PVeRA": peft.PveraConfig(r=4, target_modules=["q_proj"], **CAUSAL),
+    "TinyLoRA": peft.TinyLoraConfig(r=4, **LAYERS, **CAUSAL),
+    "UniLoRA": peft.UniLoraConfig(r=4, **LAYERS, **CAUSAL),
+    "VB-LoRA": peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=4, **LAYERS, **CAUSAL),
+    "GraLoRA": peft.GraloraConfig(r=4, **LAYERS, **CAUSAL),
+    "GLoRA": peft.GloraConfig(r=4, **LAYERS, **CAUSAL),
+    "DeLoRA": peft.DeloraConfig(r=4, **LAYERS, **CAUSAL),
+    "DEFT": peft.DeftConfig(r=4, **LAYERS, **CAUSAL),
+    "HiRA": peft.HiraConfig(r=4, **LAYERS, **CAUSAL),
+    "PSOFT": peft.PsoftConfig(r=4, **LAYERS, **CAUSAL),
+    "PEANuT": peft.PeanutConfig(r=4, **LAYERS, **CAUSAL),
+    "RoAd": peft.RoadConfig(group_size=8, **LAYERS, **CAUSAL),
+    "SHiRA": peft.ShiraConfig(r=4, **LAYERS, **CAUSAL),
+    "C3A": peft.C3AConfig(block_size=4, **LAYERS, **CAUSAL),
+    "WaveFT": peft.WaveFTConfig(n_frequency=20, **LAYERS, **CAUSAL),
+    "OSF": peft.OSFConfig(**LAYERS, **CAUSAL),
+    "BEFT": peft.BeftConfig(**LAYERS, **CAUSAL),
+    "Supertuning": peft.SupertuningConfig(**LAYERS, **CAUSAL),
+    "AdaMSS": peft.AdamssConfig(r=8, num_subspaces=2, **LAYERS, **CAUSAL),
+    "bottleneck": BottleneckConfig(target_modules=["o_proj", "down_proj"], bottleneck_size=8, **CAUSAL),
+    "LLaMA-Adapter": peft.AdaptionPromptConfig(adapter_len=5, adapter_layers=2, **CAUSAL),
+    "trainable tokens": peft.TrainableTokensConfig(token_indices=[3, 4, 5], **CAUSAL),
+    "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=5, **CAUSAL),
+    "P-tuning": peft.PromptEncoderConfig(num_virtual_tokens=5, encoder_hidden_size=16, **CAUSAL),
+    "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=5, **CAUSAL),
+}
+UNMERGEABLE = ("bottleneck", "LLaMA-Adapter", "prompt tuning", "P-tuning", "prefix tuning")
+NOT_IN_SHARDS = {
+    **dict.fromkeys(("AdaLoRA", "KaSA"), "looks at whole weights between passes"),
+    **dict.fromkeys(("TinyLoRA", "UniLoRA", "VB-LoRA"), "shares weights between layers"),
+    "OSF": "projects gradients of whole weights",
+    "prefix tuning": "runs sample by sample",
+}
+DRAWS_NOISE = ("PVeRA",)
+"""While training, and other noise on other ranks."""
+NOT_ON_QUANTISED = {
+    "PiSSA": "init_lora_weights='pissa' changes the base's weights",
+    "PiSSA, fast": "init_lora_weights='pissa_niter_4' changes the base's weights",
+    "OLoRA": "init_lora_weights='olora' changes the base's weights",
+    "CorDA": "init_lora_weights='corda' changes the base's weights",
+    "LoRA-GA": "init_lora_weights='lora_ga' changes the base's weights",
+    "KaSA": "kasa_config changes the base's weights",
+    "orthogonal": "init_lora_weights='orthogonal' draws in the dtype of the base's weights",
+    "VeLoRA": "velora_config does nothing for packed layers",
+    "BD-LoRA": "use_bdlora is left out by PEFT for packed layers",
+    **dict.fromkeys(
+        "LoHa LoKr HRA TinyLoRA UniLoRA GraLoRA GLoRA DeLoRA DEFT PSOFT PEANuT C3A OSF Supertuning AdaMSS".split(),
+        "works on the base's own weights, which are packed",
+    ),
+}
+
+
+def note(method: str, **findings: str) -> None:
+    """Keep what a test found, for the table that --methods writes."""
+    methods.setdefault(method, {}).update(findings)
+
+
+@pytest.fixture(params=METHODS)
+def trained(request: pytest.FixtureRequest, make_trainer: Any, model_folder: str, write_rows: Any) -> Any:
+    """A method's name and a module that was trained on packed rows for four steps."""
+    module = CausalLM(
+        model_folder,
+        peft=METHODS[request.param],
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-2),
+    )
+    data = TextDataModule(write_rows(), packing=128, max_length=96)
+    make_trainer(max_steps=4).fit(module, data)
+    return request.param, module.eval()
+
+
+def samples() -> list[torch.Tensor]:
+    texts = ("the cup is red", "a book under the lamp was blue and green", "红 书")
+    return [torch.tensor(make_tokenizer()(text)["input_ids"]) for text in texts]
+
+
+def test_a_packed_row_is_what_peft_computes_sample_by_sample(trained: Any, model_folder: str, tmp_path: Path) -> None:
+    name, module = trained
+    module.save_adapter(tmp_path / "adapter")
+    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    wanted, untrained = [], []
+    with torch.no_grad():
+        for ids in samples():
+            for model, losses in ((plain.eval(), wanted), (base, untrained)):
+                logits = model(input_ids=ids[None]).logits[0, -len(ids) :]
+                losses.append(cross_entropy(logits[:-1], ids[1:], reduction="none"))
+        got = module(lay_end_to_end([(ids.numpy(), ids.numpy()) for ids in samples()])).per_token
+    torch.testing.assert_close(got, torch.cat(wanted), atol=2e-5, rtol=1e-5, msg=name)
+    assert (got - torch.cat(untrained)).abs().max() > 1e-3  # it has learned something
+    trains = sum(p.numel() for p in module.trainable_parameters().values())
+    note(name, config=f"`{type(METHODS[name]).__name__}`", trains=f"{trains:,}", packing="runs")
+
+
+def test_merged_or_refused(trained: Any, tmp_path: Path) -> None:
+    name, module = trained
+    if name in UNMERGEABLE:
+        with pytest.raises(ValueError, match="adds no weights that could be merged|are not linear"):
+            save_merged(module.model, tmp_path / "merged")
+        note(name, merge="refused: no weights to merge")
+        return
+    save_merged(module.model, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        wanted = module(lay_end_to_end([(ids.numpy(), ids.numpy()) for ids in samples()])).per_token
+        logits = [(merged(input_ids=ids[None]).logits[0], ids) for ids in samples()]
+    got = torch.cat([cross_entropy(part[:-1], ids[1:], reduction="none") for part, ids in logits])
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5, msg=name)
+    module.base_model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        for part, ids in logits:
+            trained_logits = module.base_model(input_ids=ids[None]).logits[0]
+            assert (part - trained_logits).abs().max() <= 1e-5 * trained_logits.abs().max(), name
+    note(name, merge="exact")
+
+
+def weights_after(
+    make_trainer: Any, model_folder: str, data: str, method: str, **options: Any
+) -> dict[str, torch.Tensor]:
+    """What four steps on packed rows make of a method's weights."""
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    module = CausalLM(model_folder, peft=METHODS[method], optimizer=adamw)
+    ckpt_path, units = options.pop("ckpt_path", None), options.pop("micro_batch_size", 1)
+    trainer = make_trainer(**{"max_steps": 4, "use_distributed_sampler": False, **options})
+    rows = TextDataModule(data, packing=128, max_length=96, micro_batch_size=units)
+    trainer.fit(module, rows, ckpt_path=ckpt_path)
+    trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
+    return {name: p.detach().clone() for name, p in module.trainable_parameters().items()}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=2e-2, eps=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_is_the_run(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, method: str
+) -> None:
+    data = write_rows()
+    whole = weights_after(make_trainer, model_folder, data, method)
+    weights_after(make_trainer, model_folder, data, method, max_steps=2)
+    resumed = weights_after(make_trainer, model_folder, data, method, ckpt_path=tmp_path / "saved.ckpt")
+    for name, weight in whole.items():
+        assert torch.equal(resumed[name], weight), name
+    note(method, resume="runs")
+
+
+def weights_of_all(make_trainer: Any, model_folder: str, data: str) -> dict[str, dict[str, torch.Tensor]]:
+    options = {"strategy": "ddp", "devices": 2}
+    return {name: weights_after(make_trainer, model_folder, data, name, **options) for name in METHODS}
+
+
+@pytest.mark.processes
+def test_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    data = write_rows(count=24)
+    two = on_ranks(2, weights_of_all, make_trainer, model_folder, data)
+    for method in METHODS:
+        one = weights_after(make_trainer, model_folder, data, method, accumulate_grad_batches=2)
+        for name, weight in one.items():
+            if method not in DRAWS_NOISE:
+                torch.testing.assert_close(two[0][method][name], weight, atol=1e-4, rtol=1e-3, msg=f"{method}: {name}")
+            assert torch.equal(two[0][method][name], two[1][method][name]), (method, name)
+        note(method, ddp="runs")
+
+
+def weights_of_all_in_shards(make_trainer: Any, model_folder: str, data: str) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for method in (name for name in METHODS if name not in NOT_IN_SHARDS):
+        os.environ["PL_GLOBAL_SEED"] = "3"
+        module = CausalLM(model_folder, peft=METHODS[method], optimizer=adamw)
+        options = {"max_steps": 4, "strategy": FSDPStrategy(), "devices": 2, "use_distributed_sampler": False}
+        make_trainer(**options).fit(module, TextDataModule(data, packing=128, max_length=96))
+        found[method] = whole_weights(module, lambda _, p: p.requires_grad)
+    return found
+
+
+@pytest.mark.processes
+def test_shards_on_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    data = write_rows(count=24)
+    two = on_ranks(2, weights_of_all_in_shards, make_trainer, model_folder, data)
+    for method in METHODS:
+        if method in NOT_IN_SHARDS:
+            with pytest.raises(RecipeError, match=NOT_IN_SHARDS[method]):
+                FSDPStrategy().check(make_trainer(), CausalLM(model_folder, peft=METHODS[method]))
+            note(method, fsdp=f"refused: {NOT_IN_SHARDS[method]}")
+            continue
+        one = weights_after(make_trainer, model_folder, data, method, accumulate_grad_batches=2)
+        for name, weight in one.items():
+            if method not in DRAWS_NOISE:
+                torch.testing.assert_close(two[0][method][name], weight, atol=1e-4, rtol=1e-3, msg=f"{method}: {name}")
+            assert torch.equal(two[0][method][name], two[1][method][name]), (method, name)
+        note(method, fsdp="runs")
+
+
+def weights_of_all_in_parts(
+    make_trainer: Any, model_folder: str, data: str, sizes: dict[str, int]
+) -> dict[str, dict[str, torch.Tensor] | str]:
+    """For each method its weights, whole on rank 0, or why it is refused."""
+    found: dict[str, dict[str, torch.Tensor] | str] = {}
+    for method in METHODS:
+        os.environ["PL_GLOBAL_SEED"] = "3"
+        module = CausalLM(model_folder, peft=METHODS[method], optimizer=adamw)
+        strategy = ModelParallelStrategy(**sizes)
+        options = {"max_steps": 4, "strategy": strategy, "devices": 2, "use_distributed_sampler": False}
+        trainer = make_trainer(**options, accumulate_grad_batches=2)
+        rows = TextDataModule(data, packing=128, max_length=96, micro_batch_size=2)
+        try:
+            strategy.check(trainer, module, rows)
+            strategy.check_model(module, module.check())
+        except RecipeError as error:
+            found[method] = str(error)
+            continue
+        trainer.fit(module, rows)
+        found[method] = strategy.whole_weights(module, lambda _, p: p.requires_grad, keep=trainer.global_rank == 0)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "context"])
+def test_parts_on_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, write_rows: Any, kind: str) -> None:
+    data = write_rows(count=24)
+    two = on_ranks(2, weights_of_all_in_parts, make_trainer, model_folder, data, {f"{kind}_parallel_size": 2})[0]
+    for method, found in two.items():
+        if isinstance(found, str):
+            reason = next(short for text, short in REFUSED_IN_PARTS.items() if text in found)
+            note(method, **{kind: f"refused: {reason}"})
+            continue
+        options = {"accumulate_grad_batches": 2, "micro_batch_size": 2}
+        one = weights_after(make_trainer, model_folder, data, method, **options)
+        assert found.keys() >= one.keys()
+        # Products of small factors: with RandLoRA, Adam makes 4e-4 of the rounding of another split on one process.
+        atol = 5e-3 if method == "RandLoRA" else 1e-4
+        for name, weight in one.items():
+            if method not in DRAWS_NOISE:
+                torch.testing.assert_close(found[name], weight, atol=atol, rtol=1e-3, msg=f"{method}: {name}")
+        note(method, **{kind: "runs"})
+    assert not isinstance(two["LoRA"], str)
+
+
+REFUSED_IN_PARTS = {
+    "adds virtual tokens": "virtual tokens",
+    "added or trainable tokens": "changes embedding and head at once",
+    "between passes": "looks at whole weights between passes",
+    "shares weights between layers": "shares weights between layers",
+    "projects gradients": "projects gradients of whole weights",
+    "was not compared": "not compared",
+    "this variant of LoRA": "looks at whole weights",
+    "runs sample by sample": "runs sample by sample",
+}
+
+
+@pytest.mark.parametrize("method", ["prompt tuning", "P-tuning", "prefix tuning"])
+def test_virtual_tokens_answer_and_keep_samples_apart(
+    make_trainer: Any, model_folder: str, write_rows: Any, method: str
+) -> None:
+    module = CausalLM(model_folder, peft=METHODS[method])
+    make_trainer(max_steps=1).fit(module, TextDataModule(write_rows(), micro_batch_size=3))
+    assert len(module.answer(["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"], 3)) == 1
+    first, second, third = (ids.numpy() for ids in samples())
+    with torch.no_grad():
+        one = module.eval()(lay_end_to_end([(first, first), (second, second)])).per_token[len(first) - 1 :]
+        other = module(lay_end_to_end([(third, third), (second, second)])).per_token[len(third) - 1 :]
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
+    "X-LoRA": (peft.XLoraConfig(hidden_size=48, adapters={"a": "a"}, **CAUSAL), "needs calls of its own"),
+    "Poly": (peft.PolyConfig(**LAYERS, **CAUSAL), "needs calls of its own while training"),
+    "multitask prompt tuning": (
+        peft.MultitaskPromptTuningConfig(num_virtual_tokens=5, num_tasks=2, **CAUSAL),
+        "needs calls of its own while training",
+    ),
+    "CPT": (
+        peft.CPTConfig(cpt_token_ids=[3], cpt_mask=[1], cpt_tokens_type_mask=[1], **CAUSAL),
+        "needs calls of its own",
+    ),
+    "Shadow": (peft.ShadowConfig(**CAUSAL), "runs a second model beside the base"),
+    "Lily": (peft.LilyConfig(r=4, **LAYERS, **CAUSAL), "averages its routing over all tokens of a row"),
+    "FRoD": (peft.FrodConfig(**LAYERS, **CAUSAL), "cannot be built without weights"),
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_methods_that_would_not_train_right_are_refused(model_folder: str, method: str) -> None:
+    config, reason = REFUSED[method]
+    with pytest.raises(RecipeError, match=reason) as error:
+        CausalLM(model_folder, peft=config).check()
+    said = str(error.value).split(f"{config.peft_type.value} ")[1].split(";")[0]
+    note(method, config=f"`{type(config).__name__}`", packing=f"refused: {said}")
+
+
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "bf16": {"dtype": "bfloat16"},
+}
+
+
+def train(make_trainer: Any, module: CausalLM, path: str, max_steps: int = 2) -> None:
+    make_trainer(max_steps=max_steps).fit(module, TextDataModule(path, packing=128, max_length=96))
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in module.trainable_parameters().values())
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("method", METHODS)
+def test_conditions(make_trainer: Any, model_folder: str, write_rows: Any, method: str, condition: str) -> None:
+    module = CausalLM(model_folder, peft=METHODS[method], optimizer=sgd, **CONDITIONS[condition])
+    if (method, condition) == ("prefix tuning", "gradient checkpointing"):
+        with pytest.raises(RecipeError, match="PREFIX_TUNING does not work with gradient checkpointing"):
+            train(make_trainer, module, write_rows())
+        note(method, **{condition: "refused by PEFT"})
+        return
+    train(make_trainer, module, write_rows())
+    note(method, **{condition: "runs"})
+
+
+ON_QUANTISED_ONLY = {
+    "LoftQ": peft.LoraConfig(
+        r=4, lora_alpha=8, init_lora_weights="loftq", loftq_config={"loftq_bits": 4}, **LAYERS, **CAUSAL
+    )
+}
+
+
+@pytest.mark.parametrize("method", [*METHODS, *ON_QUANTISED_ONLY])
+def test_on_a_quantised_base_it_computes_what_it_does_on_the_dequantised_one(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, method: str
+) -> None:
+    if method in NOT_ON_QUANTISED:
+        with pytest.raises(RecipeError, match=NOT_ON_QUANTISED[method]):
+            CausalLM(model_folder, peft=METHODS[method], quantization=NF4)
+        note(method, quantised=f"refused: {NOT_ON_QUANTISED[method].split(',')[0]}")
+        return
+    config = (METHODS | ON_QUANTISED_ONLY)[method]
+    module = CausalLM(model_folder, peft=config, optimizer=sgd, quantization=NF4)
+    train(make_trainer, module, write_rows())
+    module.save_adapter(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(model_folder, quantization_config=NF4, device_map={"": "cpu"})
+    plain = peft.PeftModel.from_pretrained(base.dequantize(), tmp_path / "adapter").eval()
+    row = lay_end_to_end([(ids.numpy(), ids.numpy()) for ids in samples()])
+    with torch.no_grad():
+        got = module.eval()(row).per_token
+        logits = [(plain(input_ids=ids[None]).logits[0, -len(ids) :], ids) for ids in samples()]
+    wanted = torch.cat([cross_entropy(part[:-1], ids[1:], reduction="none") for part, ids in logits])
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4, msg=method)
+    note(method, quantised="runs")
+    if method in ON_QUANTISED_ONLY:
+        trains = sum(p.numel() for p in module.trainable_parameters().values())
+        note(method, config=f"`{type(config).__name__}`", trains=f"{trains:,}", packing="needs a quantised base")
+
+
+def test_loftq_starts_nearer_to_the_unquantised_model(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    wanted = base.model.layers[0].self_attn.q_proj.weight
+    left: dict[str, float] = {}
+    for name, config in {"LoftQ": ON_QUANTISED_ONLY["LoftQ"], "LoRA": METHODS["LoRA"]}.items():
+        module = CausalLM(model_folder, peft=config, optimizer=partial(torch.optim.SGD, lr=0.0), quantization=NF4)
+        make_trainer(max_steps=1).fit(module, TextDataModule(write_rows()))
+        layer = module.base_model.model.layers[0].self_attn.q_proj
+        weight = dequantize_module_weight(layer.base_layer) + layer.get_delta_weight("default")
+        left[name] = float((weight - wanted).norm())
+    # Four of 48 directions hold a good part of the error of rounding, and the best four are taken.
+    assert left["LoftQ"] < 0.9 * left["LoRA"]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "set model.quantization"),
+        ({"init_lora_weights": "pissa", "use_dora": True}, "leave one out"),
+        ({"init_lora_weights": "eva", "eva_config": peft.EvaConfig(tau=1.0)}, "still move after 50 passes"),
+        ({"alora_invocation_tokens": [3]}, "find its tokens in each sample"),
+        ({"monteclora_config": peft.MontecloraConfig()}, "a resumed run would be another one"),
+        ({"velora_config": VeloraConfig(num_groups=4)}, "set its init_type to random"),
+    ],
+)
+def test_variants_of_lora_that_would_not_train_right_are_refused(
+    make_trainer: Any, model_folder: str, write_rows: Any, options: dict[str, Any], match: str
+) -> None:
+    config = peft.LoraConfig(r=4, **LAYERS, **CAUSAL, **options)
+    with pytest.raises(RecipeError, match=match):
+        make_trainer(max_steps=1).fit(CausalLM(model_folder, peft=config), TextDataModule(write_rows()))
+
+
+def test_adalora_lowers_ranks_and_adds_its_term_once_a_step(
+    make_trainer: Any, model_folder: str, write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = peft.AdaLoraConfig(init_r=6, target_r=3, tinit=1, tfinal=2, total_step=6, **LAYERS, **CAUSAL)
+    weights, terms = [], []
+    for accumulate in (1, 2):
+        module = CausalLM(model_folder, peft=config, optimizer=sgd)
+        trainer = make_trainer(max_steps=6, accumulate_grad_batches=accumulate, log_every_n_steps=1)
+        data = TextDataModule(write_rows(count=48), micro_batch_size=8 // accumulate)
+        trainer.fit(module, data)
+        weights.append(module.trainable_parameters())
+        terms.append(float(trainer.callback_metrics["train/regularization"]))
+        kept = [sum(mask) for mask in module.model.active_peft_config.rank_pattern.values()]
+        assert sum(kept) == 3 * 4  # two layers, two projections each
+        gone = sum(int((p == 0).sum()) for name, p in weights[-1].items() if "lora_E" in name)
+        assert gone == 3 * 4
+    assert terms[0] == pytest.approx(terms[1], rel=1e-5)
+    assert terms[0] > 0
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-5, rtol=1e-4, msg=name)
+
+
+IN_OTHER_DTYPES = {
+    "modules to save": peft.LoraConfig(r=4, modules_to_save=["norm"], **LAYERS, **CAUSAL),
+    "embeddings": peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], **CAUSAL),
+}
+
+
+@pytest.mark.parametrize("adapter_dtype", ["float32", "auto"])
+@pytest.mark.parametrize(("of_files", "dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_base_that_is_cast_later_gets_the_adapter_of_one_that_is_cast_at_once(
+    model_folder: str, tmp_path: Path, of_files: str, dtype: Any, adapter_dtype: Any
+) -> None:
+    folder = model_in(model_folder, tmp_path, of_files)
+
+    def built(config: peft.PeftConfig, added: list[str]) -> dict[str, torch.Tensor]:
+        module = CausalLM(folder, peft=config, dtype=dtype, adapter_dtype=adapter_dtype, added_tokens=added)
+        module.configure_model()
+        deferred_cast.cast(module)
+        return dict(module.named_parameters())
+
+    is_usual = (of_files, adapter_dtype) == ("bfloat16", "float32")
+    wanted = METHODS if is_usual else ("LoRA", "LN tuning", "LLaMA-Adapter", "trainable tokens", "P-tuning")
+    needs_data = ("CorDA", "LoRA-GA", "EVA")
+    names = [name for name in wanted if name not in (*needs_data, *NOT_IN_SHARDS)]
+    cases = {name: (METHODS[name], []) for name in names} | {name: (c, []) for name, c in IN_OTHER_DTYPES.items()}
+    for name, (config, added) in {**cases, "added tokens": (METHODS["LoRA"], ["<a>", "<b>"])}.items():
+        at_once = built(config, added)
+        with deferred_cast.casting_later():
+            later = built(config, added)
+        assert later.keys() == at_once.keys()
+        for weight, tensor in at_once.items():
+            assert later[weight].dtype == tensor.dtype, (name, weight)
+            assert torch.equal(later[weight], tensor), (name, weight)
+
+
+def model_in(model_folder: str, tmp_path: Path, dtype: str) -> str:
+    """The model with its files in a dtype."""
+    folder = tmp_path / "base"
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+class PoisonGradients(Callback):
+    """Makes the gradients of one optimizer step infinite, as fp16 does."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 2:
+            for parameter in pl_module.trainable_parameters().values():
+                parameter.grad.fill_(float("inf"))
+
+
+def adalora(model_folder: str) -> CausalLM:
+    config = peft.AdaLoraConfig(init_r=6, target_r=3, tinit=1, tfinal=2, total_step=6, **LAYERS, **CAUSAL)
+    return CausalLM(model_folder, peft=config, optimizer=sgd)
+
+
+def test_adalora_goes_on_after_a_step_that_spike_guard_skipped(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    module, guard = adalora(model_folder), SpikeGuard(folder=tmp_path)
+    trainer = make_trainer(max_steps=6, callbacks=[PoisonGradients(), guard])
+    trainer.fit(module, TextDataModule(write_rows(count=48)))
+    assert guard.skipped_steps == 1
+    assert all(p.isfinite().all() for p in module.trainable_parameters().values())
+    assert sum(map(sum, module.model.active_peft_config.rank_pattern.values())) == 3 * 4
+
+
+def test_adalora_takes_no_importance_from_infinite_gradients(model_folder: str) -> None:
+    module = adalora(model_folder)
+    module.configure_model()
+    for parameter in module.trainable_parameters().values():
+        parameter.grad = torch.ones_like(parameter)
+    method_hooks.after_optimizer_step(module.model, 1)
+    next(iter(module.trainable_parameters().values())).grad.fill_(float("inf"))  # a scaler skips such a step
+    method_hooks.after_optimizer_step(module.model, 2)
+    importance = module.model.base_model.rankallocator.exp_avg_ipt.values()
+    assert all(of_weight.isfinite().all() for of_weight in importance)
+
+
+def test_adalora_says_that_its_schedule_is_not_the_runs(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+    config = peft.AdaLoraConfig(init_r=6, target_r=3, total_step=100, **LAYERS, **CAUSAL)
+    with pytest.warns(UserWarning, match="total_step=100, but the run has 2 optimiser steps"):
+        make_trainer(max_steps=2).fit(CausalLM(model_folder, peft=config), TextDataModule(write_rows()))
+    with pytest.raises(RecipeError, match="from init_r=4 to target_r=8"):
+        CausalLM(model_folder, peft=peft.AdaLoraConfig(init_r=4, target_r=8, total_step=9, **CAUSAL)).check()
+
+
+EVA = peft.LoraConfig(r=4, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=3.0), target_modules="all-linear")
+
+
+def test_eva_deals_ranks_out_and_the_run_goes_on_without_looking_again(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    data = write_rows()
+    module = CausalLM(model_folder, peft=EVA, optimizer=sgd)
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(module, TextDataModule(data))
+    trainer.save_checkpoint(tmp_path / "eva.ckpt")
+    ranks = {tuple(p.shape) for name, p in module.trainable_parameters().items() if "lora_A" in name}
+    assert len(ranks) > 1
+    again = CausalLM(model_folder, peft=EVA, optimizer=sgd)
+    again.start = saved_start(str(tmp_path / "eva.ckpt"))
+    again._rows_for_init = lambda base: pytest.fail("looked at the data again")  # type: ignore[method-assign]
+    make_trainer(max_steps=1).fit(again, TextDataModule(data), ckpt_path=tmp_path / "eva.ckpt")
+    for name, weight in module.trainable_parameters().items():
+        assert torch.equal(again.trainable_parameters()[name], weight), name
+
+
+@pytest.mark.parametrize("method", ["EVA", "CorDA"])
+def test_what_an_init_found_is_there_where_there_is_no_training_data(
+    tmp_path: Path, model_folder: str, write_rows: Any, method: str
+) -> None:
+    recipe, run_dir = tmp_path / "recipe.yaml", tmp_path / "run"
+    config = {
+        "EVA": "{init_lora_weights: eva, eva_config: {class_path: peft.EvaConfig, init_args: {rho: 3.0}}, r: 4}",
+        "CorDA": "{init_lora_weights: corda, corda_config: {corda_method: kpm, verbose: false}, r: 4}",
+    }[method]
+    recipe.write_text(
+        f"model: {{pretrained: {model_folder}, peft: {{class_path: peft.LoraConfig, init_args: {config}}}}}"
+    )
+    options = ["--config", str(recipe), "--run_dir", str(run_dir), "--trainer.accelerator", "cpu"]
+    lit_ft("fit", *options, "--data.path", write_rows(), "--trainer.max_steps", "2", "--trainer.max_epochs", "1")
+    checkpoint = str(run_dir / "checkpoints" / "last.ckpt")
+    lit_ft("validate", *options, "--data.val_path", write_rows(), "--ckpt_path", checkpoint)
+    lit_ft("export", "--run", str(run_dir), "--out", str(tmp_path / "exported"))
+    written, exported = (
+        load_file(folder / "adapter_model.safetensors") for folder in (run_dir / "adapter", tmp_path / "exported")
+    )
+    assert written.keys() == exported.keys()
+    assert all(torch.equal(written[name], exported[name]) for name in written)
+
+
+def lit_ft(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    assert stop.value.code == 0
+
+
+def test_an_init_that_looks_at_data_needs_data_that_shows_rows(make_trainer: Any, model_folder: str) -> None:
+    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    with pytest.raises(RecipeError, match=r"data that hands out first_rows\(count\)"):
+        make_trainer(max_steps=1).fit(CausalLM(model_folder, peft=METHODS["EVA"]), DataLoader([batch], batch_size=None))
