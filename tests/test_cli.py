@@ -11,30 +11,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from command_line import recipe, run
 from conftest import make_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_processes import recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_ft.cli import COMMANDS, main
 
 REPOSITORY = Path(__file__).parents[1]
-
-
-def run(capsys: Any, *arguments: str, code: int = 0) -> str:
-    """Run a command in this process; returns what it wrote to stderr."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    errors = capsys.readouterr().err
-    assert stop.value.code == code, errors
-    return errors
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LIT_FT_RUN_DIR", raising=False)
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
 
 
 def test_help_is_quick_and_lists_every_command() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import record_difference
+from one_process import train
 from peft import LoraConfig, get_peft_model
-from test_parity import train
 
 pytest.importorskip("accelerate")
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments

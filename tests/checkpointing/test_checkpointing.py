@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from killed_runs import in_a_child
 from lit_callbacks.export import manifest
 from ranks import on_ranks
 
@@ -59,18 +60,6 @@ def step_of(path: Path) -> int:
     found = AnyCheckpointIO().load_checkpoint(path)
     assert torch.equal(found["state_dict"]["w"], torch.full((64, 40), float(found["global_step"])))
     return int(found["global_step"])
-
-
-def in_a_child(function: Callable[..., Any], *arguments: Any) -> int:
-    """How a forked process that runs it ends: its exit code, or minus the signal."""
-    if (child := os.fork()) == 0:
-        code = 1
-        try:
-            function(*arguments)
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def kill_before(call: int, functions: list[tuple[Any, str]]) -> None:

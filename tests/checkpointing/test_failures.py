@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from killed_runs import fit, in_a_child
 from lightning.pytorch import Trainer
-from test_checkpointing import in_a_child
-from test_resume_auto import fit
 from torture import write_recipe
 
 from lit_ft import RecipeError

@@ -1,7 +1,6 @@
 """A run stopped at any optimiser step and resumed equals the run that was not stopped."""
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,11 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_callbacks import GracefulStop, StopRequested
+from one_process import Signal
 from peft import LoraConfig
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.training.optimizers.schedules import CosineWithWarmup
-
-
-class Signal(Callback):
-    """Sends a signal to this process while a micro-batch runs."""
-
-    def __init__(self, step: int, number: signal.Signals = signal.SIGINT) -> None:
-        self.step, self.number = step, number
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        if trainer.global_step == self.step:
-            self.step = -1
-            os.kill(os.getpid(), self.number)
 
 
 def fit(

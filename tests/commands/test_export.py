@@ -10,9 +10,9 @@ import peft
 import pytest
 import torch
 import yaml
+from command_line import recipe
+from model_folders import change, untied
 from safetensors.torch import load_file, save_file
-from test_base_fingerprint import change, untied
-from test_processes import recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lit_ft.cli import main

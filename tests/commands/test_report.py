@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import clean_environment, recipe, run  # noqa: F401 (the fixture holds here too)
 from conftest import make_rows
 from forked_commands import run_forked
-from test_cli import clean_environment, run  # noqa: F401 (the fixture holds here too)
-from test_processes import recipe
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import peft
 import pytest
 import torch
 from lit_callbacks.export.adapter_merger import save_adapter, save_merged
+from model_folders import untied
 from safetensors import safe_open
-from test_base_fingerprint import untied
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_ft import CausalLM, RecipeError, TextDataModule

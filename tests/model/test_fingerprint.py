@@ -7,29 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from model_folders import change, untied
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.model.files.fingerprint import check_same_base, fingerprint, read_fingerprint
-
-
-def untied(model_folder: str, folder: Path) -> str:
-    """The test model with a head of its own."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
-    model.config.tie_word_embeddings = False
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
-    return str(folder)
-
-
-def change(folder: Path, name: str = "model.layers.1.self_attn.v_proj.bias") -> None:
-    """Train one small tensor of a base."""
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name] = tensors[name] + 1e-3
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import quantised_checkpoints
 import torch
 from conftest import make_tokenizer
+from one_process import Losses
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from test_parity import Losses
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,

@@ -1,6 +1,5 @@
 """Recipes that name code: what is imported and called, and what is refused before that."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from test_cli import run
-from test_processes import recipe
+from command_line import recipe, run
+from hostile import Evil
 
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.errors import RecipeError
@@ -93,16 +92,6 @@ def test_a_recipe_runs_no_code(
         assert key.split(".")[-1] in line.split(" is ")[0], line
     assert not mark.exists()
     assert "downloaded" not in sys.modules
-
-
-class Evil:
-    """Unpickling it leaves a mark."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.mark}",)
 
 
 def test_the_run_folder_of_someone_else_runs_no_code(

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import run
-from test_processes import recipe
+from command_line import recipe, run
 
 from lit_ft.cli import main
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import here, recipe
 from ranks import free_port, on_ranks
-from test_launching import here
-from test_processes import recipe
 
 from lit_ft import RecipeError
 from lit_ft.run import folder as run_folder

@@ -12,13 +12,12 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+from command_line import ENVIRONMENT, assert_same_run, here, losses, recipe
 from conftest import make_tokenizer
 from forked_commands import ForkedCommand
 from ranks import free_port
-from test_processes import ENVIRONMENT, assert_same_run, losses, recipe
 
 from lit_ft import RecipeError, TextDataModule
-from lit_ft.cli import main
 from lit_ft.commands.bandwidth import Measured, describe_steps
 from lit_ft.run.launching import blame
 
@@ -98,15 +97,6 @@ def whole(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch)
     """The same in one process."""
     here(monkeypatch, *arguments, "--trainer.accumulate_grad_batches", "4", "--run_dir", str(tmp_path / "whole"))
     return tmp_path / "whole"
-
-
-def here(monkeypatch: pytest.MonkeyPatch, *arguments: str, code: int = 0) -> None:
-    """Run a command in this process."""
-    monkeypatch.delenv("LIT_FT_RUN_DIR", raising=False)
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    assert stop.value.code == code
 
 
 def only_run(folder: Path) -> Path:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from killed_runs import fit
 from lit_callbacks import AdapterMerger
 from safetensors.torch import load_file
-from torture import CASES, Case, Life, outcome, torture, write_recipe
+from torture import CASES, Life, outcome, torture, write_recipe
 
 from lit_ft import CausalLM
 from lit_ft.checkpointing.selection import newest_good, position_of
@@ -26,17 +27,6 @@ from lit_ft.training.loggers import MetricsCSV
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(tmp_path_factory.mktemp("torture"), accumulate=1)
-
-
-def fit(
-    folder: Path, recipe: Path, *options: str, case: Case = CASES["one"], prepare: Callable[[], None] = lambda: None
-) -> tuple[set[int], str]:
-    """Exit codes of a short run in ``folder/run``, and what its first rank said."""
-    log = folder / f"log-{len(list(folder.glob('log-*')))}"
-    arguments = ["fit", "--config", str(recipe), "--trainer.max_steps", "4", *options, *case.options]
-    life = Life(case, [*arguments, "--trainer.devices", str(case.ranks)], log, prepare=prepare)
-    life.wait()
-    return set(life.codes.values()), (log / "output-0").read_text()
 
 
 def killed_in(owner: Any, name: str) -> Callable[[], None]:

@@ -11,10 +11,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+from command_line import recipe, run
+from hostile import Evil
 from safetensors.torch import load_file
-from test_allowed_code import Evil
-from test_cli import run
-from test_processes import recipe
 from transformers import AutoModelForCausalLM
 
 from lit_ft.export.adapter_folders import Adapter, load_adapters

@@ -6,9 +6,8 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
+from command_line import recipe, run
 from huggingface_hub import HfApi
-from test_cli import run
-from test_processes import recipe
 
 
 @pytest.fixture

@@ -1,56 +1,22 @@
 """One loss and one gradient, however a step is split: the invariants of docs/numerics.md."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import record_difference
-from lightning.pytorch import Callback
+from one_process import STEPS, sgd, train
 from peft import LoraConfig
 from transformers import AutoTokenizer
 
 from lit_ft import CausalLM, TextDataModule
 
-ROWS, STEP, STEPS = 22, 8, 5  # 22 rows in steps of 8: the third step of an epoch is ragged
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if len(self.losses) < trainer.global_step:
-            self.losses.append(float(trainer.callback_metrics["train/loss"]))
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    # SGD: Adam turns rounding on near-zero gradients into differences of the size of the learning rate.
-    return torch.optim.SGD(parameters, lr=0.1)
+ROWS, STEP = 22, 8  # the third step of an epoch is ragged
 
 
 def lora() -> LoraConfig:
     return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-
-
-def train(
-    make_trainer: Callable[..., Any],
-    model_folder: str,
-    path: str,
-    *,
-    peft: LoraConfig | None = None,
-    accumulate: int = 1,
-    model: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-    **data: Any,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses = Losses()
-    module = CausalLM(model_folder, peft=peft, optimizer=sgd, **(model or {}))
-    make_trainer(max_steps=STEPS, accumulate_grad_batches=accumulate, callbacks=[losses], **(trainer or {})).fit(
-        module, TextDataModule(path, **data)
-    )
-    return losses.losses, {name: p.detach().clone() for name, p in module.trainable_parameters().items()}
 
 
 def assert_same(got: Any, wanted: Any, tolerance: float = 1e-6) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ATTENTION, EXPERTS, OWN, save_model
+from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from conftest import make_tokenizer, record_cell
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -18,7 +19,6 @@ from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.distributed.gather import whole_tensor, whole_weights
 from peft import LoraConfig
 from ranks import on_ranks
-from test_strategies import Record, adamw, assert_same, load_whole, sgd
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from lit_ft import CausalLM, ExactMatch, TextDataModule

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import record_difference
+from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import whole_weights
 from peft import LoraConfig
 from ranks import on_ranks
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
@@ -32,22 +31,6 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "fsdp-hybrid": (4, lambda: FSDPStrategy(shard_size=2)),
 }
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-
-
-class Record(Callback):
-    """Loss and gradient norm of each optimiser step."""
-
-    def __init__(self, save_after: int | None, path: str | None) -> None:
-        self.steps: list[tuple[float, float]] = []
-        self.save_after, self.path = save_after, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.fit_loop._should_accumulate():
-            return
-        metrics = trainer.callback_metrics
-        self.steps.append((float(metrics["train/loss"]), float(metrics["train/grad_norm"])))
-        if trainer.global_step == self.save_after:
-            trainer.save_checkpoint(self.path)
 
 
 def fit(
@@ -75,10 +58,6 @@ def fit(
     if "save" in how and "save_after" not in how:
         trainer.save_checkpoint(how["save"])
     return record.steps, whole_weights(module, lambda _, p: p.requires_grad)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -174,10 +153,6 @@ def test_an_adapter_starts_as_on_one_process_where_the_base_is_cast_later(
             assert torch.equal(tensor, one[name]), name
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
-
-
 MOVES = [
     ("fsdp", "fsdp"),
     ("fsdp", "one_process"),
@@ -253,11 +228,6 @@ def fit_and_write(make_trainer: Any, model_folder: str, data: str, folder: str, 
     assert answers is not None
     own = sum(map(len, answers))
     assert own == 22 // world
-
-
-def load_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights in a folder, in one file or several."""
-    return {name: weight for file in sorted(folder.glob("*.safetensors")) for name, weight in load_file(file).items()}
 
 
 def validate(make_trainer: Any, model_folder: str, data: str, saved: str, strategy: str, way: str) -> float:
@@ -359,17 +329,3 @@ def test_optimizers_on_shards(make_trainer: Any, model_folder: str, write_rows: 
             assert_same(steps, weights, *one[name], 1e-4, name)
     with pytest.raises(RecipeError, match=r"torch.optim.*Adafactor does not work on shards, or nobody has tried"):
         check_optimizer(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))]))
-
-
-def assert_same(steps: Any, found: Any, wanted: Any, weights: Any, tolerance: float, what: str = "") -> None:
-    """Compare losses and norms of steps, and final weights."""
-    assert len(steps) == len(wanted)
-    for got, want in zip(steps, wanted, strict=True):
-        assert got == pytest.approx(want, rel=tolerance)
-    assert found.keys() == weights.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(found[name], weight, atol=tolerance, rtol=tolerance, msg=f"{what} {name}")
-    record_difference(
-        [(got[0], want[0]) for got, want in zip(steps, wanted, strict=True)],
-        [(found[name], weight) for name, weight in weights.items()],
-    )

@@ -13,11 +13,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lit_callbacks import AdapterMerger, GracefulStop, StopRequested
+from one_process import Signal
 from peft import LoraConfig, PromptTuningConfig
 from pytorch_optimizer import GaLore
 from safetensors.torch import load_file
 from schedulefree import AdamWScheduleFree
-from test_resume import Signal
 from torch import Tensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from one_process import Losses
 from peft import LoraConfig
-from test_parity import Losses
 from torch import nn
 from transformers import BitsAndBytesConfig
 
