@@ -24,8 +24,8 @@ def test_eight_steps_of_adamw(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, monkeypatch: Any, size: int, accumulate: int
 ) -> None:
     path = write_rows(count=64)
-    monkeypatch.setattr("test_parity.sgd", lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0))
-    monkeypatch.setattr("test_parity.STEPS", 8)
+    monkeypatch.setattr("one_process.sgd", lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0))
+    monkeypatch.setattr("one_process.STEPS", 8)
     got, _ = train(
         make_trainer, model_folder, path, peft=lora(), micro_batch_size=size, accumulate=accumulate, shuffle=False
     )

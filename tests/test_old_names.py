@@ -1,0 +1,30 @@
+"""Module paths from before there were folders, which recipes, run folders and checkpoints name."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from lit_ft.old_names import NEW_NAMES
+
+
+@pytest.mark.parametrize("name", [*NEW_NAMES, "lit_callbacks.flops", "lit_callbacks.merging"])
+def test_an_old_name_is_the_same_module(name: str) -> None:
+    module = importlib.import_module(name)
+    assert sys.modules[module.__name__] is module
+    assert module.__spec__ is not None
+    assert module.__spec__.name == module.__name__ == NEW_NAMES.get(name, module.__name__)
+
+
+def test_an_unknown_name_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match="lit_ft.nothing"):
+        importlib.import_module("lit_ft.nothing")
+
+
+def test_classes_have_one_identity_whichever_name_is_imported_first() -> None:
+    code = (
+        "import lit_ft.schedules as old; from lit_ft.training.optimizers import schedules as new; "
+        "assert old is new; assert old.CosineWithWarmup.__module__ == new.__name__"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
