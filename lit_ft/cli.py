@@ -181,7 +181,7 @@ def _report(error: Exception) -> NoReturn:
     from lit_callbacks.lifecycle.graceful_stop import StopRequested
 
     from lit_ft.errors import RecipeError
-    from lit_ft.run.launching import blame, rank_prefix
+    from lit_ft.run.launching import explain_distributed_error, rank_prefix
 
     rank = rank_prefix()
     if isinstance(error, StopRequested):
@@ -195,7 +195,7 @@ def _report(error: Exception) -> NoReturn:
         _fail(f"{rank}error: {what} could not be written: {error.strerror}; make room, or write elsewhere", 2)
     if isinstance(error, RecipeError | MisconfigurationException):  # the second is Lightning's word for the same
         _fail(f"{rank}error: {_in_one_line(error)}", 2)
-    if (blamed := blame(error)) is not None:
+    if (blamed := explain_distributed_error(error)) is not None:
         _fail(f"{rank}{blamed}", 1)
     message = f"{rank}failed: {type(error).__name__}: {_in_one_line(error) or 'no message'}"
     # A run in several processes is not soon repeated.

@@ -18,7 +18,7 @@ IGNORE_INDEX = -100
 """Label of a token that is not supervised, as ``torch.nn.CrossEntropyLoss`` has it."""
 
 
-class Row(TypedDict, total=False):
+class PackedBatch(TypedDict, total=False):
     """A micro-batch of S samples, T tokens and n supervised tokens."""
 
     input_ids: Tensor
@@ -47,9 +47,9 @@ class Row(TypedDict, total=False):
     """Supervised tokens of this rank's whole optimiser step (all its micro-batches)."""
 
 
-def lay_end_to_end(
+def pack_samples(
     samples: Sequence[tuple[np.ndarray, np.ndarray]], sources: Sequence[int] | np.ndarray | None = None
-) -> Row:
+) -> PackedBatch:
     """Build the row of some samples, each a pair ``(ids, labels)`` of equal length, labels unshifted.
 
     ``sources`` says which source each sample is of; None is one for all.
@@ -63,7 +63,7 @@ def lay_end_to_end(
     labels[starts] = IGNORE_INDEX
     supervised = np.flatnonzero(labels != IGNORE_INDEX)
     of_token = np.repeat(np.zeros(len(lengths), dtype=np.int64) if sources is None else sources, lengths)
-    return Row(
+    return PackedBatch(
         input_ids=torch.from_numpy(ids)[None],
         position_ids=torch.from_numpy(np.arange(len(ids)) - np.repeat(starts, lengths))[None],
         segment_lengths=lengths,
@@ -73,17 +73,17 @@ def lay_end_to_end(
     )
 
 
-def sample_targets(row: Row) -> list[int]:
+def sample_targets(row: PackedBatch) -> list[int]:
     """S numbers of supervised tokens; of a row that is on the host yet."""
     ends = np.cumsum(row["segment_lengths"])
     counts: list[int] = np.diff(np.searchsorted(row["predict_at"].numpy(), ends), prepend=0).tolist()
     return counts
 
 
-def empty_row() -> Row:
+def empty_row() -> PackedBatch:
     """A micro-batch without work: its samples fitted into another row of the same optimiser step."""
     nothing = torch.zeros(0, dtype=torch.int64)
-    return Row(
+    return PackedBatch(
         input_ids=nothing[None],
         position_ids=nothing[None],
         segment_lengths=[],
@@ -93,7 +93,7 @@ def empty_row() -> Row:
     )
 
 
-def split(row: Row, parts: int) -> list[Row]:
+def split(row: PackedBatch, parts: int) -> list[PackedBatch]:
     """A row as several, by whole samples in order, about equal in tokens; parts without samples are dummies.
 
     A dummy is one token that predicts nothing: it can be computed, and adds nothing to loss or gradients.
@@ -104,11 +104,11 @@ def split(row: Row, parts: int) -> list[Row]:
     return pieces + [_dummy(row["input_ids"].device)] * (parts - len(pieces))
 
 
-def _cut(row: Row, lengths: Sequence[int], first: int, last: int) -> Row:
+def _cut(row: PackedBatch, lengths: Sequence[int], first: int, last: int) -> PackedBatch:
     start, end = sum(lengths[:first]), sum(lengths[:last])
     at = row["predict_at"]
     is_here = (at >= start) & (at < end)
-    piece = Row(
+    piece = PackedBatch(
         input_ids=row["input_ids"][:, start:end],
         position_ids=row["position_ids"][:, start:end],
         segment_lengths=list(lengths[first:last]),
@@ -120,14 +120,14 @@ def _cut(row: Row, lengths: Sequence[int], first: int, last: int) -> Row:
     return piece
 
 
-def _dummy(device: torch.device) -> Row:
-    row = lay_end_to_end([(np.zeros(1, dtype=np.int64), np.full(1, IGNORE_INDEX))])
+def _dummy(device: torch.device) -> PackedBatch:
+    row = pack_samples([(np.zeros(1, dtype=np.int64), np.full(1, IGNORE_INDEX))])
     for name in ("input_ids", "position_ids", "predict_at", "targets", "target_sources"):
         row[name] = row[name].to(device)
     return row
 
 
-def pad_to_multiple(row: Row, of: int) -> Row:
+def pad_to_multiple(row: PackedBatch, of: int) -> PackedBatch:
     """The row with a last sample of dummy tokens, which predict nothing: its tokens are a multiple of ``of``."""
     missing = -row["input_ids"].numel() % of
     if missing == 0:
@@ -141,15 +141,15 @@ def pad_to_multiple(row: Row, of: int) -> Row:
     }
 
 
-def as_row(batch: Row | Mapping[str, Tensor]) -> Row:
+def as_packed_batch(batch: PackedBatch | Mapping[str, Tensor]) -> PackedBatch:
     """A row as it is; a padded batch (``input_ids``, ``labels``, optional ``attention_mask``) as a row."""
     if "segment_lengths" in batch:
-        return cast(Row, batch)
+        return cast(PackedBatch, batch)
     padded = cast(Mapping[str, Tensor], batch)
     return from_padded(padded["input_ids"], padded["labels"], padded.get("attention_mask"))
 
 
-def from_padded(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Row:
+def from_padded(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> PackedBatch:
     """Turn a padded batch in Hugging Face's convention into a row; padding is never computed.
 
     Args:
@@ -160,7 +160,7 @@ def from_padded(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     real = keep.bool().cpu().numpy()
     ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
-    row = lay_end_to_end([(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()])
+    row = pack_samples([(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()])
     for name in ("input_ids", "position_ids", "predict_at", "targets", "target_sources"):
         row[name] = row[name].to(input_ids.device)
     return row

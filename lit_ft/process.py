@@ -1,7 +1,7 @@
 """What this process knows of the run: its seed, and its place among the data-parallel replicas."""
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def seed() -> int:
@@ -14,13 +14,22 @@ def is_seeded() -> bool:
     return "PL_GLOBAL_SEED" in os.environ
 
 
-def replica(trainer: Any) -> tuple[int, int]:
-    """Number of data-parallel replicas, and which one this process is; (1, 0) without a trainer."""
+class DataParallel(NamedTuple):
+    """The ranks that train on different data."""
+
+    size: int
+    """Number of data-parallel replicas."""
+    rank: int
+    """The replica that this process belongs to, from 0."""
+
+
+def data_parallel(trainer: Any) -> DataParallel:
+    """Data-parallel size and rank of this process; 1 and 0 without a trainer."""
     # A parallel strategy says there which share of the data is whose, whatever else it splits.
     place = getattr(getattr(trainer, "strategy", None), "distributed_sampler_kwargs", None)
-    return (place["num_replicas"], place["rank"]) if place else (1, 0)
+    return DataParallel(place["num_replicas"], place["rank"]) if place else DataParallel(1, 0)
 
 
-def copies(trainer: Any) -> int:
-    """How many ranks compute the same share of the data, each with a part of the model."""
-    return trainer.world_size // replica(trainer)[0]
+def model_parallel_size(trainer: Any) -> int:
+    """Number of ranks that compute the same share of the data, each with a part of the model."""
+    return trainer.world_size // data_parallel(trainer).size

@@ -36,7 +36,7 @@ class ChecksOrder(Protocol):
 class RecountsMicroBatches(Protocol):
     """Data that goes on within an epoch under other ranks or micro-batches."""
 
-    def take_over(self, checkpoint: dict[str, Any]) -> None:
+    def rescale_progress(self, checkpoint: dict[str, Any]) -> None:
         """Count the micro-batches of an interrupted epoch as this run deals them.
 
         Args:

@@ -31,7 +31,7 @@ from transformers import Qwen2Config
 from benchmarks.compare import environment
 from benchmarks.ranks import on_ranks
 from lit_ft import CausalLM
-from lit_ft.packed_batch import Row, lay_end_to_end
+from lit_ft.packed_batch import PackedBatch, pack_samples
 from lit_ft.planning import communication_formulas
 from lit_ft.planning.communication import Step, Traffic
 from lit_ft.strategies import ModelParallelStrategy
@@ -114,19 +114,21 @@ class FixedRows(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Two steps of it."""
         ids = [np.random.default_rng(seed).integers(3, 250, LENGTH) for seed in range(SAMPLES)]
-        rows: Any = [lay_end_to_end([(one, one) for one in ids])] * 2
+        rows: Any = [pack_samples([(one, one) for one in ids])] * 2
         return DataLoader(rows, batch_size=None)
 
 
 class Measure(Callback):
     """Counts the second step, and asks for the plan of it; the first has what is once in a run."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Row, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: PackedBatch, batch_idx: int) -> None:
         """Start to count."""
         self.count = CountBytes()
         self.count.__enter__()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Row, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: PackedBatch, batch_idx: int
+    ) -> None:
         """Add up what went along each dimension of the mesh."""
         self.count.__exit__(None, None, None)
         strategy: Any = trainer.strategy

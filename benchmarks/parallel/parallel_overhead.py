@@ -28,7 +28,7 @@ from transformers import Qwen2Config
 from benchmarks.compare import environment
 from benchmarks.workload import SHAPES
 from lit_ft import CausalLM
-from lit_ft.packed_batch import Row, lay_end_to_end
+from lit_ft.packed_batch import PackedBatch, pack_samples
 from lit_ft.strategies import ModelParallelStrategy
 
 WARM_UP = 4
@@ -41,7 +41,7 @@ class Clock(Callback):
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Row, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: PackedBatch, batch_idx: int) -> None:
         """Start, once."""
         if batch_idx == WARM_UP:
             self.seconds = -now()
@@ -59,7 +59,7 @@ def now() -> float:
     return time.process_time()
 
 
-def plain(module: CausalLM, rows: list[Row]) -> float:
+def plain(module: CausalLM, rows: list[PackedBatch]) -> float:
     """Seconds of the steps that count, in a loop of a few lines."""
     module.configure_model()
     module.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +75,7 @@ def plain(module: CausalLM, rows: list[Row]) -> float:
     return seconds + now()
 
 
-def with_trainer(strategy: Callable[[], Any], module: CausalLM, rows: list[Row]) -> float:
+def with_trainer(strategy: Callable[[], Any], module: CausalLM, rows: list[PackedBatch]) -> float:
     """Seconds of the steps that count, under Lightning."""
     clock, some_rows = Clock(), rows
     trainer = Trainer(
@@ -100,7 +100,7 @@ def alone() -> ModelParallelStrategy:
     return ModelParallelStrategy(timeout=timedelta(seconds=60))
 
 
-CONTESTANTS: dict[str, Callable[[CausalLM, list[Row]], float]] = {
+CONTESTANTS: dict[str, Callable[[CausalLM, list[PackedBatch]], float]] = {
     "plain loop": plain,
     "Trainer": lambda module, rows: with_trainer(lambda: "auto", module, rows),
     "Trainer, ModelParallelStrategy": lambda module, rows: with_trainer(alone, module, rows),
@@ -120,7 +120,7 @@ def main() -> None:
     torch.set_num_threads(1)
     _be_the_only_rank()
     ids = np.random.default_rng(0).integers(3, 1000, options.tokens)
-    rows = [lay_end_to_end([(ids, ids)]) for _ in range(options.steps)]
+    rows = [pack_samples([(ids, ids)]) for _ in range(options.steps)]
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     with tempfile.TemporaryDirectory() as folder:
         Qwen2Config(**SHAPES[options.shape], tie_word_embeddings=True, dtype="bfloat16").save_pretrained(folder)

@@ -13,10 +13,10 @@ from peft import LoraConfig
 
 from benchmarks.peers.job import LEARNING_RATE, WEIGHT_DECAY, Job, Measured, serve
 from lit_ft import CausalLM
-from lit_ft.packed_batch import Row, lay_end_to_end
+from lit_ft.packed_batch import PackedBatch, pack_samples
 
 
-def windows(job: Job) -> Iterator[list[Row]]:
+def windows(job: Job) -> Iterator[list[PackedBatch]]:
     """The rows of each optimiser step: its micro-batches, as one row while they fit where one micro-batch may be."""
     samples = [(np.array(row["input_ids"]), np.array(row["labels"])) for row in job.read_rows()]
     size = job.micro_batch_size
@@ -30,7 +30,7 @@ def windows(job: Job) -> Iterator[list[Row]]:
                 rows[-1] += micro_batch
             else:
                 rows.append(micro_batch)
-        yield [lay_end_to_end(row) for row in rows]
+        yield [pack_samples(row) for row in rows]
 
 
 def run(job: Job) -> Measured:

@@ -100,7 +100,7 @@ def all_callbacks(folder: Path) -> list[Callback]:
     import lit_callbacks as ours
 
     return [
-        ours.FailTogether(),
+        ours.RankFailureWatchdog(),
         ours.GracefulStop(folder / "last.ckpt"),
         ours.ThroughputMonitor(peak=1e11),
         ours.MemoryProfiler(folder / "memory", picture=False),

@@ -107,7 +107,7 @@ def train(shape: dict[str, int], tokens: int, steps: int, one_in: int = 1, **opt
 
     from benchmarks.memory.sharded_memory import Watch, own_memory
     from lit_ft import CausalLM
-    from lit_ft.packed_batch import lay_end_to_end
+    from lit_ft.packed_batch import pack_samples
 
     class Clock(Callback):
         marks: list[float] = []  # noqa: RUF012
@@ -123,7 +123,7 @@ def train(shape: dict[str, int], tokens: int, steps: int, one_in: int = 1, **opt
     ids = np.random.default_rng(0).integers(3, shape["vocab_size"], tokens)
     labels = np.where(np.arange(tokens) % one_in == 0, ids, -100)
     warm_up = 1 if steps > 1 else 0
-    rows: Any = [lay_end_to_end([(ids, labels)])] * (steps + warm_up)
+    rows: Any = [pack_samples([(ids, labels)])] * (steps + warm_up)
     with tempfile.TemporaryDirectory() as folder:
         Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=32_768).save_pretrained(folder)
         module = CausalLM(folder, init="random", **options.get("model", {}))

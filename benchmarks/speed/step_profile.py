@@ -21,10 +21,10 @@ from benchmarks.peers.bare_loop import windows
 from benchmarks.peers.job import Job
 from benchmarks.workload import MAX_LENGTH, SHAPES, prepare
 from lit_ft import CausalLM
-from lit_ft.packed_batch import Row
+from lit_ft.packed_batch import PackedBatch
 
 
-def pass_over(module: CausalLM, rows: list[Row]) -> None:
+def pass_over(module: CausalLM, rows: list[PackedBatch]) -> None:
     """Forward and backward."""
     for row in rows:
         module(row).loss_sum.backward()

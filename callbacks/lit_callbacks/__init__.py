@@ -7,7 +7,7 @@ from lit_callbacks.evaluation.sample_generations import SampleGenerations
 from lit_callbacks.export import merging
 from lit_callbacks.export.adapter_merger import AdapterMerger
 from lit_callbacks.lifecycle.graceful_stop import GracefulStop, StoppedAtOnce, StopRequested
-from lit_callbacks.lifecycle.rank_failure_watchdog import FailTogether
+from lit_callbacks.lifecycle.rank_failure_watchdog import FailTogether, RankFailureWatchdog
 from lit_callbacks.loss_ledger.loss_ledger import LossLedger
 from lit_callbacks.memory.memory_profiler import MemoryProfiler
 from lit_callbacks.report.run_report import RunReport
@@ -26,6 +26,7 @@ __all__ = [
     "GracefulStop",
     "LossLedger",
     "MemoryProfiler",
+    "RankFailureWatchdog",
     "RunReport",
     "SampleGenerations",
     "SpikeGuard",

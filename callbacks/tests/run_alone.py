@@ -17,11 +17,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lit_callbacks import (
     AdapterMerger,
-    FailTogether,
     ForgettingProbe,
     GracefulStop,
     LossLedger,
     MemoryProfiler,
+    RankFailureWatchdog,
     RunReport,
     SampleGenerations,
     SpikeGuard,
@@ -94,7 +94,7 @@ def main(kind: str, how: str, folder: Path) -> None:
     data, validation = (digits(32), digits(8)) if kind == "digits" else (texts(32, padding=2), texts(8))
     throughput, memory = ThroughputMonitor(flops=lambda batch: 1e6, peak="measure"), MemoryProfiler(folder / "memory")
     callbacks = [
-        FailTogether(),
+        RankFailureWatchdog(),
         GracefulStop(),
         throughput,
         memory,

@@ -60,7 +60,7 @@ def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None
         progress.restart_validation()
     before = progress.ready
     if isinstance(data, RecountsMicroBatches):
-        data.take_over(checkpoint)
+        data.rescale_progress(checkpoint)
     if replay is not None and progress.ready != before:
         replay.until = progress.ready  # where the stopped run validated is between other micro-batches
     if progress.epoch_is_over and not progress.epoch_is_to_be_ended:

@@ -23,7 +23,7 @@ from lit_ft.data.inspection import Report, histogram, inspect_split, steps_of, s
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.model.loading import load_config
-from lit_ft.packed_batch import lay_end_to_end
+from lit_ft.packed_batch import pack_samples
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
 
@@ -166,7 +166,7 @@ def leak_probe(module: CausalLM) -> float:
     ids = np.arange(1, _PROBE_TOKENS + 1) * 7 % 64
     with torch.no_grad():
         one, *others = (
-            small(lay_end_to_end([(first, first), (ids, ids)])).per_token[len(first) - 1 :]
+            small(pack_samples([(first, first), (ids, ids)])).per_token[len(first) - 1 :]
             for first in (ids, ids[::-1], np.tile(ids, 3))
         )
     return max(float((one - other).abs().max()) for other in others)

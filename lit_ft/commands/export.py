@@ -208,4 +208,4 @@ def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> _Ba
 
 def _make_room(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = model.get_input_embeddings().num_embeddings
-    embeddings.make_room(model, tokenizer, max(0, len(tokenizer) - rows))
+    embeddings.resize_embeddings(model, tokenizer, max(0, len(tokenizer) - rows))

@@ -20,7 +20,7 @@ from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.communication import step_of
 from lit_ft.planning.memory import Memory, layer_inputs, memory_of
 from lit_ft.planning.pipeline_timeline import idle_share, timetable
-from lit_ft.planning.report import MIB, Share, aligned, by_stage, share_of, text
+from lit_ft.planning.report import MIB, Share, aligned, by_stage, format_layout, rank_share
 from lit_ft.planning.timeline_plot import draw
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.model_parallel import base_of
@@ -116,9 +116,9 @@ class PlanCLI(TrainingCLI):
         for first in range(0, world, size):  # has the largest pieces where they are not all the same
             with pretended_rank(first, world):
                 split = self._split(strategy)
-                shares.append(share_of(split, self.model, split._base, step_of(self.trainer)))
+                shares.append(rank_share(split, self.model, split._base, step_of(self.trainer)))
                 memory.append(self._memory(split))
-        print(text(split, shares, step_of(self.trainer)))
+        print(format_layout(split, shares, step_of(self.trainer)))
         stages = by_stage(shares, world, strategy.sizes().pipeline)
         _print_memory([(ranks, of_stage) for (ranks, _), of_stage in zip(stages, memory, strict=True)])
 

@@ -24,7 +24,7 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks import AdapterMerger, FailTogether, GracefulStop, RunReport, ThroughputMonitor
+from lit_callbacks import AdapterMerger, GracefulStop, RankFailureWatchdog, RunReport, ThroughputMonitor
 from lit_callbacks.export.atomic_folder import check_replaceable
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -49,7 +49,7 @@ from lit_ft.export.folder_texts import texts_of
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.recipe.allowed_code import check_unpickling
 from lit_ft.recipe.checks import allow_one_loader, check_files, check_values
-from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, said_by_the_class, shortened
+from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, shortened, unwrap_class_error
 from lit_ft.run.folder import RunFolder, new_run, newest_run, unfinished_run
 from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero
 from lit_ft.run.lock import lock_run, release_runs
@@ -269,7 +269,7 @@ class TrainingCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except BUILD_ERRORS as error:
-            raise said_by_the_class(error) from error
+            raise unwrap_class_error(error) from error
 
     def make_run_folder(self) -> None:
         """Make it on rank 0, which alone writes; no other process may train there."""
@@ -293,7 +293,7 @@ class TrainingCLI(LightningCLI):
         kwargs["callbacks"] = (
             self._with_defaults(callbacks)
             if self.subcommand == "fit"
-            else [*_missing([FailTogether(), GracefulStop()], callbacks), *callbacks]
+            else [*_missing([RankFailureWatchdog(), GracefulStop()], callbacks), *callbacks]
         )
         plugins = given.plugins if isinstance(given.plugins, list) else [given.plugins] if given.plugins else []
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
@@ -329,7 +329,7 @@ class TrainingCLI(LightningCLI):
         folder = self.run_folder
         # First, so that a signal after the last step stops at once and the run's lines frame all others.
         first = [
-            FailTogether(),
+            RankFailureWatchdog(),
             GracefulStop(folder.checkpoints / "last.ckpt"),
             RunState(folder.finished, folder.checkpoints),
             ConsoleSummary(folder),

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_ft import process
 from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
-from lit_ft.data.loaders.batching import BatchPlan, RowLoader, deal_of, position_under
+from lit_ft.data.loaders.batching import BatchPlan, RowLoader, batch_geometry, position_under
 from lit_ft.data.loaders.mixing import Strategy, check_weights
 from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
 from lit_ft.data.loaders.streaming import StreamLoader
@@ -27,7 +27,7 @@ from lit_ft.data.tokens.preparation import OnBadRow, Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples, join
 from lit_ft.data.tokens.truncation import Overlong
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import Row
+from lit_ft.packed_batch import PackedBatch
 
 
 class TextDataModule(LightningDataModule):
@@ -277,7 +277,7 @@ class TextDataModule(LightningDataModule):
         self.load(getattr(module, "tokenizer", None), stage)
         if stage == "fit":  # another fit begins with the first epoch, unless a checkpoint says otherwise
             self._train_loader, self._place = None, {}
-        replicas = process.replica(self.trainer)[0]
+        replicas = process.data_parallel(self.trainer).size
         if stage == "fit" and not self.streaming and len(self.splits["train"]) < replicas:
             raise RecipeError(
                 f"{replicas} data-parallel ranks cannot share {len(self.splits['train'])} training samples; use "
@@ -309,7 +309,7 @@ class TextDataModule(LightningDataModule):
     def train_dataloader(self) -> RowLoader | StreamLoader:
         """Micro-batches of this rank, which know their optimiser window."""
         trainer: Any = self.trainer
-        replicas, replica = process.replica(trainer)
+        replicas, replica = process.data_parallel(trainer)
         # overfit_batches: the same micro-batches each epoch, in the order of the data.
         plan = replace(self.plan(replicas), shuffle=self.shuffle and not trainer.overfit_batches)
         place = self._place
@@ -324,7 +324,7 @@ class TextDataModule(LightningDataModule):
             self._train_loader.load_state_dict(place)
         return self._train_loader
 
-    def first_rows(self, count: int) -> list[Row]:
+    def first_rows(self, count: int) -> list[PackedBatch]:
         """The first ``count`` micro-batches of the training data, the same on every rank."""
         if not self.streaming and "train" not in self.splits:  # where the stage is another than fit
             self._load_training()
@@ -411,7 +411,7 @@ class TextDataModule(LightningDataModule):
         """Set a saved place back within its epoch, as the loaders' ``rewind`` does."""
         (StreamLoader if self.streaming else RowLoader).rewind(state, micro_batch, ready)
 
-    def take_over(self, checkpoint: dict[str, Any]) -> None:
+    def rescale_progress(self, checkpoint: dict[str, Any]) -> None:
         """Count an interrupted epoch's micro-batches as this run's ranks deal them.
 
         Args:
@@ -424,8 +424,11 @@ class TextDataModule(LightningDataModule):
         if not state or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         progress = FitProgress(checkpoint)
-        plan, accumulate = self.plan(process.replica(trainer)[0]), accumulation(trainer, progress.epoch)
-        now = deal_of(plan, accumulate)
+        plan, accumulate = (
+            self.plan(process.data_parallel(trainer).size),
+            accumulation(trainer, progress.epoch),
+        )
+        now = batch_geometry(plan, accumulate)
         if (then := state.get("deal", now)) == now:
             return
         if state.get("is_over") and not self.streaming and isinstance(loader := self.train_dataloader(), RowLoader):
@@ -452,7 +455,7 @@ class TextDataModule(LightningDataModule):
         prompts = self.prompts("test")
         if not prompts:
             raise RecipeError("there are no conversations to predict on; set data.test_path to data that has some")
-        replicas, rank = process.replica(self.trainer)
+        replicas, rank = process.data_parallel(self.trainer)
         share, size = prompts[rank::replicas], self.micro_batch_size
         return _Batches([share[start : start + size] for start in range(0, -(-len(prompts) // replicas), size)])
 
@@ -462,7 +465,7 @@ class TextDataModule(LightningDataModule):
         budget = self.token_budget
         units = None if budget is None else max(budget, int(samples.lengths.max()))
         size = self.micro_batch_size if units is None else 1
-        plan = BatchPlan(micro_batch_size=size, packing=units, replicas=process.replica(self.trainer)[0])
+        plan = BatchPlan(micro_batch_size=size, packing=units, replicas=process.data_parallel(self.trainer).size)
         return self._loader(split, plan, 1.0)  # the trainer alone applies limit_val_batches
 
     def _loader(self, split: str, plan: BatchPlan, limit: int | float, accumulate: Any = lambda: 1) -> RowLoader:
@@ -470,7 +473,7 @@ class TextDataModule(LightningDataModule):
         return RowLoader(
             self.splits[split],
             plan,
-            replica=process.replica(self.trainer)[1] if plan.replicas > 1 else 0,
+            replica=process.data_parallel(self.trainer).rank if plan.replicas > 1 else 0,
             accumulate=accumulate,
             limit=limit,
             num_workers=self.num_workers,

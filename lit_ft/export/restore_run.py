@@ -12,7 +12,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.data.text.chat_template import set_chat_template
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError
 from lit_ft.model.files.fingerprint import check_same_base
-from lit_ft.recipe.parser import RecipeParser, said_by_the_class
+from lit_ft.recipe.parser import RecipeParser, unwrap_class_error
 from lit_ft.training.causal_lm import CausalLM
 
 
@@ -54,7 +54,7 @@ def module_of(config: dict[str, Any]) -> CausalLM:
     try:
         module = parser.instantiate_classes(parsed).model
     except LIBRARY_ERRORS as error:
-        raise said_by_the_class(error) from error
+        raise unwrap_class_error(error) from error
     if not isinstance(module, CausalLM):
         raise RecipeError(f"the run's model is a {type(module).__name__}; export writes lit_ft.CausalLM runs")
     set_chat_template(module.tokenizer, config["data"].get("init_args", {}).get("chat_template"))

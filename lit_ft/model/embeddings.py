@@ -40,7 +40,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], specia
     return ids
 
 
-def make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
+def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
     """Give a model rows for all tokens; new ones are drawn around the mean of the others (transformers' way).
 
     Args:

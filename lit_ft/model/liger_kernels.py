@@ -34,7 +34,7 @@ def check(config: PretrainedConfig, device: torch.device) -> None:
         )
 
 
-def put_in(base: PreTrainedModel) -> None:
+def apply_liger(base: PreTrainedModel) -> None:
     """Have the model's norms, rotary embeddings and MLPs computed by Liger's kernels.
 
     Rotary embeddings are replaced in the architecture's module, so for all its models in this process. The loss stays

@@ -28,7 +28,7 @@ class Share:
     """Bytes, by the mesh dimension that they are sent along."""
 
 
-def share_of(strategy: Any, module: Any, base: Any, step: Step) -> Share:
+def rank_share(strategy: Any, module: Any, base: Any, step: Step) -> Share:
     """What this rank holds and sends.
 
     Args:
@@ -61,7 +61,7 @@ def _span(places: range) -> str:
     return str(places[0]) if len(places) == 1 else f"{places[0]}-{places[-1]}"
 
 
-def text(strategy: Any, shares: Sequence[Share], step: Step) -> str:
+def format_layout(strategy: Any, shares: Sequence[Share], step: Step) -> str:
     """A layout in some lines: mesh, schedule, and a line for each rank of the pipeline.
 
     Args:

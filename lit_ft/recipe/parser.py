@@ -134,7 +134,7 @@ def check_class(key: str, class_path: str) -> None:
         raise allowed_code.refusal(class_path, key)
 
 
-def said_by_the_class(error: Exception) -> RecipeError:
+def unwrap_class_error(error: Exception) -> RecipeError:
     """What a class of the recipe has said of its options, out of what jsonargparse wraps round it."""
     if isinstance(error, RecipeError):
         return error

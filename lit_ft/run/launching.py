@@ -99,7 +99,7 @@ def rank_prefix() -> str:
     return f"rank {dist.get_rank() if known else getattr(rank_zero_only, 'rank', 0)}: "
 
 
-def blame(error: Exception) -> str | None:
+def explain_distributed_error(error: Exception) -> str | None:
     """What to say of an error that only means that another rank is gone or late; None of any other."""
     if not is_about_another_rank(error):
         return None

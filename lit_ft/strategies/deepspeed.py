@@ -47,7 +47,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         zero_config.check_arguments(lightning_strategies.DeepSpeedStrategy, args, kwargs)
         super().__init__(*args, **kwargs)
         assert isinstance(self.config, dict)
-        self.config = zero_config.settled(self.config)
+        self.config = zero_config.with_settled_values(self.config)
         self._forward_redirection: Any = self._run_in_engine
         self._is_in_step, self._has_gradients = False, True
         self._order: list[list[nn.Parameter]] = []

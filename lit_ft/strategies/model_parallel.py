@@ -22,13 +22,13 @@ from lit_ft import packed_batch
 from lit_ft.checkpointing.storage import sharded
 from lit_ft.errors import RecipeError
 from lit_ft.model.loading import decoder_layers
-from lit_ft.packed_batch import Row, TokenLoss
+from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.planning.communication import step_of
-from lit_ft.planning.report import share_of, text
+from lit_ft.planning.report import format_layout, rank_share
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel
 from lit_ft.strategies.parallel.context_parallel import ContextParallel
 from lit_ft.strategies.parallel.expert_parallel import ExpertParallel
-from lit_ft.strategies.parallel.mesh import Placement, Sizes, base_of
+from lit_ft.strategies.parallel.mesh import MeshSizes, ParallelDims, base_of
 from lit_ft.strategies.parallel.pipeline_parallel import Pipeline, StageModule
 from lit_ft.strategies.parallel.tensor_parallel import TensorParallel
 from lit_ft.strategies.parallel.tensor_plan import Plan
@@ -97,8 +97,8 @@ class ModelParallelStrategy(ShardedStrategy):
         """
         super().__init__(save_distributed_checkpoint, process_group_backend, timeout, async_save)
         sizes: Any = (pipeline_parallel_size, data_parallel_size, context_parallel_size, tensor_parallel_size)
-        self.placement = Placement(
-            Sizes(*sizes), expert_parallel_size, schedule, num_microbatches, layers_per_stage, tp_plan
+        self.placement = ParallelDims(
+            MeshSizes(*sizes), expert_parallel_size, schedule, num_microbatches, layers_per_stage, tp_plan
         )
         self.expert_parallel_size, self.schedule, self.tp_plan = expert_parallel_size, schedule, tp_plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
@@ -133,7 +133,7 @@ class ModelParallelStrategy(ShardedStrategy):
         """
         self.placement.check_model(self.sizes(), module, skeleton)
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MeshSizes:
         """The mesh for the ranks that there are.
 
         Raises:
@@ -183,8 +183,8 @@ class ModelParallelStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         step = step_of(self.lightning_module.trainer)
         shares: list[Any] = [None] * self.world_size
-        dist.all_gather_object(shares, share_of(self, self.model, self._base, step))
-        return text(self, shares, step)
+        dist.all_gather_object(shares, rank_share(self, self.model, self._base, step))
+        return format_layout(self, shares, step)
 
     def shard(self, module: Any) -> None:
         """Drop the layers of other stages, cut what is left, shard that over the data-parallel ranks."""
@@ -222,19 +222,19 @@ class ModelParallelStrategy(ShardedStrategy):
         self._vocabulary = head.weight.shape[0]
         own = pipeline_parallel.stages_of(self._mesh(PIPELINE).get_local_rank(), size, self.schedule)
         pipeline_parallel.drop_layers(base, [layers[k] for k in own], is_first=0 in own, is_last=len(layers) - 1 in own)
-        end = (lambda hidden: hidden) if self.tensor is None else self.tensor.end_stream
-        whole = (lambda result, _: result) if self.context is None else self.context.whole
-        return [StageModule(module, base, k, len(layers), layers[k], end, whole) for k in own]
+        end = (lambda hidden: hidden) if self.tensor is None else self.tensor.gather_sequence
+        full_loss = (lambda result, _: result) if self.context is None else self.context.full_loss
+        return [StageModule(module, base, k, len(layers), layers[k], end, full_loss) for k in own]
 
     def _cut(
         self, module: Any, base: PreTrainedModel, layers: Sequence[nn.Module], plan: Plan, parallel: TensorParallel
     ) -> None:
-        parallel.cut(base, layers, plan, self._settle)
+        parallel.shard(base, layers, plan, self._settle)
         decoder = getattr(base, base.base_model_prefix)
         if parallel.sequence_parallel and decoder.layers[0] is layers[0]:
-            parallel.begin_stream(layers[0])
+            parallel.shard_sequence(layers[0])
         if parallel.sequence_parallel and self.sizes().pipeline == 1:
-            _map_result(decoder, parallel.end_stream)
+            _map_result(decoder, parallel.gather_sequence)
         if hasattr(module, "answer"):
             module.answer = parallel.as_one_process()(module.answer)
 
@@ -244,12 +244,12 @@ class ModelParallelStrategy(ShardedStrategy):
             return
         forward, context = module.forward, self.context
 
-        def on_own_tokens(row: Row) -> TokenLoss:
+        def on_own_tokens(row: PackedBatch) -> TokenLoss:
             row = packed_batch.pad_to_multiple(row, self._multiple())
             if context is None:
                 return forward(row)
-            own = context.own(row)
-            return context.whole(forward(own), own)
+            local = context.local_tokens(row)
+            return context.full_loss(forward(local), local)
 
         module.forward = on_own_tokens
 
@@ -286,7 +286,7 @@ class ModelParallelStrategy(ShardedStrategy):
         parallel = ExpertParallel(mesh["experts"])
         dealt = [m for m in expert_parallel.experts_of(self._base) if any(m in set(lay.modules()) for lay in layers)]
         for experts in dealt:
-            parallel.deal_out(experts)
+            parallel.assign_experts(experts)
             if copies > 1:
                 fully_shard(
                     experts,
@@ -321,8 +321,8 @@ class ModelParallelStrategy(ShardedStrategy):
             torch.empty(1, 0, width, dtype=policy or self._boundary_dtype, device=self.root_device),
             self._vocabulary,
             multiple=self._multiple(),
-            share=sizes.context * (sizes.tensor if self.sequence_parallel else 1),
-            own=None if self.context is None else self.context.own,
+            sequence_shards=sizes.context * (sizes.tensor if self.sequence_parallel else 1),
+            local_tokens=None if self.context is None else self.context.local_tokens,
         )
         module.forward = self.pipeline
         if (answer := getattr(module, "answer", None)) is not None:
@@ -411,7 +411,9 @@ class ModelParallelStrategy(ShardedStrategy):
                 "the checkpoint does not name the parameters of its optimizer, so a pipeline's stages cannot tell "
                 "theirs; resume without a pipeline (pipeline_parallel_size: 1) and save again"
             )
-        return sharded.pick(state, checkpoint["optimizer_names"][place], self._names_in_optimizers()[place])
+        return sharded.select_optimizer_state(
+            state, checkpoint["optimizer_names"][place], self._names_in_optimizers()[place]
+        )
 
 
 def _map_result(decoder: nn.Module, function: Any) -> None:

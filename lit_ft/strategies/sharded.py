@@ -212,7 +212,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         parts = self._join_stages((sharded.gather(state, keep=self._leads_stage()), names))
         if self.global_rank != 0:
             return {}
-        joined, self._joined_names[index] = sharded.join(parts, self._order())
+        joined, self._joined_names[index] = sharded.merge_optimizer_states(parts, self._order())
         return joined
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -239,7 +239,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         if self._saves_in_shares():
             names = [[name for group in groups for name in group] for groups in self._names_in_optimizers()]
             self._finish_writing()
-            self._writing = sharded.save_shares(
+            self._writing = sharded.save_sharded(
                 checkpoint, path, names, self._join_stages, self._order(), self._background()
             )
         elif self.is_global_zero:
@@ -289,7 +289,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         assert self.model is not None
         names = [name for name, _ in self.model.named_parameters()]
         aliases = {name: self._saved_name(name) for name in names if self._saved_name(name) != name}
-        return sharded.load_shares(path, self.model, self._names_in_optimizers(), aliases)
+        return sharded.load_sharded(path, self.model, self._names_in_optimizers(), aliases)
 
     def _saves_in_shares(self) -> bool:
         if self.save_in_shares is not None:

@@ -39,7 +39,7 @@ from lit_ft.model.files.finite_weights import not_finite
 from lit_ft.model.files.weight_files import check_weight_files
 from lit_ft.model.generation import generate_answers
 from lit_ft.model.packed_attention import block_masks
-from lit_ft.packed_batch import Row, TokenLoss, as_row, lay_end_to_end
+from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch, pack_samples
 from lit_ft.render_limits import render_chat
 from lit_ft.training import router_loss
 from lit_ft.training.finite import FiniteCheck, NotFinite, check_trained_weights
@@ -49,7 +49,7 @@ from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.router_loss import RouterAuxLoss
 from lit_ft.training.token_cross_entropy import loss_weight, token_cross_entropy, tokens_per_chunk
 from lit_ft.tuning import compatibility, lora_init, method_hooks, prompt_learning, wrapping
-from lit_ft.tuning.lora_init import Start
+from lit_ft.tuning.lora_init import LoraInitState
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -139,7 +139,7 @@ class CausalLM(ScheduleFreeModule):
                 "model.router_aux_loss looks into layers, which model.compile fuses; leave one of them out"
             )
         if peft is not None:
-            lora_init.check_start(peft, is_quantised=quantization is not None)
+            lora_init.check_init(peft, is_quantised=quantization is not None)
         self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
         self.added_tokens, self.added_special_tokens = added_tokens or [], added_special_tokens or []
         self.init, self.base_dtype = init, dtype
@@ -160,7 +160,7 @@ class CausalLM(ScheduleFreeModule):
                 for stage in ("fit", "val", "test")
             }
         )
-        self.start: Start | None = None
+        self.start: LoraInitState | None = None
         """What the adapter's init found in an earlier run, where it is not to be done again."""
         self._trains: Shapes = {}
         self.weight_count: WeightCount | None = None
@@ -215,12 +215,12 @@ class CausalLM(ScheduleFreeModule):
         skeleton = loading.skeleton(self.pretrained, self.base_dtype)
         router_loss.coefficient(skeleton, self.router_aux_loss)
         self._check_weights(skeleton)
-        embeddings.make_room(skeleton, self.tokenizer, len(self.added_ids))
+        embeddings.resize_embeddings(skeleton, self.tokenizer, len(self.added_ids))
         if self.peft is not None:
             wrapping.give_values(skeleton, self.peft)
-        if self.peft is None or not lora_init.needs_start(self.peft):
+        if self.peft is None or not lora_init.needs_init(self.peft):
             return self._with_peft(skeleton, self.peft)
-        return self._with_peft(skeleton, lora_init.plain(self.peft, self.start))
+        return self._with_peft(skeleton, lora_init.with_default_init(self.peft, self.start))
 
     def _check_stored_quantisation(self) -> None:
         if self.init == "random":
@@ -230,7 +230,7 @@ class CausalLM(ScheduleFreeModule):
         if (method := quantized_base.packed_method(config)) is not None:
             compatibility.check_quantized(self.peft, method)
         if self.peft is not None:
-            lora_init.check_start(self.peft, is_quantised=self.is_quantised)
+            lora_init.check_init(self.peft, is_quantised=self.is_quantised)
 
     def _check_weights(self, skeleton: nn.Module) -> None:
         """Find weight files that do not fit the config, which would be allocated by it."""
@@ -268,11 +268,11 @@ class CausalLM(ScheduleFreeModule):
             attention = "sdpa"  # packed attention knows no keys from before the row
         base = loading.load_base(self.pretrained, self.init, self.base_dtype, attention, self.quantization)
         if self.added_ids:
-            embeddings.make_room(base, self.tokenizer, len(self.added_ids))
+            embeddings.resize_embeddings(base, self.tokenizer, len(self.added_ids))
         if self.with_liger:
-            liger.put_in(base)
+            liger.apply_liger(base)
         if self.activation_offload and self._trainer is not None:
-            activation_offload.say_what_it_does(self.trainer.strategy.root_device)
+            activation_offload.warn_if_useless(self.trainer.strategy.root_device)
         if self.gradient_checkpointing:
             base.gradient_checkpointing_enable(activation_checkpointing.options(self.gradient_checkpointing))
         self._router_coefficient = router_loss.coefficient(base, self.router_aux_loss)
@@ -293,12 +293,14 @@ class CausalLM(ScheduleFreeModule):
         self.weight_count = WeightCount.of(self.model)
 
     def _adapted(self, base: PreTrainedModel) -> PreTrainedModel | PeftModel:
-        if self.peft is None or not lora_init.needs_start(self.peft):
+        if self.peft is None or not lora_init.needs_init(self.peft):
             return self._with_peft(base, self.peft)
         deferred_cast.cast(base)  # the init looks at whole weights, and may change them
         if self.start is not None:
-            return lora_init.restore(self._with_peft(base, lora_init.plain(self.peft, self.start)), self.start)
-        model, self.start = lora_init.begin(
+            return lora_init.restore(
+                self._with_peft(base, lora_init.with_default_init(self.peft, self.start)), self.start
+            )
+        model, self.start = lora_init.run_lora_init(
             base,
             self.peft,
             wrap=partial(self._with_peft, base),
@@ -308,7 +310,7 @@ class CausalLM(ScheduleFreeModule):
         )
         return model
 
-    def _rows_for_init(self, base: PreTrainedModel) -> list[Row]:
+    def _rows_for_init(self, base: PreTrainedModel) -> list[PackedBatch]:
         init = lora_init.init_of(self.peft)
         if init not in lora_init.FROM_DATA:
             return []
@@ -361,11 +363,11 @@ class CausalLM(ScheduleFreeModule):
 
     # --- forward and loss ------------------------------------------------------------------------
 
-    def forward(self, row: Row) -> TokenLoss:
+    def forward(self, row: PackedBatch) -> TokenLoss:
         """Summed loss and number of right predictions over a row's supervised tokens."""
         return self.token_loss(self.hidden_states(row), row)
 
-    def hidden_states(self, row: Row, decoder: Callable[..., Any] | None = None) -> Tensor:
+    def hidden_states(self, row: PackedBatch, decoder: Callable[..., Any] | None = None) -> Tensor:
         """Final hidden states of a row's tokens, ``(1, T, H)``.
 
         Args:
@@ -397,7 +399,7 @@ class CausalLM(ScheduleFreeModule):
         self._router_loss = router_loss.router_loss(base, output) if wants_router else None
         return output.last_hidden_state
 
-    def token_loss(self, hidden: Tensor, row: Row) -> TokenLoss:
+    def token_loss(self, hidden: Tensor, row: PackedBatch) -> TokenLoss:
         """Summed loss and number of right predictions, from a row's final hidden states ``(1, T, H)``."""
         head = self.base_model.get_output_embeddings()
         return token_cross_entropy(
@@ -427,14 +429,14 @@ class CausalLM(ScheduleFreeModule):
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def training_step(self, batch: Row | Mapping[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """The micro-batch's share of the optimiser step's token-mean loss.
 
         Args:
             batch: a row, or a padded batch in Hugging Face's convention from someone's own data.
             batch_idx: place in the epoch.
         """
-        row = as_row(batch)
+        row = as_packed_batch(batch)
         accumulate = self.trainer.accumulate_grad_batches
         if batch_idx % accumulate == 0 or self._window_tokens is None or "window_tokens" not in row:
             self._window_tokens = self._count_window(row, accumulate)
@@ -443,14 +445,19 @@ class CausalLM(ScheduleFreeModule):
         else:
             # A function of seed, step and replica: the same draws after a resume, other ones for other data.
             if process.is_seeded():
-                place = process.seed(), self.trainer.global_step, batch_idx, process.replica(self.trainer)[1]
+                place = (
+                    process.seed(),
+                    self.trainer.global_step,
+                    batch_idx,
+                    process.data_parallel(self.trainer).rank,
+                )
                 torch.manual_seed(hash(place) % 2**63)
             result = self(row)
             self._update("fit", result, row)
             if self.record_losses is not None and "sample_ids" in row:
                 of_samples = row["sample_targets"], row["sample_sources"]
                 self.record_losses(row["sample_ids"], result.per_token, *of_samples, per_token=True)
-            replicas, _ = process.replica(self.trainer)
+            replicas, _ = process.data_parallel(self.trainer)
             weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=replicas)
             loss = (result.loss_sum + self._weighed_router_loss(len(row["targets"]))) * weight
         if batch_idx % accumulate == 0 and (term := method_hooks.regularisation(self.model)) is not None:
@@ -475,7 +482,7 @@ class CausalLM(ScheduleFreeModule):
             self._replay.stop(self.trainer)
             self._replay = None
 
-    def _count_window(self, row: Row, accumulate: int) -> int:
+    def _count_window(self, row: PackedBatch, accumulate: int) -> int:
         """Supervised tokens, over all ranks, of the optimiser step that the row belongs to."""
         tokens = row.get("window_tokens")
         if tokens is None:
@@ -485,19 +492,19 @@ class CausalLM(ScheduleFreeModule):
                     "mean of micro-batch means, not over the tokens of the step. lit_ft.TextDataModule counts them"
                 )
             tokens = len(row["targets"]) * accumulate
-        if process.replica(self.trainer)[0] == 1:
+        if process.data_parallel(self.trainer).size == 1:
             return tokens
         everywhere = self.trainer.strategy.reduce(torch.tensor(tokens, device=self.device), reduce_op="sum")
-        return int(everywhere) // process.copies(self.trainer)
+        return int(everywhere) // process.model_parallel_size(self.trainer)
 
-    def validation_step(self, batch: Row | Mapping[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into val/loss, val/perplexity and val/token_accuracy."""
-        row = as_row(batch)
+        row = as_packed_batch(batch)
         self._update("val", self(row), row)
 
-    def test_step(self, batch: Row | Mapping[str, Tensor], batch_idx: int) -> None:
+    def test_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into test/loss, test/perplexity and test/token_accuracy."""
-        row = as_row(batch)
+        row = as_packed_batch(batch)
         self._update("test", self(row), row)
 
     def answer(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
@@ -519,7 +526,7 @@ class CausalLM(ScheduleFreeModule):
     def text_loss(self, texts: Sequence[str]) -> tuple[Tensor, int]:
         """Summed cross-entropy of plain texts in nats, and their number of predicted tokens."""
         encoded = [np.array(self.tokenizer(text)["input_ids"]) for text in texts]
-        rows = [move_data_to_device(lay_end_to_end([(ids, ids)]), self.device) for ids in encoded]
+        rows = [move_data_to_device(pack_samples([(ids, ids)]), self.device) for ids in encoded]
         return torch.stack([self(row).loss_sum for row in rows]).sum(), sum(len(row["targets"]) for row in rows)
 
     def predict_step(self, batch: Sequence[Mapping[str, str]], batch_idx: int) -> list[dict[str, str]]:
@@ -535,7 +542,7 @@ class CausalLM(ScheduleFreeModule):
         """Log the means over the test set."""
         self._log_metrics("test", "test")
 
-    def _update(self, stage: str, result: TokenLoss, row: Row) -> None:
+    def _update(self, stage: str, result: TokenLoss, row: PackedBatch) -> None:
         metrics: Any = self.metrics[stage]
         tokens = len(row["targets"])
         metrics["loss"].update(result.loss_sum, tokens)

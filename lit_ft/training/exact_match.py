@@ -48,7 +48,7 @@ class ExactMatch(Callback):
             raise RecipeError(
                 "ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction"
             )
-        replicas, rank = process.replica(trainer)
+        replicas, rank = process.data_parallel(trainer)
         prompts = data.prompts(split)
         share, longest = prompts[rank::replicas], -(-len(prompts) // replicas)
         results = []
@@ -59,7 +59,7 @@ class ExactMatch(Callback):
                 (row["question"], row["expected"].strip(), got.strip()) for row, got in zip(batch, answers, strict=True)
             ]
         right = torch.tensor([sum(got == expected for _, expected, got in results), len(results)], device=module.device)
-        right = torch.as_tensor(trainer.strategy.reduce(right, reduce_op="sum")) // process.copies(trainer)
+        right = torch.as_tensor(trainer.strategy.reduce(right, reduce_op="sum")) // process.model_parallel_size(trainer)
         score = float(right[0] / right[1])
         rank_zero_info(f"{split}/exact_match {when}: {score:.1%} of {int(right[1])} held-out answers")
         for logger in trainer.loggers:

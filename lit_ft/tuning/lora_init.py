@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import Row, TokenLoss
+from lit_ft.packed_batch import PackedBatch, TokenLoss
 
 FROM_DATA = ("eva", "corda", "lora_ga")
 """Values of ``init_lora_weights`` that look at training data."""
@@ -36,7 +36,7 @@ _EVA_PASSES = 50
 """EVA reads the rows again and again until its directions stand still, without an end of its own."""
 
 
-class Start(TypedDict):
+class LoraInitState(TypedDict):
     """What an init found, for checkpoints."""
 
     settings: dict[str, Any]
@@ -51,12 +51,12 @@ def init_of(peft: PeftConfig | None) -> str:
     return init if isinstance(init, str) else ""
 
 
-def needs_start(peft: PeftConfig | None) -> bool:
+def needs_init(peft: PeftConfig | None) -> bool:
     """Whether the init does more than draw numbers."""
     return init_of(peft).startswith((*FROM_DATA, *FROM_THE_BASE, "loftq"))
 
 
-def plain(peft: PeftConfig, start: Start | None = None) -> PeftConfig:
+def with_default_init(peft: PeftConfig, start: LoraInitState | None = None) -> PeftConfig:
     """The config with PEFT's default init, and with the fields that an init chose."""
     config = _settled(copy.deepcopy(peft))
     for name, value in (start["settings"] if start else {}).items():
@@ -71,7 +71,7 @@ def _settled(config: Any) -> Any:
     return config
 
 
-def check_start(peft: PeftConfig, is_quantised: bool) -> None:
+def check_init(peft: PeftConfig, is_quantised: bool) -> None:
     """Refuse what an init cannot be combined with.
 
     Raises:
@@ -94,14 +94,14 @@ def check_start(peft: PeftConfig, is_quantised: bool) -> None:
         )
 
 
-def begin(
+def run_lora_init(
     base: nn.Module,
     peft: PeftConfig,
     wrap: Callable[[PeftConfig], PeftModel],
-    rows: Sequence[Row],
-    forward: Callable[[Row], TokenLoss],
+    rows: Sequence[PackedBatch],
+    forward: Callable[[PackedBatch], TokenLoss],
     unquantised: Callable[[], nn.Module],
-) -> tuple[PeftModel, Start]:
+) -> tuple[PeftModel, LoraInitState]:
     """Wrap a base model and run the config's init.
 
     Args:
@@ -121,13 +121,13 @@ def begin(
         f"adapter init {init}: " + (f"{len(rows)} micro-batches of training data" if rows else "SVD of layers")
     )
     if init in ("corda", "lora_ga") and config.target_modules in (None, "all-linear"):
-        config.target_modules = _names_of_targets(wrap(plain(config)))  # their preparation knows lists only
+        config.target_modules = _names_of_targets(wrap(with_default_init(config)))  # their preparation knows lists only
     with _weights_kept(base, wanted=init.startswith(FROM_THE_BASE)):
         if init == "corda":
             preprocess_corda(base, config, run_model=lambda: _run(forward, rows))
         elif init == "lora_ga":
             preprocess_loraga(base, config, train_step=lambda: _backward(forward, rows))
-        model = wrap(plain(config) if init == "loftq" else config)
+        model = wrap(with_default_init(config) if init == "loftq" else config)
         if init == "eva":
             _eva(model, rows, forward)
         elif init == "loftq":
@@ -143,8 +143,8 @@ def begin(
     if init == "eva":
         settings = {name: getattr(settled, name) for name in ("rank_pattern", "alpha_pattern")}
         settings["target_modules"] = sorted(settled.target_modules)
-    start = Start(settings=settings, taken=taken)
-    _take_out(model, taken)
+    start = LoraInitState(settings=settings, taken=taken)
+    _subtract_initial_product(model, taken)
     ranks = [module.r["default"] for module in model.modules() if isinstance(module, LoraLayer)]
     spread = f"ranks {min(ranks)} to {max(ranks)}, " if min(ranks) != max(ranks) else ""
     rank_zero_info(f"adapter init {init}: done, {spread}{time.perf_counter() - began:.1f} s")
@@ -157,17 +157,17 @@ def _names_of_targets(probe: PeftModel) -> list[str]:
     return sorted(names)
 
 
-def restore(model: PeftModel, start: Start) -> PeftModel:
+def restore(model: PeftModel, start: LoraInitState) -> PeftModel:
     """Give a freshly wrapped base the start of an earlier run."""
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in start["taken"].items():
             own[_with_adapter_name(name)].copy_(tensor)
-    _take_out(model, start["taken"])
+    _subtract_initial_product(model, start["taken"])
     return model
 
 
-def check_same(ours: Start | None, saved: Start | None) -> None:
+def check_same(ours: LoraInitState | None, saved: LoraInitState | None) -> None:
     """Refuse weights that were trained from another start.
 
     Raises:
@@ -187,7 +187,7 @@ def _differ(ours: dict[str, Tensor], saved: dict[str, Tensor]) -> bool:
 
 
 @torch.no_grad()
-def _take_out(model: PeftModel, taken: dict[str, Tensor]) -> None:
+def _subtract_initial_product(model: PeftModel, taken: dict[str, Tensor]) -> None:
     for name, module in model.named_modules():
         down, up = (taken.get(f"{name}.lora_{factor}.weight") for factor in "AB")
         if isinstance(module, LoraLayer) and down is not None and up is not None:
@@ -198,7 +198,7 @@ def _take_out(model: PeftModel, taken: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _weights_kept(base: nn.Module, wanted: bool) -> Iterator[None]:
-    """Undo what PEFT does to the weights of linear layers; ``_take_out`` does it so that it can be repeated exactly."""
+    """Undo what PEFT does to the weights of linear layers; ``_subtract_initial_product`` repeats it exactly."""
     layers = [module for module in base.modules() if isinstance(module, nn.Linear)] if wanted else []
     kept = [layer.weight.detach().clone() for layer in layers]
     yield
@@ -206,12 +206,12 @@ def _weights_kept(base: nn.Module, wanted: bool) -> Iterator[None]:
         layer.weight.data = weight
 
 
-def _run(forward: Callable[[Row], TokenLoss], rows: Sequence[Row]) -> None:
+def _run(forward: Callable[[PackedBatch], TokenLoss], rows: Sequence[PackedBatch]) -> None:
     for row in rows:
         forward(row)
 
 
-def _backward(forward: Callable[[Row], TokenLoss], rows: Sequence[Row]) -> None:
+def _backward(forward: Callable[[PackedBatch], TokenLoss], rows: Sequence[PackedBatch]) -> None:
     # The inputs of the first layers need no gradients, and their hooks fire all the same.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     for row in rows:
@@ -225,7 +225,7 @@ class _AsItIs(dict[str, Any]):
         return self
 
 
-def _eva(model: PeftModel, rows: Sequence[Row], forward: Callable[[Row], TokenLoss]) -> None:
+def _eva(model: PeftModel, rows: Sequence[PackedBatch], forward: Callable[[PackedBatch], TokenLoss]) -> None:
     supervised_only = model.peft_config["default"].eva_config.use_label_mask
     calls = 0
 
@@ -270,7 +270,7 @@ def _loftq(model: PeftModel, original: nn.Module) -> None:
 
 
 def save_as_plain_lora(
-    model: PeftModel, start: Start, folder: Path, state_dict: dict[str, Tensor] | None = None
+    model: PeftModel, start: LoraInitState, folder: Path, state_dict: dict[str, Tensor] | None = None
 ) -> None:
     """Write an adapter whose start was taken out of the base so that it fits the base itself.
 

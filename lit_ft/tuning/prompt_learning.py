@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from lit_ft.packed_batch import Row
+from lit_ft.packed_batch import PackedBatch
 
 EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")
 """PEFT methods whose virtual tokens are input embeddings."""
@@ -33,7 +33,7 @@ def virtual_lengths(model: Any, lengths: list[int]) -> list[int]:
     return [length + model.active_peft_config.num_virtual_tokens for length in lengths]
 
 
-def hidden_states(model: Any, decoder: Any, row: Row, **options: Any) -> Tensor:
+def hidden_states(model: Any, decoder: Any, row: PackedBatch, **options: Any) -> Tensor:
     """Final hidden states of the row's own tokens, ``(1, T, H)``.
 
     Args:
@@ -59,7 +59,7 @@ def hidden_states(model: Any, decoder: Any, row: Row, **options: Any) -> Tensor:
     return hidden[:, is_own.to(hidden.device)]
 
 
-def _with_prefix(model: Any, decoder: Any, row: Row) -> Tensor:
+def _with_prefix(model: Any, decoder: Any, row: PackedBatch) -> Tensor:
     parts = [
         decoder(input_ids=ids, past_key_values=model.get_prompt(batch_size=1), use_cache=False).last_hidden_state
         for ids in row["input_ids"].split(row["segment_lengths"], dim=1)

@@ -162,7 +162,7 @@ def test_liger_takes_the_place_of_norms_and_mlps(model_folder: str) -> None:
     base = module.base_model
     forward = base.forward
     try:
-        liger_kernels.put_in(base)
+        liger_kernels.apply_liger(base)
         assert modeling_qwen2.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
     finally:  # it replaces them for the whole process
         modeling_qwen2.apply_rotary_pos_emb = rotate

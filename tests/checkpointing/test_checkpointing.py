@@ -50,7 +50,7 @@ def save_folder(path: Path, step: int, background: bool = False) -> Path:
 
 def _save_folder(path: Path, step: int, background: bool) -> None:
     group = dist.new_group(backend="gloo") if background else None
-    writing = sharded.save_shares(content(step), path, [], background=group)
+    writing = sharded.save_sharded(content(step), path, [], background=group)
     if writing is not None:
         writing.result()
 

@@ -28,7 +28,7 @@ class Command:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder as ``save_shares`` writes it."""
+    """A folder as ``save_sharded`` writes it."""
     folder = tmp_path / "last.ckpt"
     tensors = {
         "weights/a": torch.arange(6.0).view(2, 3),

@@ -13,7 +13,7 @@ from lit_ft.data.loaders.batching import BatchPlan, RowLoader
 from lit_ft.data.loaders.mixing import Mixing, check_weights
 from lit_ft.data.loaders.packing import best_fit
 from lit_ft.data.tokens.samples import Samples, collect, join
-from lit_ft.packed_batch import from_padded, lay_end_to_end
+from lit_ft.packed_batch import from_padded, pack_samples
 
 
 def samples_of(*sources: list[int]) -> Samples:
@@ -180,7 +180,7 @@ def test_weights_that_make_no_sense(weights: Any, strategy: Any, message: str) -
 
 def test_a_row_is_shifted_once_and_never_across_samples() -> None:
     first, second = np.array([3, 4, 5]), np.array([6, 7])
-    row = lay_end_to_end([(first, first), (second, np.array([6, 7]))], [1, 0])
+    row = pack_samples([(first, first), (second, np.array([6, 7]))], [1, 0])
     assert row["input_ids"].tolist() == [[3, 4, 5, 6, 7]]
     assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert row["predict_at"].tolist() == [0, 1, 3]

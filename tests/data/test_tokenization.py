@@ -371,7 +371,7 @@ def test_long_rows_that_are_an_error_are_named_with_their_tokens() -> None:
 @pytest.mark.parametrize("max_length", [2, 3, 5, 7, 8, 9, 15, 16])
 @pytest.mark.parametrize("length", [8, 9, 15, 16, 17])
 def test_raw_text_goes_on_in_further_samples(length: int, max_length: int, overlong: Overlong) -> None:
-    """Every token but the first is a target exactly once, as ``lay_end_to_end`` has it."""
+    """Every token but the first is a target exactly once, as ``pack_samples`` has it."""
     found, notes = fit(
         SHORT, "x" * length, "." + "x" * (length - 1), max_length=max(max_length, 4), overlong=overlong, whole={1, 2}
     )

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.packed_batch import lay_end_to_end
+from lit_ft.packed_batch import pack_samples
 
 NEW = ["<think>", "</think>"]
 MANY = [f"<new_{number}>" for number in range(80)]
@@ -96,7 +96,7 @@ def test_added_rows_get_the_gradients_that_transformers_computes(model_folder: s
     module = CausalLM(model_folder, added_tokens=NEW + MANY, peft=LORA, attn_implementation="sdpa")
     module.configure_model()
     ids = module.tokenizer("the <think> cup </think> <new_79> is red", return_tensors="pt")["input_ids"][0]
-    result = module(lay_end_to_end([(ids.numpy(), ids.numpy())]))
+    result = module(pack_samples([(ids.numpy(), ids.numpy())]))
     result.loss_sum.backward()
     got = {name: p.grad.clone() for name, p in module.trainable_parameters().items() if p.grad is not None}
     module.zero_grad()

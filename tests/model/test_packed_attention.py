@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_ft import CausalLM
 from lit_ft.errors import RecipeError
 from lit_ft.model.packed_attention import PACKED
-from lit_ft.packed_batch import lay_end_to_end
+from lit_ft.packed_batch import pack_samples
 
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text", "granite", "olmo2", "phi3", "cohere"]
 
@@ -75,8 +75,8 @@ def test_a_rows_loss_is_that_of_its_samples(architecture: str, tmp_path: Path) -
     draw = np.random.default_rng(0)
     samples = [(draw.integers(3, 300, n), draw.integers(3, 300, n)) for n in (7, 25, 40)]
     with torch.no_grad():
-        row = module(lay_end_to_end(samples))
-        alone = [module(lay_end_to_end([sample])) for sample in samples]
+        row = module(pack_samples(samples))
+        alone = [module(pack_samples([sample])) for sample in samples]
     torch.testing.assert_close(row.per_token, torch.cat([one.per_token for one in alone]), atol=1e-5, rtol=1e-5)
     assert int(row.correct) == sum(int(one.correct) for one in alone)
 

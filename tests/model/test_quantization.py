@@ -26,7 +26,7 @@ from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import trainable_shapes
 from lit_ft.cli import main
 from lit_ft.model.quantization import check_gradient
-from lit_ft.packed_batch import Row, lay_end_to_end
+from lit_ft.packed_batch import PackedBatch, pack_samples
 
 PACKAGES = {
     "gptq": "gptqmodel",
@@ -115,10 +115,10 @@ def built(folder: str, **options: Any) -> CausalLM:
     return module
 
 
-def a_row() -> Row:
+def a_row() -> PackedBatch:
     texts = ("the cup is red", "a book under the lamp was blue and green")
     samples = [make_tokenizer()(text, return_tensors="np")["input_ids"][0] for text in texts]
-    return lay_end_to_end([(ids, ids) for ids in samples])
+    return pack_samples([(ids, ids) for ids in samples])
 
 
 def dense_of(folder: str, quantization: Any, out: Path, dtype: str = "float32") -> str:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_ft import CausalLM, RecipeError
 from lit_ft.commands.check import leak_probe
 from lit_ft.model import rotary_embedding
-from lit_ft.packed_batch import lay_end_to_end
+from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import ModelParallelStrategy
 
 LIMIT = 24
@@ -61,8 +61,8 @@ def test_samples_of_a_row_and_rows_after_one_another_have_frequencies_of_their_o
     samples = [generator.integers(0, 384, length) for length in (9, 60, LIMIT, LIMIT + 1, 40)]
     wanted = [alone(folder, ids) for ids in samples]
     with torch.no_grad():
-        row = module(lay_end_to_end([(ids, ids) for ids in samples])).per_token
-        one_by_one = [module(lay_end_to_end([(ids, ids)])).per_token for ids in samples]
+        row = module(pack_samples([(ids, ids) for ids in samples])).per_token
+        one_by_one = [module(pack_samples([(ids, ids)])).per_token for ids in samples]
     torch.testing.assert_close(row, torch.cat(wanted), atol=2e-5, rtol=1e-4)
     for got, reference in zip(one_by_one, wanted, strict=True):
         torch.testing.assert_close(got, reference, atol=2e-5, rtol=1e-4)

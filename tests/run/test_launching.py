@@ -19,7 +19,7 @@ from ranks import free_port
 
 from lit_ft import RecipeError, TextDataModule
 from lit_ft.commands.bandwidth import Measured, describe_steps
-from lit_ft.run.launching import blame
+from lit_ft.run.launching import explain_distributed_error
 
 pytestmark = pytest.mark.processes
 TESTS = str(Path(__file__).parents[1])
@@ -347,9 +347,9 @@ def test_the_timeout_is_an_option(capsys: Any, monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_whose_fault(text: str, said: str | None) -> None:
-    found = blame(RuntimeError(text))
+    found = explain_distributed_error(RuntimeError(text))
     assert found is None if said is None else said in (found or "")
-    assert blame(ValueError(text)) is None
+    assert explain_distributed_error(ValueError(text)) is None
 
 
 # --- bandwidth -----------------------------------------------------------------------------------

@@ -18,14 +18,14 @@ from ranks import on_ranks
 from lit_ft import CausalLM, Source, TextDataModule
 from lit_ft.data.tokens.samples import collect, join
 from lit_ft.model.generation import dense_attention
-from lit_ft.packed_batch import lay_end_to_end, sample_targets
+from lit_ft.packed_batch import pack_samples, sample_targets
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
 
 
 def test_targets_of_samples_by_hand() -> None:
     """Three samples: two targets, none (its only label is its first token), three."""
     ids = np.arange(4)
-    row = lay_end_to_end([(ids, np.array([-100, -100, 5, 6])), (ids[:1], ids[:1]), (ids, np.array([9, 1, 2, 3]))])
+    row = pack_samples([(ids, np.array([-100, -100, 5, 6])), (ids[:1], ids[:1]), (ids, np.array([9, 1, 2, 3]))])
     assert sample_targets(row) == [2, 0, 3]
 
 
@@ -57,7 +57,7 @@ def test_the_ledger_holds_the_loss_that_each_sample_has_alone(
     for i, name in enumerate(samples.ids(range(9))):
         (sample,) = [one for one in summary["worst"] if one["id"] == name]
         assert sample["text"] == module.tokenizer.decode(samples[i][0])[:500]
-        alone = lay_end_to_end([samples[i]])
+        alone = pack_samples([samples[i]])
         assert visits[name].tokens == len(alone["targets"])
         assert visits[name].loss == pytest.approx(float(module(alone).per_token.mean()), rel=1e-4)
 

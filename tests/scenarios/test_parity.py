@@ -105,13 +105,13 @@ def test_packed_rows_equal_a_padded_hugging_face_forward(
 def test_one_sample_does_not_move_another_samples_loss(model_folder: str) -> None:
     module = CausalLM(model_folder)
     module.configure_model()
-    from lit_ft.packed_batch import lay_end_to_end
+    from lit_ft.packed_batch import pack_samples
 
     first, second, other = (torch.randint(3, 300, (n,)).numpy() for n in (17, 23, 23))
-    both = module.forward(lay_end_to_end([(first, first), (second, second)])).loss_sum
-    alone = module.forward(lay_end_to_end([(second, second)])).loss_sum
-    changed = module.forward(lay_end_to_end([(first, first), (other, other)])).loss_sum
-    changed_alone = module.forward(lay_end_to_end([(other, other)])).loss_sum
+    both = module.forward(pack_samples([(first, first), (second, second)])).loss_sum
+    alone = module.forward(pack_samples([(second, second)])).loss_sum
+    changed = module.forward(pack_samples([(first, first), (other, other)])).loss_sum
+    changed_alone = module.forward(pack_samples([(other, other)])).loss_sum
     assert float(both - alone) == pytest.approx(float(changed - changed_alone), abs=1e-4)
     assert float(both) != pytest.approx(float(changed), abs=1e-1)
 

@@ -16,7 +16,7 @@ from conftest import make_tokenizer, record_cell
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
-from lit_callbacks.distributed.gather import whole_tensor, whole_weights
+from lit_callbacks.distributed.gather import full_tensor, whole_weights
 from peft import LoraConfig
 from ranks import on_ranks
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
@@ -351,7 +351,7 @@ class Gradients(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if not self.found:
             self.found = {
-                name: whole_tensor(p.grad).clone() for name, p in pl_module.named_parameters() if p.grad is not None
+                name: full_tensor(p.grad).clone() for name, p in pl_module.named_parameters() if p.grad is not None
             }
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, trainable_shapes
-from lit_ft.packed_batch import lay_end_to_end
+from lit_ft.packed_batch import pack_samples
 from lit_ft.training.finite import NotFinite
 
 
@@ -125,7 +125,7 @@ def test_logged_gradient_norm_and_clipping_agree(make_trainer: Any, model_folder
 def test_neftune_noise_is_bounded_by_each_samples_length(model_folder: str) -> None:
     module = built(model_folder, neftune_alpha=5.0)
     lengths = [4, 16]
-    row = lay_end_to_end([(torch.arange(3, 3 + n).numpy(), torch.arange(3, 3 + n).numpy()) for n in lengths])
+    row = pack_samples([(torch.arange(3, 3 + n).numpy(), torch.arange(3, 3 + n).numpy()) for n in lengths])
     embedding = module.base_model.get_input_embeddings()
     clean = torch.nn.functional.embedding(row["input_ids"], embedding.weight)
     module._segment_lengths = lengths

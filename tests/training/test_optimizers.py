@@ -394,7 +394,7 @@ def test_a_missing_package(
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     for module in list(sys.modules):
-        if module.split(".")[0] in ("schedulefree", "pytorch_optimizer") or module == "lit_ft.galore":
+        if module.split(".")[0] in ("schedulefree", "pytorch_optimizer") or module.endswith(".galore"):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
     monkeypatch.chdir(REPOSITORY)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.packed_batch import lay_end_to_end
+from lit_ft.packed_batch import pack_samples
 from lit_ft.training.precision import Float8Linear, Float8Precision, float8_product, to_float8
 
 SCALINGS = ["tensorwise", "rowwise"]
@@ -122,7 +122,7 @@ def test_gradients_point_where_those_of_float32_do(make_trainer: Any, model_fold
         if plugin is not None:
             convert(module, plugin)
         ids = torch.arange(3, 40).numpy()
-        module(lay_end_to_end([(ids, ids)])).loss_sum.backward()
+        module(pack_samples([(ids, ids)])).loss_sum.backward()
         found.append(torch.cat([p.grad.flatten() for p in module.trainable_parameters().values()]))
     assert torch.cosine_similarity(*found, 0) > 0.92  # 0.948 and 0.961 through two layers of large random weights
 
@@ -150,7 +150,7 @@ def test_evaluation_is_that_of_the_weights(make_trainer: Any, model_folder: str)
         each.configure_model()
     convert(module, Float8Precision())
     ids = torch.arange(3, 40).numpy()
-    row = lay_end_to_end([(ids, ids)])
+    row = pack_samples([(ids, ids)])
     assert not torch.equal(module(row).per_token, dense(row).per_token)
     assert torch.equal(module.eval()(row).per_token, dense.eval()(row).per_token)
 

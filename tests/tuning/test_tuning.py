@@ -25,7 +25,7 @@ from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import saved_start
 from lit_ft.cli import main
 from lit_ft.model import deferred_cast
-from lit_ft.packed_batch import lay_end_to_end
+from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.tuning import method_hooks
 from lit_ft.tuning.bottleneck import BottleneckConfig
@@ -155,7 +155,7 @@ def test_a_packed_row_is_what_peft_computes_sample_by_sample(trained: Any, model
             for model, losses in ((plain.eval(), wanted), (base, untrained)):
                 logits = model(input_ids=ids[None]).logits[0, -len(ids) :]
                 losses.append(cross_entropy(logits[:-1], ids[1:], reduction="none"))
-        got = module(lay_end_to_end([(ids.numpy(), ids.numpy()) for ids in samples()])).per_token
+        got = module(pack_samples([(ids.numpy(), ids.numpy()) for ids in samples()])).per_token
     torch.testing.assert_close(got, torch.cat(wanted), atol=2e-5, rtol=1e-5, msg=name)
     assert (got - torch.cat(untrained)).abs().max() > 1e-3  # it has learned something
     trains = sum(p.numel() for p in module.trainable_parameters().values())
@@ -172,7 +172,7 @@ def test_merged_or_refused(trained: Any, tmp_path: Path) -> None:
     save_merged(module.model, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
-        wanted = module(lay_end_to_end([(ids.numpy(), ids.numpy()) for ids in samples()])).per_token
+        wanted = module(pack_samples([(ids.numpy(), ids.numpy()) for ids in samples()])).per_token
         logits = [(merged(input_ids=ids[None]).logits[0], ids) for ids in samples()]
     got = torch.cat([cross_entropy(part[:-1], ids[1:], reduction="none") for part, ids in logits])
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5, msg=name)
@@ -328,8 +328,8 @@ def test_virtual_tokens_answer_and_keep_samples_apart(
     assert len(module.answer(["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"], 3)) == 1
     first, second, third = (ids.numpy() for ids in samples())
     with torch.no_grad():
-        one = module.eval()(lay_end_to_end([(first, first), (second, second)])).per_token[len(first) - 1 :]
-        other = module(lay_end_to_end([(third, third), (second, second)])).per_token[len(third) - 1 :]
+        one = module.eval()(pack_samples([(first, first), (second, second)])).per_token[len(first) - 1 :]
+        other = module(pack_samples([(third, third), (second, second)])).per_token[len(third) - 1 :]
     torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
@@ -410,7 +410,7 @@ def test_on_a_quantised_base_it_computes_what_it_does_on_the_dequantised_one(
     module.save_adapter(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(model_folder, quantization_config=NF4, device_map={"": "cpu"})
     plain = peft.PeftModel.from_pretrained(base.dequantize(), tmp_path / "adapter").eval()
-    row = lay_end_to_end([(ids.numpy(), ids.numpy()) for ids in samples()])
+    row = pack_samples([(ids.numpy(), ids.numpy()) for ids in samples()])
     with torch.no_grad():
         got = module.eval()(row).per_token
         logits = [(plain(input_ids=ids[None]).logits[0, -len(ids) :], ids) for ids in samples()]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 Wanted = Callable[[str, Tensor], bool]
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that is split over ranks (FSDP2 and tensor parallelism by ``DTensor``, ZeRO-3 by DeepSpeed).
 
     A collective where it is split: every rank calls it, for the same tensors in the same order.
@@ -47,7 +47,7 @@ def whole_weights(module: nn.Module, wanted: Wanted = lambda *_: True, keep: boo
     found: dict[str, Tensor] = {}
     for name, weight in chain(module.named_parameters(remove_duplicate=False), persistent_buffers(module)):
         if wanted(name, weight):
-            whole = whole_tensor(weight)
+            whole = full_tensor(weight)
             if keep:
                 found[name] = whole.cpu().clone() if whole.data_ptr() == _address(weight) else whole.cpu()
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_callbacks.distributed.gather import whole_tensor
+from lit_callbacks.distributed.gather import full_tensor
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -53,7 +53,7 @@ def norms_by_name(trainer: Trainer, module: LightningModule, optimizer: Optimize
     if not named:
         return {}
     if hasattr(trainer.strategy, "gradient_norm"):  # its ranks may hold different parameters
-        return {name: float(whole_tensor(p.grad).norm()) if p.grad is not None else 0.0 for name, p in named.items()}
+        return {name: float(full_tensor(p.grad).norm()) if p.grad is not None else 0.0 for name, p in named.items()}
     device = trainer.strategy.root_device
     squares = [squared_norm([p] if p.grad is not None else [], trainer).to(device) for p in named.values()]
     summed: Any = trainer.strategy.reduce(torch.stack(squares), reduce_op="sum")

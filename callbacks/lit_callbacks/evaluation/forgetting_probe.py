@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks, written
-from lit_callbacks.output.step_lines import add_lines, read_lines, take_back
+from lit_callbacks.output.step_lines import add_lines, drop_after_step, read_lines
 
 GENERAL_TEXT = Path(__file__).with_name("general_text.txt")
 """Paragraphs of several kinds, enough to see that something is lost, too few to compare models by."""
@@ -92,7 +92,7 @@ class ForgettingProbe(Callback):
             )
 
     def _take_back(self, trainer: Trainer) -> None:
-        take_back(self._file(trainer), trainer.global_step)
+        drop_after_step(self._file(trainer), trainer.global_step)
         self._seen = read_lines(self._file(trainer))
 
     def _look(self, trainer: Trainer, module: Any) -> None:

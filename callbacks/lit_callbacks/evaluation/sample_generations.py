@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks, written
 from lit_callbacks.output.log_text import log_text
-from lit_callbacks.output.step_lines import add_lines, take_back
+from lit_callbacks.output.step_lines import add_lines, drop_after_step
 from lit_callbacks.protocols import RendersPrompts
 
 Generate = Callable[[LightningModule, Sequence[str]], Sequence[str]]
@@ -60,7 +60,7 @@ class SampleGenerations(Callback):
         """Ask before the first step; a resumed run has done so."""
         self._is_off = self._is_unwritable = False
         self._every.last = trainer.global_step or -1
-        self._write(trainer, lambda: take_back(self._file(trainer), trainer.global_step))
+        self._write(trainer, lambda: drop_after_step(self._file(trainer), trainer.global_step))
         if trainer.global_step == 0:
             self._ask(trainer, pl_module)
 

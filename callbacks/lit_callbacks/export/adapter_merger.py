@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_callbacks.distributed.gather import is_split, reshard, whole_weights
-from lit_callbacks.export.atomic_folder import check_replaceable, keep_newest, write_whole
+from lit_callbacks.export.atomic_folder import check_replaceable, keep_newest, write_atomically
 from lit_callbacks.export.merge_check import MergeFailed
 from lit_callbacks.export.merging import check_mergeable, find_model, is_peft, save_adapter, save_merged, unsplit
 
@@ -133,9 +133,9 @@ class AdapterMerger(Callback):
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         model, tokenizer = find_model(pl_module), getattr(pl_module, "tokenizer", None)
         writes, state = trainer.is_global_zero, None
-        save_shares = getattr(trainer.strategy, "save_pretrained", None)
-        if save_shares is not None and not is_peft(model) and model is not pl_module:
-            self._write_in_shares(trainer, pl_module, model, save_shares, suffix)
+        save_sharded = getattr(trainer.strategy, "save_pretrained", None)
+        if save_sharded is not None and not is_peft(model) and model is not pl_module:
+            self._write_in_shares(trainer, pl_module, model, save_sharded, suffix)
             return
         reshard(pl_module)
         # A strategy whose ranks hold different layers gathers weights itself.
@@ -160,7 +160,7 @@ class AdapterMerger(Callback):
             rank_zero_info(f"merged model: {folder}")
 
     def _write_in_shares(
-        self, trainer: Trainer, pl_module: LightningModule, model: Any, save_shares: Callable[..., None], suffix: str
+        self, trainer: Trainer, pl_module: LightningModule, model: Any, save_sharded: Callable[..., None], suffix: str
     ) -> None:
         """Let a strategy's ranks each write a part of a model that was trained in full; rank 0 puts them in place."""
         if self.merged_dir is None:
@@ -168,10 +168,10 @@ class AdapterMerger(Callback):
         folder = self.merged_dir.with_name(self.merged_dir.name + suffix)
         check_replaceable(folder)  # on every rank, so that none waits for one that has refused
         if not trainer.is_global_zero:
-            save_shares(model)
+            save_sharded(model)
             return
         texts = self.texts("merged", trainer, pl_module)
-        write_whole(folder, partial(save_shares, model), getattr(pl_module, "tokenizer", None), texts)
+        write_atomically(folder, partial(save_sharded, model), getattr(pl_module, "tokenizer", None), texts)
         rank_zero_info(f"merged model: {folder}, a part by each rank")
 
 

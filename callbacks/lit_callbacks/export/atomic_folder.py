@@ -26,7 +26,7 @@ _KNOWN_FILES = (
 """What models consist of, for folders without a manifest."""
 
 
-def write_whole(
+def write_atomically(
     folder: Path, write: Callable[[Path], None], tokenizer: Any, texts: Mapping[str, str] | None = None
 ) -> None:
     """Write a model's folder beside its place, then move it there; an earlier model there is replaced.

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_callbacks.distributed.gather import persistent_buffers, whole_weights
-from lit_callbacks.export.atomic_folder import write_whole
+from lit_callbacks.export.atomic_folder import write_atomically
 from lit_callbacks.export.merge_check import (
     BOUNDS,
     DEQUANTISED_BOUND,
@@ -132,7 +132,7 @@ def save_adapter(
         texts: files that go with it, by name.
         write: writes the adapter, in place of ``model.save_pretrained``.
     """
-    write_whole(folder, write or model.save_pretrained, tokenizer, texts)
+    write_atomically(folder, write or model.save_pretrained, tokenizer, texts)
 
 
 def save_merged(
@@ -172,7 +172,7 @@ def save_merged(
         whole.save_pretrained(temporary)
         check_same(read_back(temporary, layout.saved_as(whole)), whole)
 
-    write_whole(folder, write, tokenizer, texts)
+    write_atomically(folder, write, tokenizer, texts)
 
 
 def _write_merged(

@@ -17,7 +17,7 @@ from lit_callbacks.lifecycle.graceful_stop import StoppedAtOnce, StopRequested
 from lit_callbacks.lifecycle.heartbeats import OVER, Heartbeats, Silence, is_about_another_rank
 
 
-class FailTogether(Callback):
+class RankFailureWatchdog(Callback):
     """End every rank within seconds of the first that fails, and within the timeout of one that is silent.
 
     A rank that waits in a collective for one that will never come waits until the process group's timeout, half an
@@ -82,7 +82,7 @@ class FailTogether(Callback):
     def _cause(self, rank: int, exception: BaseException) -> tuple[int, str, list[int]]:
         if isinstance(exception, StoppedAtOnce):
             return exception.exit_code, f"rank {rank} was {exception.reason}", []
-        # The rank that is to blame may not be able to say so itself.
+        # The rank that is to explain_distributed_error may not be able to say so itself.
         silent = self._heartbeats.silent_ranks(self.grace_seconds) if is_about_another_rank(exception) else []
         if (news := self._news()) is not None:
             return *news, silent
@@ -162,3 +162,7 @@ def _no_sign_of_life(ranks: list[int], seconds: float | None = None) -> str:
     which = f"rank {ranks[0]} gives" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} give"
     since = "" if seconds is None else f" for {seconds:.0f} s"
     return f"{which} no sign of life{since}: killed, stopped, or the node or the network is lost"
+
+
+FailTogether = RankFailureWatchdog
+"""Its name before 0.2; it goes with that release."""

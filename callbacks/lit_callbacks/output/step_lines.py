@@ -21,7 +21,7 @@ def add_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
-def take_back(path: Path, step: int) -> None:
+def drop_after_step(path: Path, step: int) -> None:
     """Drop the lines of later steps than ``step``, and all where a run starts anew: it is about to write them again."""
     if not path.exists():
         return

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lit_callbacks.export.atomic_folder import keep_newest, put_back, write_whole
+from lit_callbacks.export.atomic_folder import keep_newest, put_back, write_atomically
 from lit_callbacks.export.manifest import MANIFEST, verify_manifest
 
 
@@ -55,14 +55,14 @@ def test_a_kill_at_any_moment_leaves_a_whole_folder_or_none(tmp_path: Path, is_r
         folder = tmp_path / str(operation) / "merged"
         folder.parent.mkdir()
         if is_replacing:
-            write_whole(folder, model("old"), None)
-        was_killed = killed_at(operation, lambda folder=folder: write_whole(folder, model("new"), None))
+            write_atomically(folder, model("old"), None)
+        was_killed = killed_at(operation, lambda folder=folder: write_atomically(folder, model("new"), None))
         if folder.exists():
             seen.add(*contents(folder))
             assert contents(folder) in ({"old"}, {"new"})
         put_back(folder)
         assert folder.exists() or not is_replacing
-        write_whole(folder, model("newest"), None)  # cleans up what the killed one left
+        write_atomically(folder, model("newest"), None)  # cleans up what the killed one left
         assert contents(folder) == {"newest"}
         assert [path.name for path in folder.parent.iterdir()] == ["merged"]
         if not was_killed:
@@ -84,13 +84,13 @@ THINGS = {
 def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path: Path, name: str, has_manifest: bool) -> None:
     folder = tmp_path / "out"
     if has_manifest:
-        write_whole(folder, model("old"), None)
+        write_atomically(folder, model("old"), None)
     for file, text in THINGS[name].items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match=r"holds other things than a model \(.*name a new folder"):
-        write_whole(folder, model("new"), None)
+        write_atomically(folder, model("new"), None)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -98,34 +98,34 @@ def test_models_of_before_and_of_other_programs_are_replaced(tmp_path: Path) -> 
     for name in ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "README.md", "base.json"):
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / name).touch()
-    write_whole(tmp_path / "out", model("new"), None)
+    write_atomically(tmp_path / "out", model("new"), None)
     assert contents(tmp_path / "out") == {"new"}
 
 
 def test_of_a_link_the_folder_is_replaced(tmp_path: Path) -> None:
-    write_whole(tmp_path / "disk" / "merged", model("old"), None)
+    write_atomically(tmp_path / "disk" / "merged", model("old"), None)
     (tmp_path / "merged").symlink_to(tmp_path / "disk" / "merged")
-    write_whole(tmp_path / "merged", model("new"), None)
+    write_atomically(tmp_path / "merged", model("new"), None)
     assert (tmp_path / "merged").is_symlink()
     assert contents(tmp_path / "disk" / "merged") == {"new"}
 
 
 def test_a_write_that_fails_keeps_the_old_model(tmp_path: Path) -> None:
-    write_whole(tmp_path / "out", model("old"), None)
+    write_atomically(tmp_path / "out", model("old"), None)
 
     def fail(folder: Path) -> None:
         model("new")(folder)
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        write_whole(tmp_path / "out", fail, None)
+        write_atomically(tmp_path / "out", fail, None)
     assert contents(tmp_path / "out") == {"old"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_of_old_models_one_with_other_things_in_it_stays(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        write_whole(tmp_path / f"adapter-step-{step}", model("w"), None)
+        write_atomically(tmp_path / f"adapter-step-{step}", model("w"), None)
     (tmp_path / "adapter-step-1" / "notes.txt").touch()
     keep_newest(tmp_path, "adapter-step-", 1)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter-step-1", "adapter-step-3"}

@@ -12,7 +12,7 @@ import torch
 from forked_ranks import Ranks
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lit_callbacks import FailTogether, GracefulStop, StoppedAtOnce, StopRequested
+from lit_callbacks import GracefulStop, RankFailureWatchdog, StoppedAtOnce, StopRequested
 from lit_callbacks.lifecycle import graceful_stop
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -202,7 +202,7 @@ class Evaluates(Callback):
 
 
 def on_ranks(folder: Path, command: str, callback: Callback, **options: Any) -> None:
-    together = FailTogether(grace_seconds=1, poll_seconds=0.1)
+    together = RankFailureWatchdog(grace_seconds=1, poll_seconds=0.1)
     run = make_trainer(folder, together, callback, **{"devices": 2, "strategy": "ddp", "max_epochs": 50, **options})
     data = [loader(), loader()] if command == "fit" else [loader()]
     getattr(run, command)(Plain(), *data)

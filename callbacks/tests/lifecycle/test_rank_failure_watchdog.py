@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lit_callbacks import FailTogether
+from lit_callbacks import RankFailureWatchdog
 from lit_callbacks.lifecycle.heartbeats import OVER, Heartbeats, Silence, is_about_another_rank
 
 pytestmark = pytest.mark.processes
@@ -58,7 +58,7 @@ def fit(trouble: Trouble | None, **options: Any) -> None:
     }
     # A busy machine needs the difference between the end of silence and the timeout.
     grace = 3 if trouble and trouble.kind == "stop" else 1
-    callbacks = [FailTogether(grace_seconds=grace, poll_seconds=0.1), *([trouble] if trouble else [])]
+    callbacks = [RankFailureWatchdog(grace_seconds=grace, poll_seconds=0.1), *([trouble] if trouble else [])]
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=TIMEOUT))
     Trainer(accelerator="cpu", devices=3, strategy=strategy, callbacks=callbacks, **quiet, **options).fit(BoringModel())
 
@@ -139,7 +139,7 @@ def test_stopped_children_are_ended() -> None:
     launcher.procs = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     launcher.procs[0].send_signal(signal.SIGSTOP)
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
-    FailTogether._end_children(trainer, 0.2)
+    RankFailureWatchdog._end_children(trainer, 0.2)
     assert [process.wait(5) for process in launcher.procs] == [-signal.SIGKILL] * 2
 
 

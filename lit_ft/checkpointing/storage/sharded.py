@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lit_callbacks.distributed.gather import whole_tensor
+from lit_callbacks.distributed.gather import full_tensor
 from lit_callbacks.export.manifest import file_sums, write_manifest
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -31,7 +31,7 @@ from lit_ft.errors import RecipeError
 
 
 def is_folder_of_shares(path: Path) -> bool:
-    """Whether it is a folder that ``save_shares`` wrote."""
+    """Whether it is a folder that ``save_sharded`` wrote."""
     return (path / META).is_file()
 
 
@@ -44,7 +44,7 @@ def gather(state: Any, keep: bool) -> Any:
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        tensor = whole_tensor(leaf)
+        tensor = full_tensor(leaf)
         return tensor.cpu() if keep else None
 
     return tree_map(whole, state)
@@ -84,7 +84,9 @@ def _is_of(parameter: Tensor, value: Any) -> bool:
 # --- parts of an optimiser's state --------------------------------------------------------------------
 
 
-def pick(saved: dict[str, Any], names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def select_optimizer_state(
+    saved: dict[str, Any], names: Sequence[str], groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """Of an optimiser's state, that of some of its parameters.
 
     Args:
@@ -112,7 +114,7 @@ def pick(saved: dict[str, Any], names: Sequence[str], groups: Sequence[Sequence[
     return {"state": state, "param_groups": own_groups}
 
 
-def join(
+def merge_optimizer_states(
     parts: Sequence[tuple[dict[str, Any], Sequence[str]]], order: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """One optimiser's state from those of several, each of which has some of its parameters: the inverse of ``pick``.
@@ -149,7 +151,7 @@ def join(
 # --- folders -----------------------------------------------------------------------------------------
 
 
-def save_shares(
+def save_sharded(
     checkpoint: dict[str, Any],
     path: Path,
     names: Sequence[Sequence[str]],
@@ -184,7 +186,7 @@ def save_shares(
     stages = join_stages((list(checkpoint["state_dict"]), described))
     rest = {**checkpoint, "state_dict": sorted({name for weights, _ in stages for name in weights})}
     of_optimizers = zip(*(described for _, described in stages), strict=True)
-    joined = [join(parts, order or parts[0][1]) for parts in of_optimizers]
+    joined = [merge_optimizer_states(parts, order or parts[0][1]) for parts in of_optimizers]
     rest["optimizer_states"] = [{"state": state, "names": names} for state, names in joined]
     temporary = replacement.temporary_folder(path)
     with explain_failed_save(path):
@@ -235,7 +237,7 @@ def _finish(temporary: Path, path: Path, rest: dict[str, Any], group: Any = None
         replacement.replace(temporary, path)
 
 
-def load_shares(
+def load_sharded(
     path: Path, module: nn.Module, groups: Sequence[Sequence[Sequence[str]]], aliases: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Lightning's checkpoint, its tensors split as the module's; each rank reads its share only.
@@ -270,7 +272,7 @@ def load_shares(
     # A validation has no optimizers to give states to.
     whole["optimizer_names"] = [[name for group in of_optimizer for name in group] for of_optimizer in groups]
     whole["optimizer_states"] = [
-        pick(state, entry["names"], of_optimizer)
+        select_optimizer_state(state, entry["names"], of_optimizer)
         for state, entry, of_optimizer in zip(
             whole["optimizer_states"], rest["optimizer_states"], groups, strict=bool(groups)
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lit_callbacks.distributed.gather import persistent_buffers, whole_tensor
+from lit_callbacks.distributed.gather import full_tensor, persistent_buffers
 from lit_callbacks.export.merge_check import MergeFailed
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -34,7 +34,7 @@ def collect(base: nn.Module, writers: int, place: int, left_out: frozenset[str] 
     kept = {}
     for name, weight in chain(base.named_parameters(), persistent_buffers(base)):
         if name not in left_out:
-            whole = whole_tensor(weight)
+            whole = full_tensor(weight)
             if _layer_of(name) % writers == place:
                 kept[name] = whole.cpu().clone()
     return kept

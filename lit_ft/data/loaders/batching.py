@@ -20,7 +20,7 @@ from lit_ft.data.loaders.mixing import Mixing
 from lit_ft.data.loaders.packing import best_fit
 from lit_ft.data.tokens.samples import Samples
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import Row, empty_row, lay_end_to_end, sample_targets
+from lit_ft.packed_batch import PackedBatch, empty_row, pack_samples, sample_targets
 
 MicroBatch = list[int]
 """Indices of the samples laid end to end; empty when there is nothing to compute."""
@@ -123,7 +123,7 @@ def micro_batches(
             yield members, tokens, any(share[i] for share in window)
 
 
-def deal_of(plan: BatchPlan, accumulate: int) -> dict[str, int]:
+def batch_geometry(plan: BatchPlan, accumulate: int) -> dict[str, int]:
     """How an optimiser step is split, for a saved place: units of a micro-batch over all ranks, micro-batches."""
     return {"units": plan.micro_batch_size * plan.replicas, "accumulate": accumulate}
 
@@ -139,7 +139,7 @@ def position_under(state: dict[str, Any], plan: BatchPlan, accumulate: int) -> i
     Raises:
         RecipeError: the place is within an optimiser step, of the stopped run or of the resumed one.
     """
-    now, then = deal_of(plan, accumulate), state.get("deal")
+    now, then = batch_geometry(plan, accumulate), state.get("deal")
     if then is None or then == now:
         return int(state["position"])
     units, step = state["position"] * then["units"], now["units"] * accumulate
@@ -152,15 +152,15 @@ def position_under(state: dict[str, Any], plan: BatchPlan, accumulate: int) -> i
     return int(units // now["units"])
 
 
-def lay_out(piece: Piece, samples: Samples) -> Row:
+def lay_out(piece: Piece, samples: Samples) -> PackedBatch:
     """The row of a micro-batch."""
     members, window_tokens, compute = piece
     if members:
-        row = lay_end_to_end([samples[i] for i in members], samples.source[members])
+        row = pack_samples([samples[i] for i in members], samples.source[members])
     elif compute:
         # Other replicas run the model now and wait for this one: one token, nothing supervised.
         ids, labels = samples[0]
-        row = lay_end_to_end([(ids[:1], labels[:1])])
+        row = pack_samples([(ids[:1], labels[:1])])
     else:
         row = empty_row()
     row["window_tokens"] = window_tokens
@@ -168,13 +168,13 @@ def lay_out(piece: Piece, samples: Samples) -> Row:
     return row
 
 
-class _Rows(Dataset[Row]):
+class _Rows(Dataset[PackedBatch]):
     """Lays out micro-batches; what the sampler yields is the micro-batch itself."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
-    def __getitem__(self, piece: Any) -> Row:
+    def __getitem__(self, piece: Any) -> PackedBatch:
         row, members = lay_out(piece, self.samples), piece[0]
         if members:
             row["sample_ids"] = self.samples.ids(members)
@@ -252,7 +252,7 @@ class RowLoader:
             "position": self._position,
             "batches": self.batches,
             "is_over": self._position >= self.batches,
-            "deal": deal_of(self.plan, self._dealt or self._accumulate()),
+            "deal": batch_geometry(self.plan, self._dealt or self._accumulate()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -287,7 +287,7 @@ class RowLoader:
         self._dealt = self._accumulate()
         return micro_batches(self._units(epoch), self.samples, self.plan, self.replica, self._dealt)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[PackedBatch]:
         # A generator: Lightning asks for the iterator before it restores the place, and draws from it after.
         resume, self._resume = self._resume, None
         if resume is not None:

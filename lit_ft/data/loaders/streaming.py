@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.data.loaders.batching import BatchPlan, MicroBatch, deal_of, lay_out, micro_batches, position_under
+from lit_ft.data.loaders.batching import BatchPlan, MicroBatch, batch_geometry, lay_out, micro_batches, position_under
 from lit_ft.data.loaders.mixing import Mixing
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens.preparation import BAD_ROWS_NAMED, ROWS_PER_BATCH, Preparation
 from lit_ft.data.tokens.samples import Samples, TokenArrays, collect
 from lit_ft.data.tokens.tokenization import Part, PlacedRow, encode_batches
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import Row
+from lit_ft.packed_batch import PackedBatch
 
 WINDOWS_KEPT = 3
 """Beginnings of optimizer steps that a place remembers: the one in progress, and those that were drawn ahead."""
@@ -155,7 +155,7 @@ class StreamLoader:
         """
         if self._resume is not None:
             return self._resume
-        deal = self._deal or deal_of(self.plan, self._accumulate())
+        deal = self._deal or batch_geometry(self.plan, self._accumulate())
         windows = list(self._windows)
         return {**self._place, "batches": self._cut, "is_over": self._is_over, "windows": windows, "deal": deal}
 
@@ -193,11 +193,11 @@ class StreamLoader:
         """Set a saved place to the beginning of its pass."""
         state |= start_of_pass(state["epoch"])
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[PackedBatch]:
         # On from where the last iteration was left: limit_train_batches cuts a stream into parts.
         self._is_open = True
         resume, self._resume = self._resume, None
-        now = deal_of(self.plan, self._accumulate())
+        now = batch_geometry(self.plan, self._accumulate())
         if resume is not None:
             place = self._dealt_anew({**start_of_pass(0), **resume}, resume.get("deal"), now)
         else:
@@ -222,7 +222,7 @@ class StreamLoader:
         taken, trained = (place[name] * then["units"] for name in ("position", "batch"))
         return {**place, "skip": place["skip"] + taken, "position": 0, "batch": trained // now["units"]}
 
-    def _one_pass(self, start: dict[str, Any]) -> Iterator[Row]:
+    def _one_pass(self, start: dict[str, Any]) -> Iterator[PackedBatch]:
         """The rest of a pass over all rows, from a place on."""
         position, accumulate = start["position"], self._deal["accumulate"]
         for number, buffer in enumerate(self._buffers(start), start["buffer"]):

@@ -42,7 +42,7 @@ def keeping_on_host(decoder: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def say_what_it_does(device: torch.device) -> None:
+def warn_if_useless(device: torch.device) -> None:
     """Say where it only costs time."""
     if device.type != "cuda":
         rank_zero_info(

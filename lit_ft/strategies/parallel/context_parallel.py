@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_ft.model.packed_attention import own_ranges
-from lit_ft.packed_batch import Row, TokenLoss
+from lit_ft.packed_batch import PackedBatch, TokenLoss
 
 
 class ContextParallel:
@@ -37,7 +37,7 @@ class ContextParallel:
             for part in layer.modules():
                 part.context_mesh = self.mesh  # type: ignore[assignment]
 
-    def own(self, row: Row) -> Row:
+    def local_tokens(self, row: PackedBatch) -> PackedBatch:
         """This rank's tokens of a row.
 
         Args:
@@ -59,12 +59,12 @@ class ContextParallel:
             "is_own": at >= 0,
         }
 
-    def whole(self, result: TokenLoss, row: Row) -> TokenLoss:
+    def full_loss(self, result: TokenLoss, row: PackedBatch) -> TokenLoss:
         """The loss of the whole row, from that of this rank's tokens.
 
         Args:
-            result: of ``own``'s row.
-            row: what ``own`` gave.
+            result: of ``local_tokens``' batch.
+            row: what ``local_tokens`` gave.
         """
         is_own = row["is_own"]
         found = result.per_token.new_zeros(1 + len(is_own))  # fp32, whatever precision makes the default

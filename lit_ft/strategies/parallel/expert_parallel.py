@@ -64,7 +64,7 @@ class ExpertParallel:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.size, self.group = mesh, mesh.size(), mesh.get_group()
 
-    def deal_out(self, experts: Any) -> None:
+    def assign_experts(self, experts: Any) -> None:
         """Leave this rank its share of a layer's experts, and send tokens to where theirs are."""
         total = experts.num_experts
         for key, weight in list(experts._parameters.items()):

@@ -19,7 +19,7 @@ from lit_ft.model.packed_attention import PACKED
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tensor_plan
 
 
-class Sizes(NamedTuple):
+class MeshSizes(NamedTuple):
     """Ranks along each dimension of the mesh, from the outermost to the innermost."""
 
     pipeline: int
@@ -29,10 +29,10 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParallelDims:
     """What a recipe asks for; the fields are arguments of ``ModelParallelStrategy``, which explains them."""
 
-    requested: Sizes
+    requested: MeshSizes
     """At most one is ``auto``."""
     expert_parallel_size: int
     schedule: str
@@ -46,7 +46,7 @@ class Placement:
                 f"trainer.strategy schedule={self.schedule!r} is unknown; use one of {pipeline_parallel.SCHEDULES}"
             )
 
-    def check_batches(self, sizes: Sizes, per_row: int | None, module: nn.Module) -> None:
+    def check_batches(self, sizes: MeshSizes, per_row: int | None, module: nn.Module) -> None:
         """Find what of a pipeline's micro-batches does not fit.
 
         Args:
@@ -77,7 +77,7 @@ class Placement:
                 f"token_loss(hidden, row), as lit_ft.CausalLM has; {type(module).__name__} has not"
             )
 
-    def check_model(self, sizes: Sizes, module: nn.Module, skeleton: nn.Module) -> None:
+    def check_model(self, sizes: MeshSizes, module: nn.Module, skeleton: nn.Module) -> None:
         """Find what of a model cannot be split.
 
         Args:
@@ -123,7 +123,7 @@ class Placement:
         if sizes.pipeline > 1:
             self._check_stages(sizes, base)
 
-    def _check_experts(self, sizes: Sizes, base: PreTrainedModel) -> None:
+    def _check_experts(self, sizes: MeshSizes, base: PreTrainedModel) -> None:
         size = self.expert_parallel_size
         if sizes.tensor > 1:
             if size != sizes.tensor:
@@ -138,7 +138,7 @@ class Placement:
             )
         expert_parallel.check(base, size)
 
-    def _check_stages(self, sizes: Sizes, base: PreTrainedModel) -> None:
+    def _check_stages(self, sizes: MeshSizes, base: PreTrainedModel) -> None:
         if not any(name.endswith(".layers") for name in base.pp_plan or ()):
             raise RecipeError(
                 f"pipeline_parallel_size={sizes.pipeline}: Hugging Face does not say how {type(base).__name__} "
@@ -155,7 +155,7 @@ class Placement:
                     "that each has some, or use data_parallel_size and tensor_parallel_size"
                 )
 
-    def sizes(self, nodes: int, devices: int) -> Sizes:
+    def sizes(self, nodes: int, devices: int) -> MeshSizes:
         """The mesh for the ranks that there are.
 
         Args:
@@ -178,13 +178,13 @@ class Placement:
                 f"trainer.strategy: {asked} must make {world} ranks ({nodes} nodes x {devices} "
                 f"devices); each size is one of {divisors}, or start a multiple of {known} ranks"
             )
-        return Sizes(*(world // known if size == "auto" else size for size in self.requested))
+        return MeshSizes(*(world // known if size == "auto" else size for size in self.requested))
 
-    def micro_batches(self, sizes: Sizes, micro_batch_size: int | None) -> int:
+    def micro_batches(self, sizes: MeshSizes, micro_batch_size: int | None) -> int:
         """Parts that a pipeline cuts a row into."""
         return self.num_microbatches or micro_batch_size or sizes.pipeline
 
-    def layers_of_stages(self, sizes: Sizes, base: PreTrainedModel) -> list[range]:
+    def layers_of_stages(self, sizes: MeshSizes, base: PreTrainedModel) -> list[range]:
         """Places of each stage's decoder layers.
 
         Raises:

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lit_ft import packed_batch
 from lit_ft.gradient_norm import local
-from lit_ft.packed_batch import Row, TokenLoss
+from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.training import token_cross_entropy
 
 SCHEDULES = (
@@ -103,7 +103,7 @@ class StageModule(nn.Module):
         stages: how many there are.
         layers: places of its layers.
         end: what becomes of the last layer's result, ``(1, T, H)``.
-        whole: from the loss of this rank's tokens to that of all.
+        full_loss: computes the loss of all tokens from that of this rank's (context parallelism).
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class StageModule(nn.Module):
         stages: int,
         layers: range,
         end: Callable[[Tensor], Tensor] = lambda hidden: hidden,
-        whole: Callable[[TokenLoss, Row], TokenLoss] = lambda result, _: result,
+        full_loss: Callable[[TokenLoss, PackedBatch], TokenLoss] = lambda result, _: result,
     ) -> None:
         super().__init__()
         self.index, self.is_first, self.is_last, self.layers = index, index == 0, index == stages - 1, layers
-        self.entry, self.end, self.whole = _Entry(), end, whole
+        self.entry, self.end, self.full_loss = _Entry(), end, full_loss
         self.decoder = _part_of(getattr(base, base.base_model_prefix), layers)
         if not self.is_first:
             self.decoder.layers[layers.start - 1] = self.entry
@@ -127,7 +127,7 @@ class StageModule(nn.Module):
             setattr(self.decoder, name, PipelineIdentityLayer())
         self.head = base.get_output_embeddings() if self.is_last else None
         self._module = [module]  # in a list, so that it is no part of this one
-        self.row_parts: Sequence[Row] = ()
+        self.row_parts: Sequence[PackedBatch] = ()
         self.results: dict[int, TokenLoss] = {}
 
     def forward(self, received: Tensor, place: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class StageModule(nn.Module):
         if not self.is_last:
             return hidden
         with token_cross_entropy.repeatable_backward():
-            result = self.whole(module.token_loss(self.end(hidden), row), row)
+            result = self.full_loss(module.token_loss(self.end(hidden), row), row)
         self.results[int(place)] = result
         return result.loss_sum
 
@@ -254,8 +254,8 @@ class Pipeline:
         boundary: what stages exchange, an empty ``(1, 0, H)`` of the right dtype and device.
         vocabulary: logits of a token.
         multiple: tokens of a micro-batch are made a multiple of.
-        share: a rank has one token of so many of a micro-batch between layers.
-        own: from a micro-batch to this rank's tokens of it.
+        sequence_shards: number of ranks that the hidden sequence is split over between layers.
+        local_tokens: selects this rank's tokens of a micro-batch (context parallelism).
     """
 
     def __init__(
@@ -268,11 +268,12 @@ class Pipeline:
         boundary: Tensor,
         vocabulary: int,
         multiple: int = 1,
-        share: int = 1,
-        own: Callable[[Row], Row] | None = None,
+        sequence_shards: int = 1,
+        local_tokens: Callable[[PackedBatch], PackedBatch] | None = None,
     ) -> None:
         self.stages, self.mesh = stages, mesh
-        self.micro_batches, self.multiple, self.share, self.own = micro_batches, multiple, share, own
+        self.micro_batches, self.multiple = micro_batches, multiple
+        self.sequence_shards, self.local_tokens = sequence_shards, local_tokens
         self.width, self.device = boundary.shape[-1], boundary.device
         self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters() if p.requires_grad))
         self.count, self.schedule_name, self.dtype, self.vocabulary = count, schedule, boundary.dtype, vocabulary
@@ -305,7 +306,7 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def __call__(self, row: Row) -> TokenLoss:
+    def __call__(self, row: PackedBatch) -> TokenLoss:
         """The loss of a row, on every rank of the pipeline.
 
         Where gradients are wanted they are computed too, and come into place when the loss goes backward.
@@ -313,9 +314,9 @@ class Pipeline:
         parts = [
             packed_batch.pad_to_multiple(part, self.multiple) for part in packed_batch.split(row, self.micro_batches)
         ]
-        shapes = [(1, part["input_ids"].shape[1] // self.share, self.width) for part in parts]
+        shapes = [(1, part["input_ids"].shape[1] // self.sequence_shards, self.width) for part in parts]
         for stage, torch_stage in zip(self.stages, self._torch_stages, strict=True):
-            stage.row_parts = parts if self.own is None else [self.own(part) for part in parts]
+            stage.row_parts = parts if self.local_tokens is None else [self.local_tokens(part) for part in parts]
             torch_stage.shapes = shapes
             stage.results.clear()
         wants_gradients = torch.is_grad_enabled()

@@ -59,7 +59,7 @@ class TensorParallel:
 
     # --- layers ----------------------------------------------------------------------------------
 
-    def cut(
+    def shard(
         self,
         base: PreTrainedModel,
         layers: Sequence[nn.Module],
@@ -232,7 +232,7 @@ class TensorParallel:
     def _leave_whole(self, x: Tensor) -> Tensor:
         return self._move(x, Replicate(), _SEQUENCE, _SEQUENCE) if self.sequence_parallel else x
 
-    def begin_stream(self, layer: nn.Module) -> None:
+    def shard_sequence(self, layer: nn.Module) -> None:
         """Cut the residual stream before the first layer of all."""
         # By a hook: transformers does not checkpoint a layer whose `forward` is not its class's.
         begin = _on_hidden(self._begin)
@@ -246,7 +246,7 @@ class TensorParallel:
             )
         return self._leave_whole(hidden)
 
-    def end_stream(self, hidden: Tensor) -> Tensor:
+    def gather_sequence(self, hidden: Tensor) -> Tensor:
         """The whole, ``(1, T, H)``, of what the last layer gives."""
         return self._enter_whole(hidden)
 

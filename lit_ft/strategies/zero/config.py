@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lit_ft.errors import RecipeError
-from lit_ft.tuning.lora_init import init_of, needs_start
+from lit_ft.tuning.lora_init import init_of, needs_init
 
 SET_BY_THE_RECIPE = (
     "train_batch_size",
@@ -78,7 +78,7 @@ def check_arguments(strategy: type, args: Sequence[Any], kwargs: Mapping[str, An
         )
 
 
-def settled(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_settled_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed's configuration without ``"auto"``, with what torch's own optimisers need under it."""
     found = _without_auto(config)
     found.setdefault("zero_allow_untested_optimizer", True)
@@ -237,7 +237,7 @@ def check_method(stage: int, module: Any) -> None:
         *getattr(module, "added_tokens", []),
         *getattr(module, "added_special_tokens", []),
     ]
-    if needs_start(peft) or getattr(peft, "kasa_config", None) is not None:
+    if needs_init(peft) or getattr(peft, "kasa_config", None) is not None:
         what = f"model.peft={method} with init_lora_weights={init_of(peft) or 'KaSA'!r}"
     elif tokens:
         what = f"model.peft={method} with added or trainable tokens ({tokens[:3]})"
