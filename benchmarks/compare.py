@@ -5,11 +5,11 @@
     python -m benchmarks.compare --data huanhuan.json --only lit_ft,bare --setting 16x1
 
 Each contestant runs in a process and an environment of its own, in alternating order, several rounds; medians and
-spread are printed. All are given the same files: weights, and rows that are tokenised already. The work is shown to be
-equal by the losses of each optimiser step. With ``--results`` every run is kept as a line of a file, so that a
+spread are printed. All are given the same files: weights, and rows that are tokenized already. The work is shown to be
+equal by the losses of each optimizer step. With ``--results`` every run is kept as a line of a file, so that a
 comparison can be interrupted and gone on with.
 
-tokens/s: tokens of the data, padding never counted, over the time from the end of the first optimiser step to the end
+tokens/s: tokens of the data, padding never counted, over the time from the end of the first optimizer step to the end
 of the last. MFU: 4 FLOPs for each weight of a linear layer and token (frozen: forward, and its input's gradient), the
 head's on supervised tokens alone, over that time and the peak that ``benchmarks.peers.matrix_peak`` measures in the
 same rounds. Peak memory is until the end of the last step; on a CPU it is the process's largest resident size, pages of
@@ -39,7 +39,7 @@ from benchmarks.peers.job import Job
 from benchmarks.workload import MAX_LENGTH, SHAPES, Work, prepare
 
 SETTINGS = {"1x2": (1, 2), "16x1": (16, 1)}
-"""Samples of a micro-batch, and micro-batches of an optimiser step."""
+"""Samples of a micro-batch, and micro-batches of an optimizer step."""
 
 PEAK = "matrix_peak"
 """What is measured beside the contestants, in the same rounds."""
@@ -133,7 +133,7 @@ class Comparison:
             self.runs = [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
 
     def step_tokens(self, setting: str) -> list[tuple[int, int]]:
-        """Tokens of each optimiser step, and how many of them are supervised."""
+        """Tokens of each optimizer step, and how many of them are supervised."""
         size, accumulate = SETTINGS[setting]
         lengths, samples = self.work.lengths, size * accumulate
         steps = [lengths[start : start + samples] for start in range(0, len(lengths), samples)]

@@ -27,7 +27,7 @@ def contestants(device: str, row_tokens: int) -> list[Contestant]:
 
     Args:
         device: ``cpu`` or ``cuda``, where best settings are others.
-        row_tokens: what a packed row may hold: about the tokens of an optimiser step.
+        row_tokens: what a packed row may hold: about the tokens of an optimizer step.
     """
     is_cuda = device == "cuda"
     flash = {"attn_implementation": "flash_attention_2"} if is_cuda else {}

@@ -1,4 +1,4 @@
-"""What only a GPU can show: TFLOP/s on a 7B shape, small models, long rows, quantised bases.
+"""What only a GPU can show: TFLOP/s on a 7B shape, small models, long rows, quantized bases.
 
     python -m benchmarks.peers.environments --root ENVIRONMENTS --cuda transformers trl
     python -m benchmarks.gpu --data huanhuan.json --environments ENVIRONMENTS
@@ -68,7 +68,7 @@ class Measurement(NamedTuple):
     """Of random rows; None takes the rows of the data."""
     rows: int
     samples: int
-    """Of an optimiser step."""
+    """Of an optimizer step."""
     lora_targets: list[str]
     keys: list[str]
     """Contestants."""

@@ -1,4 +1,4 @@
-"""The work that every contestant does: one model folder, one list of tokenised rows."""
+"""The work that every contestant does: one model folder, one list of tokenized rows."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ class Work(NamedTuple):
 
 
 def prepare(folder: Path, shape: str, data: str, rows: int) -> Work:
-    """Write a model with random weights, unless it is there, and the first rows of a data set, tokenised."""
+    """Write a model with random weights, unless it is there, and the first rows of a data set, tokenized."""
     from lit_ft import TextDataModule
     from lit_ft.model.loading import load_tokenizer
 

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def cut_evenly(costs: Sequence[float], parts: int) -> list[range]:
-    """Neighbours together, the dearest part as cheap as possible, no part empty.
+    """Neighbors together, the dearest part as cheap as possible, no part empty.
 
     Args:
         costs: of each item, at least 0.
@@ -18,7 +18,7 @@ def cut_evenly(costs: Sequence[float], parts: int) -> list[range]:
     if len(costs) < parts:
         raise ValueError(f"{len(costs)} items cannot make {parts} parts; ask for at most as many")
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
-    # The dearest part is the sum of some neighbours, so halving ends at it; 60 halvings reach float64's precision.
+    # The dearest part is the sum of some neighbors, so halving ends at it; 60 halvings reach float64's precision.
     low, high = max(float(max(costs)), sums[-1] / parts), float(sums[-1])
     for _ in range(60):
         middle = (low + high) / 2

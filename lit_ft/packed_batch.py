@@ -44,7 +44,7 @@ class PackedBatch(TypedDict, total=False):
     is_own: Tensor
     """``(n of the whole row,)``, bool: which targets are here, where a row's tokens are dealt out to ranks."""
     window_tokens: int
-    """Supervised tokens of this rank's whole optimiser step (all its micro-batches)."""
+    """Supervised tokens of this rank's whole optimizer step (all its micro-batches)."""
 
 
 def pack_samples(
@@ -81,7 +81,7 @@ def sample_targets(row: PackedBatch) -> list[int]:
 
 
 def empty_row() -> PackedBatch:
-    """A micro-batch without work: its samples fitted into another row of the same optimiser step."""
+    """A micro-batch without work: its samples fitted into another row of the same optimizer step."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return PackedBatch(
         input_ids=nothing[None],

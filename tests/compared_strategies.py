@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 
 class Record(Callback):
-    """Loss and gradient norm of each optimiser step."""
+    """Loss and gradient norm of each optimizer step."""
 
     def __init__(self, save_after: int | None, path: str | None) -> None:
         self.steps: list[tuple[float, float]] = []

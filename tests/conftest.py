@@ -68,7 +68,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         heads = "method | config | weights trained | packed rows | merge | resume | DDP | FSDP | TP | PP | CP"
         heads += " | gradient checkpointing | bf16 | NF4 base"
         columns = ("config", "trains", "packing", "merge", "resume", "ddp", "fsdp", "tensor", "pipeline", "context")
-        columns += ("gradient checkpointing", "bf16", "quantised")
+        columns += ("gradient checkpointing", "bf16", "quantized")
         lines = [f"| {heads} |", "|" + "---|" * (len(columns) + 1)]
         lines += [f"| {name} | {' | '.join(row.get(c, '') for c in columns)} |" for name, row in methods.items()]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

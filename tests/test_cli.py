@@ -54,7 +54,7 @@ def test_a_run_leaves_what_the_readme_says(
     caplog.set_level("INFO", "lightning.pytorch")
     run(capsys, *arguments, *options)
     assert "training LORA of" in caplog.text
-    assert "optimiser steps; an epoch is 18 samples" in caplog.text
+    assert "optimizer steps; an epoch is 18 samples" in caplog.text
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert b"^train/loss/.*$" in events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     names = {path.name for path in run_dir.iterdir()}
@@ -185,7 +185,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "misspelt data option": (["--data.max_lenght", "3"], "did you mean 'max_length'?"),
     "misspelt trainer option": (["--trainer.max_stepz", "3"], "did you mean 'trainer.max_steps'?"),
-    "misspelt section": (["--optimiser.lr", "3"], "unknown option 'optimiser.lr'; did you mean 'optimizer'?"),
+    "misspelt section": (["--optimizer.lr", "3"], "unknown option 'optimizer.lr'; did you mean 'optimizer'?"),
     "misspelt run option": (["--rundir", "3"], "did you mean 'run_dir'?"),
     "misspelt peft option": (["--model.peft.lora_alfa", "3"], "did you mean 'lora_alpha'?"),
     "wrong type": (["--data.max_length", "abc"], "data.max_length: expected int; Given value: abc"),

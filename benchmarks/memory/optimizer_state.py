@@ -1,4 +1,4 @@
-"""Bytes of optimiser state per trained weight, for each fragment of recipes/optimizers.
+"""Bytes of optimizer state per trained weight, for each fragment of recipes/optimizers.
 
     python -m benchmarks.memory.optimizer_state
 

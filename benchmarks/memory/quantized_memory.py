@@ -1,4 +1,4 @@
-"""Bytes of a quantised base's weights, and the most memory that reading it takes. Linux only.
+"""Bytes of a quantized base's weights, and the most memory that reading it takes. Linux only.
 
     python -m benchmarks.memory.quantized_memory
 
@@ -24,7 +24,7 @@ BASES: dict[str, dict[str, Any] | None] = {
     "bf16 (as fp16)": None,
     "int8": {"load_in_8bit": True},
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "nf4, double quantisation": {
+    "nf4, double quantization": {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,

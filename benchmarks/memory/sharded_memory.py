@@ -27,7 +27,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Held:
-    """Shares of parameters, gradients and optimiser state on a rank: 1 or 1/N (Rajbhandari et al. 2020, section 3)."""
+    """Shares of parameters, gradients and optimizer state on a rank: 1 or 1/N (Rajbhandari et al. 2020, section 3)."""
 
     parameters: bool
     gradients: bool

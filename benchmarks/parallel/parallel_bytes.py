@@ -2,7 +2,7 @@
 
     python -m benchmarks.parallel.parallel_bytes
 
-One optimiser step of a small model with random weights, on processes of this machine. A dispatch mode sees every
+One optimizer step of a small model with random weights, on processes of this machine. A dispatch mode sees every
 collective and every message; each is counted as a ring sends it.
 """
 
@@ -157,7 +157,7 @@ def _along(mesh: Any, names: Sequence[str]) -> tuple[int, ...]:
 
 
 def measure(folder: str, options: dict[str, Any], model: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """On a rank: bytes counted, and planned, along each dimension of the mesh in one optimiser step.
+    """On a rank: bytes counted, and planned, along each dimension of the mesh in one optimizer step.
 
     Args:
         folder: of the model's config.

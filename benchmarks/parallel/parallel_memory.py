@@ -37,7 +37,7 @@ RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "
 
 
 class Measure(Callback):
-    """The most memory after the first step, which makes the optimiser's state."""
+    """The most memory after the first step, which makes the optimizer's state."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin anew."""
@@ -86,7 +86,7 @@ def main() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    parts = "weights | gathered | gradients | optimiser | planned, MiB"
+    parts = "weights | gathered | gradients | optimizer | planned, MiB"
     print(f"| layout | rank | {parts} | measured, MiB | ratio |\n|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         Qwen2Config(**SHAPES[options.shape], tie_word_embeddings=False).save_pretrained(Path(folder))

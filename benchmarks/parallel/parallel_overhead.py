@@ -1,4 +1,4 @@
-"""What Lightning and ModelParallelStrategy add to an optimiser step in one process, against a plain loop.
+"""What Lightning and ModelParallelStrategy add to an optimizer step in one process, against a plain loop.
 
     python -m benchmarks.parallel.parallel_overhead
 

@@ -17,7 +17,7 @@ from lit_ft.packed_batch import PackedBatch, pack_samples
 
 
 def windows(job: Job) -> Iterator[list[PackedBatch]]:
-    """The rows of each optimiser step: its micro-batches, as one row while they fit where one micro-batch may be."""
+    """The rows of each optimizer step: its micro-batches, as one row while they fit where one micro-batch may be."""
     samples = [(np.array(row["input_ids"]), np.array(row["labels"])) for row in job.read_rows()]
     size = job.micro_batch_size
     for start in range(0, len(samples), size * job.accumulate):

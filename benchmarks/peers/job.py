@@ -66,11 +66,11 @@ class Measured:
     """What a run came to."""
 
     ends: list[float] = field(default_factory=list)
-    """``time.monotonic()`` at the end of each optimiser step."""
+    """``time.monotonic()`` at the end of each optimizer step."""
     losses: list[float] = field(default_factory=list)
-    """Of each optimiser step."""
+    """Of each optimizer step."""
     tokens: list[int] | None = None
-    """Tokens of each optimiser step, padding left out; None where steps have the samples that the job says."""
+    """Tokens of each optimizer step, padding left out; None where steps have the samples that the job says."""
     note: str = ""
     """What a reader of the table must know about this run, e.g. that losses are rounded."""
     preparing_seconds: float = 0.0

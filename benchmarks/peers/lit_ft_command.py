@@ -11,7 +11,7 @@ from lit_ft.commands.train import TrainingCLI
 
 
 class Clock(Callback):
-    """Notes each optimiser step's end and loss, last of all callbacks."""
+    """Notes each optimizer step's end and loss, last of all callbacks."""
 
     def __init__(self, measured: Measured) -> None:
         """Note them in ``measured``."""

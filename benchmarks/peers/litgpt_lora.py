@@ -112,7 +112,7 @@ def run(job: Job) -> Measured:
     pad_id = json.loads((Path(job.model) / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
 
     class Constant(torch.optim.lr_scheduler.LambdaLR):
-        """Stepped by LitGPT after each optimiser step, so it is the clock as well."""
+        """Stepped by LitGPT after each optimizer step, so it is the clock as well."""
 
         def step(self, epoch: int | None = None) -> None:
             super().step(epoch)

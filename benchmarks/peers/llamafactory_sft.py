@@ -30,7 +30,7 @@ class LossClock(Clock):
 
 
 def run(job: Job) -> Measured:
-    """Train on rows that are tokenised already, which LLaMA-Factory takes as ``tokenized_path``."""
+    """Train on rows that are tokenized already, which LLaMA-Factory takes as ``tokenized_path``."""
     measured = Measured()
     tokens = Path(job.folder) / "tokens"
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in job.read_rows()]

@@ -54,7 +54,7 @@ def peaks(shape: dict[str, int], tokens: int, supervised: int, device: str, seco
 
     Args:
         shape: of the model, as in ``SHAPES``.
-        tokens: rows of the products, about those of an optimiser step.
+        tokens: rows of the products, about those of an optimizer step.
         supervised: rows of the head's.
         device: ``cpu`` or ``cuda``.
         seconds: for each product, and for ten times all of them.

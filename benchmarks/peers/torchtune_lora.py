@@ -18,7 +18,7 @@ MEASURED = Measured()
 
 
 class PadId:
-    """All that torchtune asks of a tokenizer when rows are tokenised already."""
+    """All that torchtune asks of a tokenizer when rows are tokenized already."""
 
     def __init__(self, pad_id: int) -> None:
         """Keep it."""
@@ -37,7 +37,7 @@ def constant(optimizer: torch.optim.Optimizer, **_: Any) -> torch.optim.lr_sched
 
 
 class Losses:
-    """A metric logger: torchtune calls it at the end of each optimiser step, so it is the clock as well."""
+    """A metric logger: torchtune calls it at the end of each optimizer step, so it is the clock as well."""
 
     def log_config(self, config: Any) -> None:
         """Nothing to keep."""

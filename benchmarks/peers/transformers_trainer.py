@@ -21,7 +21,7 @@ from benchmarks.peers.job import LEARNING_RATE, WEIGHT_DECAY, Job, Measured, ser
 
 
 class Clock(TrainerCallback):
-    """Notes the end of each optimiser step."""
+    """Notes the end of each optimizer step."""
 
     def __init__(self, measured: Measured) -> None:
         """Note it in ``measured``."""
@@ -55,7 +55,7 @@ def arguments(job: Job) -> dict[str, Any]:
 
 
 def losses_of(state: TrainerState) -> list[float]:
-    """The logged loss of each optimiser step."""
+    """The logged loss of each optimizer step."""
     return [entry["loss"] for entry in state.log_history if "loss" in entry]
 
 

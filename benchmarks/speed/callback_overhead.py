@@ -1,4 +1,4 @@
-"""What all callbacks of lit_callbacks together add to an optimiser step, on the quickstart.
+"""What all callbacks of lit_callbacks together add to an optimizer step, on the quickstart.
 
     python -m benchmarks.speed.callback_overhead --rounds 6
     python -m benchmarks.speed.callback_overhead --by-callback
@@ -48,7 +48,7 @@ def now() -> Seconds:
 
 
 class StepClock(Callback):
-    """Stands last, and takes each optimiser step's time, with the callbacks before it or without them."""
+    """Stands last, and takes each optimizer step's time, with the callbacks before it or without them."""
 
     def __init__(self, turns: Sequence[int] = (), without: int | None = None) -> None:
         """Start with nothing.

@@ -81,7 +81,7 @@ def points(curve: str) -> list[Point]:
     if curve == "ranks":
         return [{"line": line, "x": x} for line in ("DDP", "FSDP") for x in (1, 2, 4)]
     if curve == "rows":
-        lines = ("read and tokenised", "from the cache", "streaming")
+        lines = ("read and tokenized", "from the cache", "streaming")
         return [{"line": line, "x": x} for x in ROWS for line in lines]
     raise ValueError(f"curve={curve!r}; there are {', '.join(CURVES)}")
 
@@ -217,10 +217,10 @@ def measure_rows(point: Point) -> Point:
     from lit_ft import CausalLM, TextDataModule
 
     watch, cache = Watch(), Path(point["file"]).with_suffix(".cache")
-    if point["line"] == "read and tokenised":
+    if point["line"] == "read and tokenized":
         shutil.rmtree(cache, ignore_errors=True)
     elif point["line"] == "from the cache" and not cache.is_dir():
-        raise RuntimeError(f"{cache} is missing; measure 'read and tokenised' first")
+        raise RuntimeError(f"{cache} is missing; measure 'read and tokenized' first")
     data = TextDataModule(
         point["file"], micro_batch_size=16, cache_dir=str(cache), streaming=point["line"] == "streaming"
     )

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 Point = dict[str, Any]
 STYLES = (("#1f4e79", "-", "o"), ("#d17a00", "--", "s"), ("#3f7f3f", ":", "^"))
-"""Colour, line and mark of a curve's lines, in order."""
+"""Color, line and mark of a curve's lines, in order."""
 
 
 class Axis(NamedTuple):
@@ -49,10 +49,10 @@ def draw(curve: str, points: list[Point], path: Path) -> str:
     figure = Figure(figsize=(7.2, 2.9), layout="constrained")
     FigureCanvasSVG(figure)
     for panel, axis in zip(figure.subplots(1, len(axes)), axes, strict=True):
-        for line, (colour, dashes, mark) in zip(dict.fromkeys(p["line"] for p in points), STYLES, strict=False):
+        for line, (color, dashes, mark) in zip(dict.fromkeys(p["line"] for p in points), STYLES, strict=False):
             shown = sorted((_x(curve, p), p[axis.key]) for p in points if p["line"] == line and axis.key in p)
             if shown:
-                panel.plot(*zip(*shown, strict=True), dashes, color=colour, marker=mark, markersize=4, label=line)
+                panel.plot(*zip(*shown, strict=True), dashes, color=color, marker=mark, markersize=4, label=line)
         if curve == "ranks" and axis is RATE:
             for one in [p[axis.key] for p in points if p["x"] == 1][:1]:
                 panel.plot([1, 2, 4], [one, 2 * one, 4 * one], color="grey", linewidth=0.8, label="ideal")

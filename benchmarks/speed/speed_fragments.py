@@ -27,7 +27,7 @@ LORA: dict[str, Any] = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "
 """As recipes/qwen.yaml has it, without the dropout: with it, no two losses could be compared."""
 BASELINES: dict[str, dict[str, Any]] = {"without": {}, "gradient_checkpointing": {"gradient_checkpointing": True}}
 WARM_UP = 8
-"""Optimiser steps that are not in the rate: by then every kind of row has been compiled."""
+"""Optimizer steps that are not in the rate: by then every kind of row has been compiled."""
 
 
 def options_of(name: str) -> dict[str, Any]:

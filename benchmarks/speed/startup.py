@@ -1,4 +1,4 @@
-"""Seconds from the start of the process to the end of the first optimiser step of the quickstart.
+"""Seconds from the start of the process to the end of the first optimizer step of the quickstart.
 
     python -m benchmarks.speed.startup
 
@@ -25,7 +25,7 @@ PARTS = ("imports", "recipe", "checks and data", "model", "answers and losses be
 
 
 class Clock(Callback):
-    """Ends the process after the first optimiser step, and prints when each part was done."""
+    """Ends the process after the first optimizer step, and prints when each part was done."""
 
     marks: list[float] = []  # noqa: RUF012  # of the process: imports end before there is an instance
 

@@ -1,4 +1,4 @@
-"""Where an optimiser step of lit_ft goes on a CPU: products of matrices with their rate, and other operators.
+"""Where an optimizer step of lit_ft goes on a CPU: products of matrices with their rate, and other operators.
 
     python -m benchmarks.speed.step_profile --data huanhuan.json
 

@@ -1,10 +1,10 @@
-"""Rows per second from file to labelled tokens, against the bare tokenizer on the same text.
+"""Rows per second from file to labeled tokens, against the bare tokenizer on the same text.
 
     python -m benchmarks.speed.tokenizing --data huanhuan.json --repeat 20 --workers 2
 
 Both start from the same rows in the same number of processes. The bare contestant is given the
 conversations as finished text and only calls ``tokenizers``' ``encode_batch`` on them; lit_ft reads
-the rows' format, renders the template prefix by prefix, tokenises, and builds masks. Rounds alternate.
+the rows' format, renders the template prefix by prefix, tokenizes, and builds masks. Rounds alternate.
 """
 
 import argparse

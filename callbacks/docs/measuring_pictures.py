@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-COLOURS = ["#4c78a8", "#e45756", "#54a24b", "#f58518", "#9d9da1"]
+ColorS = ["#4c78a8", "#e45756", "#54a24b", "#f58518", "#9d9da1"]
 VOCABULARY = 2000
 
 
@@ -93,10 +93,10 @@ def draw_throughput(rows: list[dict[str, float]], path: Path) -> None:
     for name in ("total", "non_padding", "supervised"):
         values = [row[f"throughput/{name}_tokens_per_second"] for row in rows]
         rates.plot(steps, values, label=name.replace("_", " "))
-    rates.set(title="tokens per second", xlabel="optimiser step", ylim=(0, None))
+    rates.set(title="tokens per second", xlabel="optimizer step", ylim=(0, None))
     milliseconds = [[row[f"throughput/step_seconds/{name}"] * 1e3 for row in rows] for name in PARTS]
-    parts.stackplot(steps, milliseconds, labels=[name.replace("_", "+") for name in PARTS], colors=COLOURS)
-    parts.set(title="milliseconds of a step", xlabel="optimiser step")
+    parts.stackplot(steps, milliseconds, labels=[name.replace("_", "+") for name in PARTS], colors=ColorS)
+    parts.set(title="milliseconds of a step", xlabel="optimizer step")
     for axes in (rates, parts):
         axes.legend(loc="upper right", fontsize="small")
     figure.savefig(path, dpi=90)

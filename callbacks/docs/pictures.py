@@ -118,7 +118,7 @@ def canvas() -> tuple[Figure, Any]:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("optimiser step")
+    axes.set_xlabel("optimizer step")
     return figure, axes
 
 

@@ -41,7 +41,7 @@ def trainer(tmp_path: Path, **options: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_graceful_stop_between_optimiser_steps(tmp_path: Path, number: signal.Signals) -> None:
+def test_graceful_stop_between_optimizer_steps(tmp_path: Path, number: signal.Signals) -> None:
     class Signalled(Plain):
         def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
             if batch_idx == 2:

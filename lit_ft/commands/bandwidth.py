@@ -150,7 +150,7 @@ def _finish(device: torch.device) -> None:
 
 
 def describe_steps(measured: dict[str, Measured], parameters: float, bytes_per_parameter: float) -> str:
-    """Seconds of communication in an optimiser step, if nothing overlaps, at measured bandwidths.
+    """Seconds of communication in an optimizer step, if nothing overlaps, at measured bandwidths.
 
     Rajbhandari et al. 2020 (arXiv:1910.02054, section 7): data parallelism and ZeRO-1 and 2 exchange twice the model,
     by an all-reduce or its two halves; ZeRO-3 and FSDP gather the weights for the forward and the backward pass and

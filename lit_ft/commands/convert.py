@@ -1,4 +1,4 @@
-"""``convert data``: any data that lit_ft reads, tokenised, as Megatron's .bin/.idx or as Parquet."""
+"""``convert data``: any data that lit_ft reads, tokenized, as Megatron's .bin/.idx or as Parquet."""
 
 from pathlib import Path
 from typing import Literal
@@ -38,7 +38,7 @@ def convert_data(
     chat_template: str | None = None,
     supervise: Supervise = "assistant",
 ) -> None:
-    """Tokenise data and write it for Megatron-LM, or as a table.
+    """Tokenize data and write it for Megatron-LM, or as a table.
 
     Args:
         path: file, folder, glob, saved data set or hub id, as data.path of a recipe.
@@ -48,7 +48,7 @@ def convert_data(
         format: of the rows; auto goes by the columns of the first.
         system: system prompt for conversations that bring none of their own.
         chat_template: in place of the tokenizer's own: Jinja text, a file of it, or a built-in one.
-        supervise: which tokens are labelled: assistant, last or all.
+        supervise: which tokens are labeled: assistant, last or all.
     """
     data = TextDataModule(
         path, format=format, system=system, chat_template=chat_template, supervise=supervise, max_length=None

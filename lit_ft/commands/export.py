@@ -64,7 +64,7 @@ def export(
         out: where to write; RUN/adapter or RUN/merged by default.
         merge: merge the adapter into the base model; full fine-tuning needs it too.
         dtype: of the merged weights; the base's by default.
-        quantized_base: to merge into a base in 4 or 8 bits, dequantize it, or keep it quantised and round the merged
+        quantized_base: to merge into a base in 4 or 8 bits, dequantize it, or keep it quantized and round the merged
             weights again; what it costs is measured and printed.
         combination: how several adapters become one; cat is their weighted sum exactly.
         density: share of the weights that ties, dare and magnitude_prune keep.

@@ -104,8 +104,8 @@ class PlanCLI(TrainingCLI):
                 _print_memory([(f"0-{self.trainer.world_size - 1}", self._memory(split))])
         else:
             self._plan_whole(type(strategy).__name__)
-        if self.model.is_quantised:
-            print("the base is quantised: its weights are counted as if they were not")
+        if self.model.is_quantized:
+            print("the base is quantized: its weights are counted as if they were not")
         if self.picture is not None:
             self._draw(strategy)
 
@@ -181,7 +181,7 @@ def pretended_rank(rank: int, world: int) -> Iterator[None]:
 
 def _print_memory(rows: list[tuple[str, Memory]]) -> None:
     print("memory of a rank, MiB (layer inputs are estimated; other activations, logits and buffers come on top):")
-    heads = ("ranks", "weights", "gathered", "gradients", "optimiser", "layer inputs", "sum")
+    heads = ("ranks", "weights", "gathered", "gradients", "optimizer", "layer inputs", "sum")
     cells = [
         (ranks, *(f"{part / MIB:,.1f}" for part in (*vars(memory).values(), memory.total))) for ranks, memory in rows
     ]

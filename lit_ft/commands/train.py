@@ -381,9 +381,9 @@ class TrainingCLI(LightningCLI):
                 check_same_base(saved_base(self.options.ckpt_path), self.model.base_fingerprint, "the checkpoint")
             if self.options.get("merge") and self.model.peft is not None:
                 check_mergeable(self.model.peft)
-            if self.options.get("merge") and self.model.is_quantised:
+            if self.options.get("merge") and self.model.is_quantized:
                 raise RecipeError(
-                    "merge=true, but the base is quantised, and merging into it has a price that is yours to choose; "
+                    "merge=true, but the base is quantized, and merging into it has a price that is yours to choose; "
                     "leave merge out, and after training: python -m lit_ft export --run RUN --merge --quantized-base "
                     "dequantize (or keep)"
                 )

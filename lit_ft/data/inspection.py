@@ -98,7 +98,7 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def round_trip(tokenization: Tokenization, prepared: Prepared) -> tuple[int, int, str]:
-    """Render conversations, tokenise and decode them again.
+    """Render conversations, tokenize and decode them again.
 
     Returns:
         How many came back as they were, of how many, and the first that did not.
@@ -146,7 +146,7 @@ def steps_of(samples: Samples, plan: BatchPlan, accumulate: int) -> dict[str, st
     members = np.concatenate([np.array(unit) for unit in units])
     tokens, supervised = int(samples.lengths[members].sum()), int(samples.supervised[members].sum())
     facts = {
-        "epoch": f"{steps:,} optimiser steps of {plan.micro_batch_size * plan.replicas * accumulate} "
+        "epoch": f"{steps:,} optimizer steps of {plan.micro_batch_size * plan.replicas * accumulate} "
         f"{'packed rows' if plan.packing else 'samples'}",
         "tokens per epoch": f"{tokens:,}, {supervised:,} supervised ({supervised / tokens:.1%}); "
         f"{tokens / steps:,.0f} a step",

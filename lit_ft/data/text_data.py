@@ -33,7 +33,7 @@ from lit_ft.packed_batch import PackedBatch
 class TextDataModule(LightningDataModule):
     """Conversations, instructions, raw text or tokens, from one data set or a mixture of several.
 
-    Everything is read, checked and tokenised before any weights are loaded. What is cut, dropped or
+    Everything is read, checked and tokenized before any weights are loaded. What is cut, dropped or
     skipped is said in a line.
     """
 
@@ -89,7 +89,7 @@ class TextDataModule(LightningDataModule):
                 samples), truncate_left_prompt (the prompt loses its beginning, the answer stays), drop, or error.
             on_bad_row: a row that cannot be used is an error, or skip it, with a count.
             micro_batch_size: samples (with packing: packed rows) per device and forward pass.
-            join_micro_batches: run micro-batches of one optimiser step together while they fit in
+            join_micro_batches: run micro-batches of one optimizer step together while they fit in
                 micro_batch_tokens. Same numbers, fewer passes.
             micro_batch_tokens: tokens of a forward pass; by default micro_batch_size x max_length (with packing, x
                 packing), the memory that the recipe allows anyway.
@@ -98,8 +98,8 @@ class TextDataModule(LightningDataModule):
             streaming: read training data while training, for data larger than memory; set trainer.max_steps.
             shuffle_buffer: rows that streaming shuffles (and packs) at a time.
             cache_dir: where tokens are kept from run to run; by default LIT_FT_CACHE, or ~/.cache/lit_ft.
-            tokenize_workers: processes that tokenise; by default one per CPU core for files of over 5 MB. With
-                streaming, processes that tokenise ahead; by default 1.
+            tokenize_workers: processes that tokenize; by default one per CPU core for files of over 5 MB. With
+                streaming, processes that tokenize ahead; by default 1.
             num_workers: processes that assemble rows; 0 is right unless rows are huge.
         """
         super().__init__()
@@ -142,7 +142,7 @@ class TextDataModule(LightningDataModule):
             None, system, supervise, max_length, overlong, template_options, on_bad_row, cache_dir, tokenize_workers
         )
         self.prepared: dict[str, list[Prepared]] = {}
-        """For each split its sources, read and tokenised."""
+        """For each split its sources, read and tokenized."""
         self.splits: dict[str, Samples] = {}
         """For each split (train, val, test) its samples."""
         self.resume_data: Literal["same", "changed"] = "same"
@@ -154,7 +154,7 @@ class TextDataModule(LightningDataModule):
     # --- reading ---------------------------------------------------------------------------------
 
     def load(self, tokenizer: PreTrainedTokenizerBase | None = None, stage: str = "fit") -> None:
-        """Read, check and tokenise what a stage needs; a second call does nothing.
+        """Read, check and tokenize what a stage needs; a second call does nothing.
 
         Args:
             tokenizer: the model's.
@@ -307,7 +307,7 @@ class TextDataModule(LightningDataModule):
         )
 
     def train_dataloader(self) -> RowLoader | StreamLoader:
-        """Micro-batches of this rank, which know their optimiser window."""
+        """Micro-batches of this rank, which know their optimizer window."""
         trainer: Any = self.trainer
         replicas, replica = process.data_parallel(trainer)
         # overfit_batches: the same micro-batches each epoch, in the order of the data.
@@ -461,7 +461,7 @@ class TextDataModule(LightningDataModule):
 
     def _evaluation_loader(self, split: str) -> RowLoader:
         samples = self.splits[split]
-        # No gradients, no optimiser step: rows may hold as many samples as the memory of a training row.
+        # No gradients, no optimizer step: rows may hold as many samples as the memory of a training row.
         budget = self.token_budget
         units = None if budget is None else max(budget, int(samples.lengths.max()))
         size = self.micro_batch_size if units is None else 1

@@ -169,10 +169,10 @@ def load_base(
         init: ``pretrained`` reads the weights; ``random`` draws them (config.json is enough).
         dtype: of the weights; ``auto`` is what the config says.
         attn_implementation: as transformers has it, or ``auto``.
-        quantization: quantise the weights while reading them.
+        quantization: quantize the weights while reading them.
 
     Raises:
-        RecipeError: weights are missing, or quantised in a way that does not train.
+        RecipeError: weights are missing, or quantized in a way that does not train.
     """
     config = load_config(pretrained)
     check_architecture(config)
@@ -182,7 +182,7 @@ def load_base(
     }
     if init == "random":
         if quantization is not None:
-            raise RecipeError("model.quantization needs weights to quantise; set model.init to pretrained")
+            raise RecipeError("model.quantization needs weights to quantize; set model.init to pretrained")
         config.quantization_config = None  # drawn weights are dense, whatever the checkpoint's are
         options["dtype"] = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
         size_check.check_memory(skeleton(pretrained), options["dtype"], _named(pretrained))

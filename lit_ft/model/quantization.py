@@ -1,4 +1,4 @@
-"""Quantised bases: made while a checkpoint is read, or read from one that is quantised already."""
+"""Quantized bases: made while a checkpoint is read, or read from one that is quantized already."""
 
 from itertools import chain
 from typing import Any
@@ -13,12 +13,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.errors import RecipeError
 
-_DEQUANTISED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
+_DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
 """Methods of checkpoints that are read into dense weights. Kept packed, transformers would unpack them in the first
 forward pass anyway (compressed-tensors), or round activations too, through which no true gradient comes back."""
 _CALIBRATED = ("gptq", "awq", "auto-round")
-"""Methods that look at data while they quantise: only read, from checkpoints."""
-_ON_CPU = ("bitsandbytes", "torchao", "quanto", "gptq", "awq", *_DEQUANTISED)
+"""Methods that look at data while they quantize: only read, from checkpoints."""
+_ON_CPU = ("bitsandbytes", "torchao", "quanto", "gptq", "awq", *_DEQUANTIZED)
 """Methods whose layers are made on the CPU and moved to the device with the rest of the model."""
 _GPTQMODEL = (
     "pip install optimum defuser device-smi logbar pypcre tokenicer threadpoolctl && pip install --no-deps gptqmodel"
@@ -44,11 +44,11 @@ def check_requested(quantization: QuantizationConfigMixin, peft: PeftConfig | No
     """
     if peft is None:
         raise RecipeError(
-            "model.quantization is set without model.peft; quantised weights cannot be trained, add a method"
+            "model.quantization is set without model.peft; quantized weights cannot be trained, add a method"
         )
     if (method := method_of(quantization)) in _CALIBRATED:
         raise RecipeError(
-            f"model.quantization: {method} looks at data while it quantises; name a checkpoint that was quantised with "
+            f"model.quantization: {method} looks at data while it quantizes; name a checkpoint that was quantized with "
             "it as model.pretrained and leave model.quantization out"
         )
     _check_installed("model.quantization", quantization, stored=False)
@@ -57,7 +57,7 @@ def check_requested(quantization: QuantizationConfigMixin, peft: PeftConfig | No
 def check_stored(
     pretrained: str, config: PretrainedConfig, quantization: QuantizationConfigMixin | None, peft: PeftConfig | None
 ) -> None:
-    """Refuse what cannot be done with a checkpoint that is quantised already.
+    """Refuse what cannot be done with a checkpoint that is quantized already.
 
     Args:
         pretrained: its name, for the message.
@@ -72,19 +72,19 @@ def check_stored(
         return
     where, method = f"model.pretrained={pretrained!r}", method_of(stored)
     if quantization is not None:
-        raise RecipeError(f"{where} is quantised already ({method}); leave model.quantization out")
+        raise RecipeError(f"{where} is quantized already ({method}); leave model.quantization out")
     _check_installed(where, stored, stored=True)
     if is_packed(config) and peft is None:
         raise RecipeError(
-            f"{where} is quantised ({method}), and quantised weights cannot be trained; set model.peft, e.g. to "
-            "peft.LoraConfig, or name the checkpoint that it was quantised from"
+            f"{where} is quantized ({method}), and quantized weights cannot be trained; set model.peft, e.g. to "
+            "peft.LoraConfig, or name the checkpoint that it was quantized from"
         )
 
 
 def packed_method(config: PretrainedConfig) -> str | None:
     """transformers' name of the quantization of a checkpoint whose weights stay quantized when they are read."""
     stored = _stored(config)
-    return None if stored is None or method_of(stored) in _DEQUANTISED else method_of(stored)
+    return None if stored is None or method_of(stored) in _DEQUANTIZED else method_of(stored)
 
 
 def is_packed(config: PretrainedConfig) -> bool:
@@ -109,8 +109,8 @@ def _check_installed(where: str, quantization: QuantizationConfigMixin | dict[st
     try:
         if isinstance(quantization, dict):
             quantization = AutoQuantizationConfig.from_dict(dict(quantization))
-        quantiser = AutoHfQuantizer.from_config(quantization, pre_quantized=stored)
-        quantiser.validate_environment(device_map=_device_map(method))
+        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=stored)
+        quantizer.validate_environment(device_map=_device_map(method))
     except ImportError as error:
         install = _INSTALL.get(method, "install what it names")
         raise RecipeError(f"{where}: {method} needs a package ({_first_line(error)}): {install}") from error
@@ -126,10 +126,10 @@ def _first_line(error: Exception) -> str:
 
 
 def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMixin | None) -> dict[str, Any]:
-    """What ``from_pretrained`` needs for a quantised base; nothing for a dense one.
+    """What ``from_pretrained`` needs for a quantized base; nothing for a dense one.
 
     Args:
-        config: of the checkpoint; changed in place where its quantisation is set up for inference.
+        config: of the checkpoint; changed in place where its quantization is set up for inference.
         quantization: asked for by the recipe.
     """
     if quantization is not None:
@@ -137,9 +137,9 @@ def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMi
     if (stored := _stored(config)) is None:
         return {}
     method = method_of(stored)
-    if method in _DEQUANTISED:
+    if method in _DEQUANTIZED:
         config.quantization_config = {**stored, "dequantize": True}
-        rank_zero_info(f"the base is stored in {method}: dequantised while it is read")
+        rank_zero_info(f"the base is stored in {method}: dequantized while it is read")
     elif method in ("gptq", "awq"):
         config.quantization_config = {**stored, "backend": "auto_trainable"}  # the others have no backward pass
     return {"device_map": _device_map(method)}
@@ -151,7 +151,7 @@ def _device_map(method: str) -> dict[str, Any]:
 
 
 def prepare_for_training(model: PreTrainedModel) -> None:
-    """Set the quantised layers of a model that was read up for training.
+    """Set the quantized layers of a model that was read up for training.
 
     Raises:
         RecipeError: layers of a kind do not pass gradients, or wrong ones.
@@ -196,6 +196,6 @@ def check_gradient(module: Any, dtype: torch.dtype) -> None:
     if problem is not None:
         kind = f"{type(module).__name__} with {type(getattr(module, 'weight', None)).__name__}"
         raise RecipeError(
-            f"the base's quantised layers ({kind}) do not pass the gradient back that LoRA below them trains on "
-            f"({problem}); take a quantisation of weights alone, e.g. transformers.BitsAndBytesConfig"
+            f"the base's quantized layers ({kind}) do not pass the gradient back that LoRA below them trains on "
+            f"({problem}); take a quantization of weights alone, e.g. transformers.BitsAndBytesConfig"
         )

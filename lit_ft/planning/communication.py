@@ -1,4 +1,4 @@
-"""What a rank sends in an optimiser step under a layout: ``layout``'s formulas on the split model."""
+"""What a rank sends in an optimizer step under a layout: ``layout``'s formulas on the split model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ ASSUMED_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Step:
-    """An optimiser step of one data-parallel rank."""
+    """An optimizer step of one data-parallel rank."""
 
     rows: int
     """Micro-batches of the trainer, which a pipeline cuts further."""
@@ -31,7 +31,7 @@ class Step:
 
 
 def step_of(trainer: Any) -> Step:
-    """How much an optimiser step is, as far as the data says."""
+    """How much an optimizer step is, as far as the data says."""
     tokens = getattr(getattr(trainer, "datamodule", None), "token_budget", None)
     at_most = tokens or ASSUMED_TOKENS
     return Step(trainer.accumulate_grad_batches, at_most, at_most, tokens is not None)
@@ -39,7 +39,7 @@ def step_of(trainer: Any) -> Step:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Neighbouring layers on a rank: those of a stage, or all."""
+    """Neighboring layers on a rank: those of a stage, or all."""
 
     layers: Sequence[nn.Module]
     is_first: bool
@@ -87,13 +87,13 @@ def _pieces(strategy: Any, base: Any) -> list[_Piece]:
 
 
 class Traffic:
-    """Bytes that this rank sends in an optimiser step.
+    """Bytes that this rank sends in an optimizer step.
 
     Args:
         strategy: a ``ModelParallelStrategy`` that has split the model.
         parameters: of the LightningModule, as they are here.
         base: the Hugging Face model in it.
-        step: how much an optimiser step is.
+        step: how much an optimizer step is.
     """
 
     def __init__(self, strategy: Any, parameters: Sequence[nn.Parameter], base: Any, step: Step) -> None:
@@ -166,7 +166,7 @@ class Traffic:
     def _along_pipeline(self, ranks: int) -> float:
         """Hidden states on, their gradients back; the loss of each token to all; a tied weight's gradient once."""
         here, last = {piece.index for piece in self.pieces}, ranks * len(self.pieces) - 1
-        neighbours = [place for k in here for place in (k - 1, k + 1) if 0 <= place <= last and place not in here]
+        neighbors = [place for k in here for place in (k - 1, k + 1) if 0 <= place <= last and place not in here]
         # Without FSDP's policy, hidden states travel as they are.
         dtype = self.policy.param_dtype if self.sizes.data * self.sizes.context > 1 else None
         boundary = self.stream / self.itemsize * (dtype or self.base.dtype).itemsize
@@ -174,7 +174,7 @@ class Traffic:
         edges = getattr(self.strategy, "edges", None)
         tied = 0 if edges is None or edges.group is None else bytes_of(edges.copies.values())
         return (
-            len(neighbours) * boundary
+            len(neighbors) * boundary
             + self.step.rows * (self.step.targets + 2) * 4
             + communication_formulas.reduced(tied, 2)
         )

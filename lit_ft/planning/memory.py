@@ -44,7 +44,7 @@ def memory_of(
         strategy: an ``FSDPStrategy`` or ``ModelParallelStrategy`` that has split the model.
         parameters: of the model, as they are here; they may be on the meta device.
         layers: the decoder layers here.
-        make_optimizer: makes the optimiser from a list of parameters.
+        make_optimizer: makes the optimizer from a list of parameters.
         inputs: of ``layer_inputs``.
     """
     accumulates = strategy.lightning_module.trainer.accumulate_grad_batches > 1
@@ -98,14 +98,14 @@ def layer_inputs(strategy: Any, layers: int, hidden: int, itemsize: int, step: S
 
 
 def optimizer_bytes(make: Callable[[list[nn.Parameter]], Optimizer], trained: Sequence[nn.Parameter]) -> float:
-    """Bytes of an optimiser's state after a step, taken on the meta device.
+    """Bytes of an optimizer's state after a step, taken on the meta device.
 
     Args:
-        make: makes the optimiser from a list of parameters.
+        make: makes the optimizer from a list of parameters.
         trained: of which this rank's shards count.
 
     Returns:
-        ``nan`` for an optimiser that does not run there.
+        ``nan`` for an optimizer that does not run there.
     """
     shards = [nn.Parameter(torch.empty_like(local(p), device="meta")) for p in trained]
     for shard in shards:

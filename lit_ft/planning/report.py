@@ -17,7 +17,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds, and what it sends in an optimiser step."""
+    """What one rank holds, and what it sends in an optimizer step."""
 
     rank: int
     layers: str
@@ -35,7 +35,7 @@ def rank_share(strategy: Any, module: Any, base: Any, step: Step) -> Share:
         strategy: a ``ModelParallelStrategy`` that has split the model.
         module: the LightningModule.
         base: the Hugging Face model in it.
-        step: how much an optimiser step is.
+        step: how much an optimizer step is.
     """
     parameters = list(module.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -107,7 +107,7 @@ def _schedule(strategy: Any) -> list[str]:
 
 def _header(step: Step) -> str:
     known = "at most" if step.is_known else "(assumed: the data does not say)"
-    return f"a rank holds, and sends in an optimiser step of {known} {step.rows} x {step.tokens:,} tokens a replica:"
+    return f"a rank holds, and sends in an optimizer step of {known} {step.rows} x {step.tokens:,} tokens a replica:"
 
 
 def _line(ranks: str, shares: Sequence[Share], kinds: Sequence[str]) -> tuple[str, ...]:

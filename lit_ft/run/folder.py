@@ -33,7 +33,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Lightning checkpoints: trainable weights, optimiser, loops."""
+        """Lightning checkpoints: trainable weights, optimizer, loops."""
         return self.root / "checkpoints"
 
     @property

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, on CUDA and on CPU: each rank holds a share of optimiser state, gradients and weights."""
+"""DeepSpeed's ZeRO, on CUDA and on CPU: each rank holds a share of optimizer state, gradients and weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from lit_ft.strategies.zero import state as zero_state
 
 
 class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
-    """ZeRO: stage 1 splits optimiser state over the ranks, 2 gradients too, 3 weights too.
+    """ZeRO: stage 1 splits optimizer state over the ranks, 2 gradients too, 3 weights too.
 
     The numbers are those of one process, and checkpoints those of every other strategy. At stage 3 a base is split
     while it is read. Every key of DeepSpeed's configuration can be given in ``config``, a JSON file or a mapping, in
@@ -51,7 +51,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         self._forward_redirection: Any = self._run_in_engine
         self._is_in_step, self._has_gradients = False, True
         self._order: list[list[nn.Parameter]] = []
-        """The optimiser's parameters, by group, before ZeRO lays each group out flat."""
+        """The optimizer's parameters, by group, before ZeRO lays each group out flat."""
 
     # --- what is wrong with a recipe -------------------------------------------------------------
 
@@ -120,12 +120,12 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         """Within it the model is built; at stage 3 a base is split as it is read, so that no rank holds it whole.
 
-        Drawn weights (``init: random``) and quantised ones are split after they are made.
+        Drawn weights (``init: random``) and quantized ones are split after they are made.
         """
         self._init_config_if_needed()
         module: Any = self.lightning_module
-        is_drawn, is_quantised = getattr(module, "init", "") == "random", getattr(module, "is_quantised", False)
-        if not self.zero_stage_3 or is_drawn or is_quantised:
+        is_drawn, is_quantized = getattr(module, "init", "") == "random", getattr(module, "is_quantized", False)
+        if not self.zero_stage_3 or is_drawn or is_quantized:
             yield
             return
         import torch._dynamo  # noqa: F401  # zero.Init patches Tensor.__new__, which its import does not survive
@@ -151,7 +151,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         return self.config if key is None else {**self.config, key: {"enabled": True}}
 
     def setup(self, trainer: Trainer) -> None:
-        """Hand model and optimiser to DeepSpeed."""
+        """Hand model and optimizer to DeepSpeed."""
         assert self.accelerator is not None
         assert self.model is not None
         self._init_config_if_needed()
@@ -246,7 +246,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within an accumulation window, no optimiser step follows."""
+        """Within an accumulation window, no optimizer step follows."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -278,7 +278,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Lightning hands the optimiser's saved state over; each rank takes its share of it."""
+        """Lightning hands the optimizer's saved state over; each rank takes its share of it."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         return whole_weights(self.lightning_module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimiser's state, whole, on rank 0, as it would be without ZeRO."""
+        """The optimizer's state, whole, on rank 0, as it would be without ZeRO."""
         return zero_state.optimizer_state(self.deepspeed_engine, self._order, keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -298,7 +298,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         zero_state.load_weights(self.lightning_module, checkpoint["state_dict"], self.deepspeed_engine)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take each rank's share of saved optimiser states."""
+        """Take each rank's share of saved optimizer states."""
         zero_state.load_optimizer_state(self.deepspeed_engine, self._order, checkpoint["optimizer_states"][0])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -14,7 +14,7 @@ from lit_ft.strategies.sharded import ShardedStrategy, check_method
 
 
 class FSDPStrategy(ShardedStrategy):
-    """Shard parameters, gradients and optimiser state over the ranks (torch's ``fully_shard``), layer by layer.
+    """Shard parameters, gradients and optimizer state over the ranks (torch's ``fully_shard``), layer by layer.
 
     Weights are read from safetensors straight into shards. New weights are drawn as on one process. Checkpoints are
     those of every other strategy.
@@ -38,9 +38,9 @@ class FSDPStrategy(ShardedStrategy):
                 travel between nodes (hybrid sharding); all is every rank.
             reshard_after_forward: free a layer's weights after its forward pass and gather them again in the
                 backward pass: less memory, half as much communication again.
-            cpu_offload: keep shards and optimiser state in host memory.
+            cpu_offload: keep shards and optimizer state in host memory.
             sync_each_micro_batch: reduce gradients in every micro-batch and hold a shard of them, instead of holding
-                them whole until the optimiser step.
+                them whole until the optimizer step.
             save_distributed_checkpoint: each rank writes its share into a folder; false writes one file; null does
                 so where an adapter is trained.
             async_save: write checkpoints of shares while training goes on, from a copy in host memory.
@@ -94,7 +94,7 @@ class FSDPStrategy(ShardedStrategy):
     # --- model -----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, then make the optimiser of its shards."""
+        """Shard the model, then make the optimizer of its shards."""
         assert self.lightning_module is not None
         self.check(trainer, self.lightning_module)
         super().setup(trainer)

@@ -171,7 +171,7 @@ class ModelParallelStrategy(ShardedStrategy):
     # --- model -----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Split the model, then make the optimiser of what is here."""
+        """Split the model, then make the optimizer of what is here."""
         assert self.lightning_module is not None
         self.check(trainer, self.lightning_module, getattr(trainer, "datamodule", None))
         super().setup(trainer)
@@ -298,7 +298,7 @@ class ModelParallelStrategy(ShardedStrategy):
         return {weight for experts in dealt for weight in experts.parameters()}
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimisers; where weights lie on different meshes, they step one by one."""
+        """Make the optimizers; where weights lie on different meshes, they step one by one."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             meshes = {

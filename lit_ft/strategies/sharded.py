@@ -71,7 +71,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, then make the optimiser of its shards."""
+        """Shard the model, then make the optimizer of its shards."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -153,7 +153,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Lightning hands the optimiser's saved state over; it is split here."""
+        """Lightning hands the optimizer's saved state over; it is split here."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return frozenset()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimiser's state: whole on rank 0, or each rank's shards of it."""
+        """The optimizer's state: whole on rank 0, or each rank's shards of it."""
         state = optimizer.state_dict()
         if self._saves_in_shares():
             return state
@@ -225,12 +225,12 @@ class ShardedStrategy(LightningModelParallelStrategy):
                     own.copy_(sharded.split_like(own, saved))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take each rank's share of saved optimiser states."""
+        """Take each rank's share of saved optimizer states."""
         for place, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             optimizer.load_state_dict(sharded.split_state(optimizer, self._own_part(checkpoint, place, state)))
 
     def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Of an optimiser's state, that of the parameters that are here."""
+        """Of an optimizer's state, that of the parameters that are here."""
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -339,7 +339,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimisers that do not compute on shards what they compute on whole weights.
+    """Refuse optimizers that do not compute on shards what they compute on whole weights.
 
     Raises:
         RecipeError: it names those that do.

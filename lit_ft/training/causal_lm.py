@@ -1,6 +1,6 @@
 """The LightningModule: a Hugging Face causal LM with any PEFT method, or trained in full.
 
-It knows no strategy. One rule holds everywhere: the loss of an optimiser step is the mean over the
+It knows no strategy. One rule holds everywhere: the loss of an optimizer step is the mean over the
 supervised tokens of all its micro-batches and ranks (``losses.loss_weight``).
 """
 
@@ -58,7 +58,7 @@ class CausalLM(ScheduleFreeModule):
     """Fine-tune a causal language model.
 
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, each a mean over supervised tokens
-    (train: of one optimiser step over all ranks; val and test: of the whole set), ``.../loss/<source>`` where
+    (train: of one optimizer step over all ranks; val and test: of the whole set), ``.../loss/<source>`` where
     the data has several sources (train: of those in the step), and ``train/grad_norm``, ``train/learning_rate``,
     ``train/router_aux_loss`` (without its factor).
     """
@@ -104,7 +104,7 @@ class CausalLM(ScheduleFreeModule):
                 ["layers.2[0-3].", norm]; the others are frozen.
             lr_factors: factors on the learning rate, by regular expressions for names of weights; the first that
                 matches counts. {lora_B: 16} is LoRA+ (Hayou et al. 2024, arXiv:2402.12354).
-            quantization: quantise the frozen base while reading it, a transformers config by class_path.
+            quantization: quantize the frozen base while reading it, a transformers config by class_path.
             gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time;
                 selective keeps the results of matrix products and attention: some more memory, little more time.
             activation_offload: keep activations in the host's memory until the backward pass; with
@@ -139,7 +139,7 @@ class CausalLM(ScheduleFreeModule):
                 "model.router_aux_loss looks into layers, which model.compile fuses; leave one of them out"
             )
         if peft is not None:
-            lora_init.check_init(peft, is_quantised=quantization is not None)
+            lora_init.check_init(peft, is_quantized=quantization is not None)
         self.pretrained, self.tokenizer_name = pretrained, tokenizer or pretrained
         self.added_tokens, self.added_special_tokens = added_tokens or [], added_special_tokens or []
         self.init, self.base_dtype = init, dtype
@@ -210,7 +210,7 @@ class CausalLM(ScheduleFreeModule):
         Raises:
             RecipeError: config, tokenizer or tuning method do not fit.
         """
-        self._check_stored_quantisation()
+        self._check_stored_quantization()
         self._check_liger()
         skeleton = loading.skeleton(self.pretrained, self.base_dtype)
         router_loss.coefficient(skeleton, self.router_aux_loss)
@@ -222,7 +222,7 @@ class CausalLM(ScheduleFreeModule):
             return self._with_peft(skeleton, self.peft)
         return self._with_peft(skeleton, lora_init.with_default_init(self.peft, self.start))
 
-    def _check_stored_quantisation(self) -> None:
+    def _check_stored_quantization(self) -> None:
         if self.init == "random":
             return
         config = loading.load_config(self.pretrained)
@@ -230,7 +230,7 @@ class CausalLM(ScheduleFreeModule):
         if (method := quantized_base.packed_method(config)) is not None:
             compatibility.check_quantized(self.peft, method)
         if self.peft is not None:
-            lora_init.check_init(self.peft, is_quantised=self.is_quantised)
+            lora_init.check_init(self.peft, is_quantized=self.is_quantized)
 
     def _check_weights(self, skeleton: nn.Module) -> None:
         """Find weight files that do not fit the config, which would be allocated by it."""
@@ -238,7 +238,7 @@ class CausalLM(ScheduleFreeModule):
         if self.init == "random":
             return
         check_weight_files(self.pretrained)
-        if folder.is_dir() and not self.is_quantised:
+        if folder.is_dir() and not self.is_quantized:
             size_check.check_weights(folder, skeleton, f"model.pretrained={self.pretrained!r}")
 
     def _check_liger(self) -> None:
@@ -250,8 +250,8 @@ class CausalLM(ScheduleFreeModule):
             liger.check(loading.load_config(self.pretrained), device)
 
     @property
-    def is_quantised(self) -> bool:
-        """Whether the base's weights are quantised: by the recipe, or in the checkpoint already."""
+    def is_quantized(self) -> bool:
+        """Whether the base's weights are quantized: by the recipe, or in the checkpoint already."""
         stored = self.init == "pretrained" and quantized_base.is_packed(loading.load_config(self.pretrained))
         return self.quantization is not None or stored
 
@@ -259,7 +259,7 @@ class CausalLM(ScheduleFreeModule):
         """Build the model; Lightning calls it once the strategy is ready."""
         if self.model is not None:
             return
-        self._check_stored_quantisation()
+        self._check_stored_quantization()
         self._check_liger()
         # New weights are a function of the seed alone, not of what drew random numbers before.
         torch.manual_seed(process.seed())
@@ -306,7 +306,7 @@ class CausalLM(ScheduleFreeModule):
             wrap=partial(self._with_peft, base),
             rows=self._rows_for_init(base),
             forward=self,
-            unquantised=lambda: loading.load_base(self.pretrained, self.init, self.base_dtype),
+            unquantized=lambda: loading.load_base(self.pretrained, self.init, self.base_dtype),
         )
         return model
 
@@ -430,7 +430,7 @@ class CausalLM(ScheduleFreeModule):
     # --- steps -----------------------------------------------------------------------------------
 
     def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """The micro-batch's share of the optimiser step's token-mean loss.
+        """The micro-batch's share of the optimizer step's token-mean loss.
 
         Args:
             batch: a row, or a padded batch in Hugging Face's convention from someone's own data.
@@ -460,8 +460,8 @@ class CausalLM(ScheduleFreeModule):
             replicas, _ = process.data_parallel(self.trainer)
             weight = loss_weight(window_tokens=self._window_tokens, accumulate=accumulate, replicas=replicas)
             loss = (result.loss_sum + self._weighed_router_loss(len(row["targets"]))) * weight
-        if batch_idx % accumulate == 0 and (term := method_hooks.regularisation(self.model)) is not None:
-            loss = loss + accumulate * term  # once in an optimiser step, over whose micro-batches Lightning averages
+        if batch_idx % accumulate == 0 and (term := method_hooks.regularization(self.model)) is not None:
+            loss = loss + accumulate * term  # once in an optimizer step, over whose micro-batches Lightning averages
             self.log("train/regularization", term)
         if (batch_idx + 1) % accumulate == 0 or self.trainer.is_last_batch:
             self._log_train()
@@ -483,7 +483,7 @@ class CausalLM(ScheduleFreeModule):
             self._replay = None
 
     def _count_window(self, row: PackedBatch, accumulate: int) -> int:
-        """Supervised tokens, over all ranks, of the optimiser step that the row belongs to."""
+        """Supervised tokens, over all ranks, of the optimizer step that the row belongs to."""
         tokens = row.get("window_tokens")
         if tokens is None:
             if accumulate > 1:
@@ -577,7 +577,7 @@ class CausalLM(ScheduleFreeModule):
         super().on_train_epoch_end()
         self._finite.look_at_all(self.trainer)
 
-    # --- optimisation ----------------------------------------------------------------------------
+    # --- optimization ----------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer over the trainable parameters, and the schedule."""

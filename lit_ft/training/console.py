@@ -66,13 +66,13 @@ class ConsoleSummary(Callback):
         seconds = time.perf_counter() - self._started
         if (size := describe_checkpoint(trainer, pl_module)) is not None:
             rank_zero_info(size)
-        rank_zero_info(f"done: {trainer.global_step:,} optimiser steps in {seconds:.0f} s{ending}; see {self.run.root}")
+        rank_zero_info(f"done: {trainer.global_step:,} optimizer steps in {seconds:.0f} s{ending}; see {self.run.root}")
         module: Any = pl_module
         if self.run.merged.exists() or prompt_learning.method_of(getattr(module, "model", None)):
             rank_zero_info(f"next: python -m lit_ft predict --config {self.run.config} --ckpt_path last")
         else:
-            is_quantised = isinstance(module, CausalLM) and getattr(module.base_model, "is_quantized", False)
-            choice = " --quantized-base dequantize" if is_quantised else ""
+            is_quantized = isinstance(module, CausalLM) and getattr(module.base_model, "is_quantized", False)
+            choice = " --quantized-base dequantize" if is_quantized else ""
             rank_zero_info(f"next: python -m lit_ft export --run {self.run.root} --merge{choice}")
 
 
@@ -128,17 +128,17 @@ def describe_devices(trainer: Trainer) -> str:
 
 
 def describe_steps(trainer: Trainer) -> str:
-    """Optimiser steps, and the rows and tokens of one."""
+    """Optimizer steps, and the rows and tokens of one."""
     steps = optimizer_steps(trainer)
     loader: Any = trainer.train_dataloader
     if isinstance(loader, StreamLoader):
-        return f"{steps} optimiser steps of a stream; {loader.buffer_rows:,} rows are shuffled at a time"
+        return f"{steps} optimizer steps of a stream; {loader.buffer_rows:,} rows are shuffled at a time"
     if not isinstance(loader, RowLoader):
-        return f"{steps} optimiser steps"
+        return f"{steps} optimizer steps"
     draws, tokens, supervised = loader.epoch_size()
     per_epoch = -(-loader.batches // accumulation(trainer, 0))
     return (
-        f"{steps:,} optimiser steps; an epoch is {draws:,} samples, {tokens:,} tokens ({supervised / tokens:.0%} "
+        f"{steps:,} optimizer steps; an epoch is {draws:,} samples, {tokens:,} tokens ({supervised / tokens:.0%} "
         f"supervised) in {per_epoch:,} steps of about {tokens // max(per_epoch, 1):,} tokens"
     )
 

@@ -26,7 +26,7 @@ class Float8Precision(Precision):
     """Train with the linear layers' matrix products in 8-bit floats, for NVIDIA GPUs from Hopper and Ada on.
 
     Each product scales its two factors to float8's range as they come (Micikevicius et al. 2022, arXiv:2209.05433):
-    forward, for the gradient of the inputs, and for that of the weights where they train. Weights, optimiser,
+    forward, for the gradient of the inputs, and for that of the weights where they train. Weights, optimizer,
     attention, norms, head and the adapter's own matrices stay in their dtypes. Evaluation, answers and merges compute
     with the weights as they are, like the model that is exported.
     """
@@ -56,7 +56,7 @@ class Float8Precision(Precision):
         fit = [(parent, name, layer) for parent, name, layer in layers if _fits(layer)]
         if not fit:
             raise RecipeError(
-                "Float8Precision finds no linear layer to compute in float8: they are quantised, or their sizes are no "
+                "Float8Precision finds no linear layer to compute in float8: they are quantized, or their sizes are no "
                 f"multiples of {_MULTIPLE}; leave it out of trainer.plugins"
             )
         for parent, name, layer in fit:

@@ -171,7 +171,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def loss_weight(*, window_tokens: int, accumulate: int, replicas: int) -> float:
-    """Factor on a micro-batch's summed loss that makes the optimiser step's gradient token-exact.
+    """Factor on a micro-batch's summed loss that makes the optimizer step's gradient token-exact.
 
     The step's loss is the sum over all micro-batches and ranks divided by ``window_tokens``, the
     supervised tokens of them all. Lightning divides by ``accumulate`` and the strategy averages

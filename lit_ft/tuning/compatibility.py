@@ -77,7 +77,7 @@ def _get(config: Any, name: str) -> Any:
 
 
 def check_quantized(peft: PeftConfig | None, quantization: str) -> None:
-    """Refuse methods that do not compute on a quantised base what they do on the dequantised one.
+    """Refuse methods that do not compute on a quantized base what they do on the dequantized one.
 
     Args:
         peft: the tuning method.
@@ -91,12 +91,12 @@ def check_quantized(peft: PeftConfig | None, quantization: str) -> None:
     method = peft.peft_type.value
     if method not in _TUNING.get(quantization, {"LORA"}):
         raise RecipeError(
-            f"model.peft: {method} works on the base's own weights, which are packed when the base is quantised "
+            f"model.peft: {method} works on the base's own weights, which are packed when the base is quantized "
             f"({quantization}); take peft.LoraConfig, or a base that is not"
         )
     if (why := _variant_that_fails(peft)) is not None:
         raise RecipeError(
-            f"model.peft: {why} when the base is quantised; leave it out, take init_lora_weights=loftq or eva, or a "
+            f"model.peft: {why} when the base is quantized; leave it out, take init_lora_weights=loftq or eva, or a "
             "base that is not"
         )
 
@@ -116,12 +116,12 @@ def _variant_that_fails(lora: Any) -> str | None:
     return None
 
 
-_ON_QUANTISED = {
+_ON_QUANTIZED = {
     *("LORA", "IA3", "OFT", "BOFT", "VERA", "PVERA", "FOURIERFT", "WAVEFT", "LN_TUNING", "MISS", "RANDLORA", "VBLORA"),
     *("HIRA", "ROAD", "SHIRA", "BEFT", "TRAINABLE_TOKENS", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"),
     *("ADALORA", "ADAPTION_PROMPT", "BOTTLENECK"),
 }
-"""Methods that were compared on an NF4 base and on the same base dequantised (tests/tuning/test_tuning.py)."""
+"""Methods that were compared on an NF4 base and on the same base dequantized (tests/tuning/test_tuning.py)."""
 
 
 _ON_GPTQMODEL = {
@@ -130,9 +130,9 @@ _ON_GPTQMODEL = {
 
 
 _TUNING = {
-    "bitsandbytes": _ON_QUANTISED,
-    "torchao": _ON_QUANTISED - {"HIRA"},
+    "bitsandbytes": _ON_QUANTIZED,
+    "torchao": _ON_QUANTIZED - {"HIRA"},
     "gptq": _ON_GPTQMODEL,
     "awq": _ON_GPTQMODEL,
 }
-"""By quantisation, the methods that were compared likewise; any other quantisation takes LoRA."""
+"""By quantization, the methods that were compared likewise; any other quantization takes LoRA."""

@@ -1,5 +1,5 @@
 """Inits of LoRA that look at the training data (EVA, CorDA, LoRA-GA), take their start out of the base (PiSSA, OLoRA,
-CorDA, LoRA-GA) or make up for its quantisation (LoftQ): done once, then kept in checkpoints.
+CorDA, LoRA-GA) or make up for its quantization (LoftQ): done once, then kept in checkpoints.
 
 Words: a *start* is what such an init found. Checkpoints hold it, so that a resumed run, a validation and an export
 begin from the same base without doing it again.
@@ -71,25 +71,25 @@ def _settled(config: Any) -> Any:
     return config
 
 
-def check_init(peft: PeftConfig, is_quantised: bool) -> None:
+def check_init(peft: PeftConfig, is_quantized: bool) -> None:
     """Refuse what an init cannot be combined with.
 
     Raises:
-        RecipeError: DoRA, whose magnitudes would be those of the changed base; LoftQ on a base that is not quantised.
+        RecipeError: DoRA, whose magnitudes would be those of the changed base; LoftQ on a base that is not quantized.
     """
     if getattr(peft, "use_dora", False) and init_of(peft).startswith(FROM_THE_BASE):
         raise RecipeError(
             f"model.peft: init_lora_weights={init_of(peft)!r} takes the start out of the base, and use_dora trains "
             "magnitudes of that changed base, so that the adapter could not be used on the base itself; leave one out"
         )
-    if init_of(peft) == "loftq" and not is_quantised:
+    if init_of(peft) == "loftq" and not is_quantized:
         raise RecipeError(
-            "model.peft: init_lora_weights='loftq' makes up for what quantisation costs; set model.quantization "
+            "model.peft: init_lora_weights='loftq' makes up for what quantization costs; set model.quantization "
             "(recipes/tuning/qlora_nf4.yaml), or take another init"
         )
     if init_of(peft) == "loftq" and (passes := cast(LoraConfig, peft).loftq_config.get("loftq_iter", 1)) != 1:
         raise RecipeError(
-            f"model.peft: loftq_iter={passes} would quantise the base anew in each pass, so that the adapter fitted no "
+            f"model.peft: loftq_iter={passes} would quantize the base anew in each pass, so that the adapter fitted no "
             "base that can be had elsewhere; set it to 1"
         )
 
@@ -100,7 +100,7 @@ def run_lora_init(
     wrap: Callable[[PeftConfig], PeftModel],
     rows: Sequence[PackedBatch],
     forward: Callable[[PackedBatch], TokenLoss],
-    unquantised: Callable[[], nn.Module],
+    unquantized: Callable[[], nn.Module],
 ) -> tuple[PeftModel, LoraInitState]:
     """Wrap a base model and run the config's init.
 
@@ -110,7 +110,7 @@ def run_lora_init(
         wrap: makes the ``PeftModel`` of a config.
         rows: of the training data; unused by inits that do not look at it.
         forward: runs the model on a row.
-        unquantised: reads the base model as it was before quantisation; LoftQ asks for it.
+        unquantized: reads the base model as it was before quantization; LoftQ asks for it.
 
     Raises:
         RecipeError: EVA's directions do not come to a stand.
@@ -131,7 +131,7 @@ def run_lora_init(
         if init == "eva":
             _eva(model, rows, forward)
         elif init == "loftq":
-            _loftq(model, unquantised())
+            _loftq(model, unquantized())
         if init.startswith(FROM_THE_BASE):
             taken = {
                 name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items() if "lora_" in name
@@ -255,7 +255,7 @@ def _eva(model: PeftModel, rows: Sequence[PackedBatch], forward: Callable[[Packe
 
 @torch.no_grad()
 def _loftq(model: PeftModel, original: nn.Module) -> None:
-    """Start at what quantisation took from each weight, as far as the rank goes (Li et al. 2023, arXiv:2310.08659).
+    """Start at what quantization took from each weight, as far as the rank goes (Li et al. 2023, arXiv:2310.08659).
 
     PEFT's own ``replace_lora_weights_loftq`` computes on CUDA alone, and knows no scaling.
     """

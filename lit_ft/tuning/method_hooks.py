@@ -1,4 +1,4 @@
-"""What some PEFT methods want besides gradients: a term on the loss, and a call after each optimiser step."""
+"""What some PEFT methods want besides gradients: a term on the loss, and a call after each optimizer step."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ _IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 """What AdaLoRA's rank allocator remembers of each weight."""
 
 
-def regularisation(model: Any) -> Tensor | None:
-    """The term that the method adds to the loss of an optimiser step; None where it has none.
+def regularization(model: Any) -> Tensor | None:
+    """The term that the method adds to the loss of an optimizer step; None where it has none.
 
     AdaLoRA keeps its factors orthogonal (Zhang et al. 2023, arXiv:2303.10512, eq. 4), KaSA too (Wang et al. 2024,
     arXiv:2412.06071, eq. 9-12).
@@ -34,13 +34,13 @@ def regularisation(model: Any) -> Tensor | None:
 
 
 def check_schedule(model: Any, steps: float) -> None:
-    """Say where AdaLoRA's schedule is not as long as the run, whose optimiser steps are given."""
+    """Say where AdaLoRA's schedule is not as long as the run, whose optimizer steps are given."""
     if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
         return
     config = model.active_peft_config
     if config.total_step != steps:
         rank_zero_warn(
-            f"AdaLoRA: total_step={config.total_step}, but the run has {steps:g} optimiser steps; ranks are final "
+            f"AdaLoRA: total_step={config.total_step}, but the run has {steps:g} optimizer steps; ranks are final "
             f"after step {config.total_step - config.tfinal} (total_step - tfinal)"
         )
 
@@ -53,7 +53,7 @@ def after_optimizer_step(model: Any, steps: int) -> None:
 
     Args:
         model: any model.
-        steps: optimiser steps taken, this one included.
+        steps: optimizer steps taken, this one included.
     """
     if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
         return

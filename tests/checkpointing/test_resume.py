@@ -1,4 +1,4 @@
-"""A run stopped at any optimiser step and resumed equals the run that was not stopped."""
+"""A run stopped at any optimizer step and resumed equals the run that was not stopped."""
 
 import os
 from pathlib import Path
@@ -43,7 +43,7 @@ def fit(
     return {name: p.detach().clone() for name, p in module.trainable_parameters().items()}
 
 
-# 17 rows to train on: 9 micro-batches, 5 optimiser steps an epoch; steps 5 and 10 end one.
+# 17 rows to train on: 9 micro-batches, 5 optimizer steps an epoch; steps 5 and 10 end one.
 @pytest.mark.parametrize("val_fraction", [0.2, 0.0], ids=["val", "noval"])
 @pytest.mark.parametrize("step", [0, 2, 4, 5, 6, 9, 13])
 def test_stopped_anywhere(

@@ -59,7 +59,7 @@ def test_good_data(run: Any, tmp_path: Path, model_folder: str, write_rows: Any)
     assert re.search(r"train: two +alpaca +9 +9 ", output)
     assert re.search(r"val: val +alpaca +3 +3 ", output)
     assert "template round trip, one: 31 of 31 conversations" in output
-    assert "a sample's losses move by 0 when its neighbour in the row changes" in output
+    assert "a sample's losses move by 0 when its neighbor in the row changes" in output
     assert re.search(r"packing: \d+ rows of 128 tokens, \d\d.\d\d% full", output)
     assert "note: one: 1 of 31 samples repeat another" in output
     assert "note: 3 different samples are in the training and in the validation data" in output
@@ -79,7 +79,7 @@ def test_it_counts_what_the_trainer_then_trains_on(
     module = TextDataModule(**data)
     module.load(make_tokenizer())
     samples = module.splits["train"]
-    assert "epoch: 6 optimiser steps of 4 samples" in output
+    assert "epoch: 6 optimizer steps of 4 samples" in output
     assert f"tokens per epoch: {samples.lengths.sum():,}, {samples.supervised.sum():,} supervised" in output
 
 

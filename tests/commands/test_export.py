@@ -212,19 +212,19 @@ def test_random_bases_are_drawn_again(lit_ft: Any, fit: Any, tmp_path: Path) -> 
         assert torch.equal(weights(tmp_path / "again")[name], weight), name
 
 
-# --- quantised bases -------------------------------------------------------------------------------
+# --- quantized bases -------------------------------------------------------------------------------
 
 
-def quantised(config: dict[str, Any]) -> list[str]:
+def quantized(config: dict[str, Any]) -> list[str]:
     return ["--model.quantization", json.dumps({"class_path": "transformers.BitsAndBytesConfig", "init_args": config})]
 
 
-def test_a_quantised_base_asks_for_a_choice(lit_ft: Any, fit: Any, tmp_path: Path, write_rows: Any, base: Path) -> None:
-    run, out = fit(*quantised(NF4)), tmp_path / "out"
+def test_a_quantized_base_asks_for_a_choice(lit_ft: Any, fit: Any, tmp_path: Path, write_rows: Any, base: Path) -> None:
+    run, out = fit(*quantized(NF4)), tmp_path / "out"
     said = lit_ft("export", "--run", run, "--merge", "--out", out, code=2)
     assert "choose quantized_base: dequantize" in said
     assert "or keep" in said
-    said = lit_ft(*recipe(tmp_path, str(base), write_rows()), *quantised(NF4), "--merge", "true", code=2)
+    said = lit_ft(*recipe(tmp_path, str(base), write_rows()), *quantized(NF4), "--merge", "true", code=2)
     assert "export --run RUN --merge --quantized-base dequantize (or keep)" in said
     keep = ["--run", run, "--merge", "--quantized-base", "keep", "--out", out]
     assert "leave dtype" in lit_ft("export", *keep, "--dtype", "bf16", code=2)
@@ -232,11 +232,11 @@ def test_a_quantised_base_asks_for_a_choice(lit_ft: Any, fit: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("config", [NF4, INT8], ids=["nf4", "int8"])
-def test_a_quantised_base_is_dequantised(lit_ft: Any, fit: Any, tmp_path: Path, config: dict[str, Any]) -> None:
-    run = fit(*quantised(config))
+def test_a_quantized_base_is_dequantized(lit_ft: Any, fit: Any, tmp_path: Path, config: dict[str, Any]) -> None:
+    run = fit(*quantized(config))
     options = ["--merge", "--quantized-base", "dequantize", "--dtype", "fp32", "--out", tmp_path / "out"]
     said = lit_ft("export", "--run", run, *options)
-    assert "dequantised to float32 and merged: against the quantised model that was trained, logits differ by" in said
+    assert "dequantized to float32 and merged: against the quantized model that was trained, logits differ by" in said
     assert "of what training did to the logits," in said
     assert "MiB of weights" in said
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -252,7 +252,7 @@ def test_a_quantised_base_is_dequantised(lit_ft: Any, fit: Any, tmp_path: Path, 
 
 
 def test_int8_may_be_kept_and_reads_back(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
-    run = fit(*quantised(INT8))
+    run = fit(*quantized(INT8))
     said = lit_ft("export", "--run", run, "--merge", "--quantized-base", "keep", "--out", tmp_path / "out")
     assert "merged, and rounded to the base's bits again" in said
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map={"": "cpu"})
@@ -261,10 +261,10 @@ def test_int8_may_be_kept_and_reads_back(lit_ft: Any, fit: Any, tmp_path: Path) 
 
 
 def test_four_bits_that_forget_what_was_learned_are_refused(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
-    run = fit(*quantised(NF4), "--model.peft.init_lora_weights", "true")
+    run = fit(*quantized(NF4), "--model.peft.init_lora_weights", "true")
     said = lit_ft("export", "--run", run, "--merge", "--quantized-base", "keep", "--out", tmp_path / "out", code=1)
     assert "of what training did to the logits" in said
-    assert "nothing was written. Dequantise the base, or use the adapter on it" in said
+    assert "nothing was written. Dequantize the base, or use the adapter on it" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -494,9 +494,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no out": (["--adapter", "RUN"], "out is not set; say where to write with --out DIR"),
     "dtype of an adapter": (["--run", "RUN", "--dtype", "bf16"], "dtype=bf16 is for merged weights; add --merge"),
     "not merged": (["--run", "RUN", "--quantized-base", "keep"], "quantized_base=keep is for merged weights"),
-    "not quantised": (
+    "not quantized": (
         ["--run", "RUN", "--merge", "--quantized-base", "keep"],
-        "the base is not quantised; leave it out",
+        "the base is not quantized; leave it out",
     ),
     "onto the base": (["--run", "RUN", "--merge", "--out", "BASE"], "is the base model itself; name another folder"),
     "onto other things": (["--run", "RUN", "--merge", "--out", "RUN"], "config.yaml"),

@@ -31,7 +31,7 @@ def test_fit_leaves_a_page(finished: Path) -> None:
     assert "<summary>Hello</summary>" in page
     assert "class_path: lit_ft.CausalLM" in page
     environment = json.loads((finished / "environment.json").read_text())
-    assert environment["optimiser_steps"] == 4
+    assert environment["optimizer_steps"] == 4
     assert {"torch", "lightning", "lit-ft", "transformers", "peft"} <= set(environment["versions"])
 
 

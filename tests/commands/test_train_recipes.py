@@ -92,7 +92,7 @@ def test_fragments_run_on_top_of_the_quickstart(
         return
     else:
         assert quickstart_with(name, *options, *INSTEAD.get(path.stem, [])) == 0
-        assert "done: 2 optimiser steps" in caplog.text
+        assert "done: 2 optimizer steps" in caplog.text
     written = ("adapter/adapter_config.json", "merged/config.json")  # what trains all weights has no adapter
     assert any((tmp_path / "run" / name).is_file() for name in written)
 

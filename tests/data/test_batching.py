@@ -47,7 +47,7 @@ def test_every_sample_once_and_windows_agree(packing: Any, replicas: int, accumu
                 assert {tokens for _, tokens, _ in share} == {supervised}
             computes = [[compute for _, _, compute in share] for share in window]
             assert all(row == computes[0] for row in computes)  # all ranks skip the same micro-batches
-            assert computes[0][-1]  # the one whose backward synchronises gradients is never skipped
+            assert computes[0][-1]  # the one whose backward synchronizes gradients is never skipped
         if budget is not None and packing is None:
             assert all(sum(lengths[i] for i in batch) <= budget for share in dealt for batch, _, _ in share)
         assert sum(len(list(loader)) for loader in loaders) == len(loaders[0]) * replicas

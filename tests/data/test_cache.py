@@ -260,7 +260,7 @@ print("TRAINED", flush=True)
 
 
 @pytest.mark.processes
-def test_slow_tokenisation_outlasts_the_process_groups_timeout(
+def test_slow_tokenization_outlasts_the_process_groups_timeout(
     tmp_path: Path, model_folder: str, write_rows: Any
 ) -> None:
     script = tmp_path / "slow.py"

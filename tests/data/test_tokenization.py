@@ -116,10 +116,10 @@ def test_which_tokenizers_encode_by_piece() -> None:
     assert not TextEncoder(with_space).is_piecewise
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bytes, normalised", "never", "strips"])
+@pytest.mark.parametrize("kind", ["bytes", "bytes, normalized", "never", "strips"])
 def test_pieces_are_encoded_as_each_is_alone(kind: str) -> None:
     tokenizer = spaced_tokenizer("never") if kind == "never" else make_tokenizer()
-    if kind == "bytes, normalised":
+    if kind == "bytes, normalized":
         tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     if kind == "strips":
         tokens = [

@@ -136,7 +136,7 @@ def test_full_fine_tuning_with_added_tokens_resumes(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.vocab_size == len(module.tokenizer)
 
 
-def test_a_quantised_base_grows_too(make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path) -> None:
+def test_a_quantized_base_grows_too(make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path) -> None:
     from transformers import BitsAndBytesConfig
 
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Quantised bases compute what the dense weights that they stand for do, and train, or are refused."""
+"""Quantized bases compute what the dense weights that they stand for do, and train, or are refused."""
 
 import importlib.util
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quantised_checkpoints
+import quantized_checkpoints
 import torch
 from conftest import make_tokenizer
 from one_process import Losses
@@ -78,7 +78,7 @@ REQUESTED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Qwen2 as in ``model_folder``, with layers as wide as quantised groups want."""
+    """A Qwen2 as in ``model_folder``, with layers as wide as quantized groups want."""
     folder = tmp_path_factory.mktemp("models") / "wide-qwen2"
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
@@ -145,11 +145,11 @@ def give_adapter(to: CausalLM, source: CausalLM) -> None:
             parameter.copy_(source.trainable_parameters()[name])
 
 
-def compare(quantised: CausalLM, dense: CausalLM, *, training: bool) -> tuple[torch.Tensor, float]:
+def compare(quantized: CausalLM, dense: CausalLM, *, training: bool) -> tuple[torch.Tensor, float]:
     """With one adapter on both: differences of token losses, and the gradients' relative distance."""
-    give_adapter(quantised, dense)
+    give_adapter(quantized, dense)
     losses, gradients = [], []
-    for module in (quantised, dense):
+    for module in (quantized, dense):
         module.train(training).zero_grad()
         result = module(a_row())
         result.loss_sum.backward()
@@ -166,9 +166,9 @@ def test_a_requested_base_equals_its_dense_weights(
     wide_folder: str, tmp_path: Path, scheme: str, training: bool
 ) -> None:
     need(scheme)
-    quantised = built(wide_folder, quantization=REQUESTED[scheme]())
+    quantized = built(wide_folder, quantization=REQUESTED[scheme]())
     dense = built(dense_of(wide_folder, REQUESTED[scheme](), tmp_path / "dense"))
-    losses, gradients = compare(quantised, dense, training=training)
+    losses, gradients = compare(quantized, dense, training=training)
     if (scheme, training) == ("int8", False):
         # LLM.int8 rounds activations as well; bitsandbytes leaves that out on CPUs while training.
         assert losses.mean() < 0.02
@@ -178,11 +178,11 @@ def test_a_requested_base_equals_its_dense_weights(
         assert gradients < 1e-5
 
 
-def runs(make_trainer: Any, quantised: CausalLM, dense: CausalLM, data: str, steps: int) -> list[list[float]]:
+def runs(make_trainer: Any, quantized: CausalLM, dense: CausalLM, data: str, steps: int) -> list[list[float]]:
     """Losses of training both from one adapter."""
-    give_adapter(quantised, dense)
+    give_adapter(quantized, dense)
     both = []
-    for module in (quantised, dense):
+    for module in (quantized, dense):
         record = Losses()
         make_trainer(max_steps=steps, callbacks=[record]).fit(module, TextDataModule(data, micro_batch_size=4))
         both.append(record.losses)
@@ -195,7 +195,7 @@ def runs(make_trainer: Any, quantised: CausalLM, dense: CausalLM, data: str, ste
     ("scheme", "dtype", "tolerance"),
     [(scheme, "float32", 1e-3) for scheme in REQUESTED] + [("nf4", "bfloat16", 5e-2), ("int8", "bfloat16", 5e-2)],
 )
-def test_qlora_tracks_lora_on_the_dequantised_base(
+def test_qlora_tracks_lora_on_the_dequantized_base(
     make_trainer: Any, wide_folder: str, write_rows: Any, tmp_path: Path, scheme: str, dtype: str, tolerance: float
 ) -> None:
     need(scheme)
@@ -208,12 +208,12 @@ def test_qlora_tracks_lora_on_the_dequantised_base(
     assert got == pytest.approx(wanted, abs=tolerance)
 
 
-@pytest.mark.parametrize("format", quantised_checkpoints.FORMATS)
+@pytest.mark.parametrize("format", quantized_checkpoints.FORMATS)
 def test_a_stored_base_equals_its_dense_weights(
     make_trainer: Any, wide_folder: str, write_rows: Any, tmp_path: Path, format: str
 ) -> None:
     need(format)
-    stored, dense = quantised_checkpoints.write(wide_folder, format, tmp_path)
+    stored, dense = quantized_checkpoints.write(wide_folder, format, tmp_path)
     for training in (True, False):
         losses, gradients = compare(built(stored), built(dense), training=training)
         assert losses.max() < 1e-5
@@ -237,16 +237,16 @@ def test_a_saved_base_is_read_again(wide_folder: str, tmp_path: Path, scheme: st
     assert losses.max() < 1e-5
     assert gradients < 1e-5
     CausalLM(stored, peft=lora()).check()
-    with pytest.raises(RecipeError, match="is quantised .*; set model.peft"):
+    with pytest.raises(RecipeError, match="is quantized .*; set model.peft"):
         CausalLM(stored).check()
-    with pytest.raises(RecipeError, match="is quantised already .*; leave model.quantization out"):
+    with pytest.raises(RecipeError, match="is quantized already .*; leave model.quantization out"):
         CausalLM(stored, peft=lora(), quantization=quantization).check()
 
 
-def test_a_dequantised_base_trains_in_full(
+def test_a_dequantized_base_trains_in_full(
     make_trainer: Any, wide_folder: str, write_rows: Any, tmp_path: Path
 ) -> None:
-    stored, dense = quantised_checkpoints.write(wide_folder, "fp8", tmp_path)
+    stored, dense = quantized_checkpoints.write(wide_folder, "fp8", tmp_path)
     losses = []
     for folder in (stored, dense):
         module = CausalLM(folder, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
@@ -276,21 +276,21 @@ def test_a_stored_base_without_its_package(
 ) -> None:
     if is_installed(PACKAGES.get(config["quant_method"], "nothing")):
         pytest.skip("its package is installed")
-    monkeypatch.setitem(quantised_checkpoints.FORMATS, "other", (lambda w: ({"weight": w}, w), config))
-    stored, _ = quantised_checkpoints.write(wide_folder, "other", tmp_path)
+    monkeypatch.setitem(quantized_checkpoints.FORMATS, "other", (lambda w: ({"weight": w}, w), config))
+    stored, _ = quantized_checkpoints.write(wide_folder, "other", tmp_path)
     with pytest.raises(RecipeError, match=match):
         CausalLM(stored, peft=lora()).check()
 
 
-def test_a_requested_quantisation_without_its_package(wide_folder: str) -> None:
+def test_a_requested_quantization_without_its_package(wide_folder: str) -> None:
     if is_installed("optimum"):
         pytest.skip("optimum is installed")
     with pytest.raises(RecipeError, match="quanto needs a package .*pip install optimum-quanto"):
         CausalLM(wide_folder, peft=lora(), quantization=QuantoConfig(weights="int8"))
 
 
-def test_calibrated_quantisations_are_read_only(wide_folder: str) -> None:
-    with pytest.raises(RecipeError, match="gptq looks at data while it quantises; name a checkpoint"):
+def test_calibrated_quantizations_are_read_only(wide_folder: str) -> None:
+    with pytest.raises(RecipeError, match="gptq looks at data while it quantizes; name a checkpoint"):
         CausalLM(wide_folder, peft=lora(), quantization=GPTQConfig(bits=4))
 
 
@@ -305,7 +305,7 @@ def test_missing_weights_are_not_drawn_at_random(wide_folder: str, tmp_path: Pat
 
 @pytest.mark.skipif(not is_installed("torchao"), reason="torchao is not installed")
 def test_activations_in_int8_pass_no_gradient(wide_folder: str) -> None:
-    with pytest.raises(RecipeError, match="do not pass the gradient back .*; take a quantisation of weights alone"):
+    with pytest.raises(RecipeError, match="do not pass the gradient back .*; take a quantization of weights alone"):
         built(wide_folder, quantization=torchao("Int8DynamicActivationInt8WeightConfig"))
 
 

@@ -68,7 +68,7 @@ class Case:
 
 
 class Record(Callback):
-    """Loss and gradient norm of each optimiser step; what each rank holds of the model."""
+    """Loss and gradient norm of each optimizer step; what each rank holds of the model."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, float]] = []
@@ -431,7 +431,7 @@ def test_a_config_that_agrees_is_taken_and_auto_is_the_recipe() -> None:
 
 REFUSED_ON_DEVICES: dict[str, tuple[dict[str, Any], int, str]] = {
     "nothing split": ({"stage": 0}, 1, "stage=0 splits nothing"),
-    "quantised weights": ({"stage": 3, "zero_quantized_weights": True}, 1, "zero_quantized_weights .* are for CUDA"),
+    "quantized weights": ({"stage": 3, "zero_quantized_weights": True}, 1, "zero_quantized_weights .* are for CUDA"),
     "copies": (
         {"stage": 3, "zero_hpz_partition_size": 3},
         4,

@@ -344,7 +344,7 @@ REFUSED = {
 
 @dataclass
 class Gradients(Callback):
-    """Whole gradients of the first optimiser step, of what is on this rank."""
+    """Whole gradients of the first optimizer step, of what is on this rank."""
 
     found: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -550,14 +550,14 @@ CASES = {
         ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", f"{S}num_microbatches=6"],
         r"num_microbatches=6 must divide data.micro_batch_size=16; use one of \[2, 4, 8, 16\], or set .* to 18",
     ),
-    "quantised base": (
+    "quantized base": (
         [
             "--trainer.devices=2",
             f"{S}tensor_parallel_size=2",
             "--config=recipes/tuning/qlora_nf4.yaml",
             "--merge=false",
         ],
-        "tensor_parallel_size=2 cannot cut the packed weights of a quantised base",
+        "tensor_parallel_size=2 cannot cut the packed weights of a quantized base",
     ),
     "method": (
         ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/ia3.yaml"],

@@ -269,7 +269,7 @@ def test_adapter_and_merged_model_are_those_of_ddp(
 
 
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
-def test_quantised_base_in_shards(make_trainer: Any, model_folder: str, write_rows: Any, storage: str) -> None:
+def test_quantized_base_in_shards(make_trainer: Any, model_folder: str, write_rows: Any, storage: str) -> None:
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -26,7 +26,7 @@ def built(model_folder: str, **options: Any) -> CausalLM:
     return module
 
 
-def test_frozen_weights_get_neither_gradient_nor_optimiser_state(
+def test_frozen_weights_get_neither_gradient_nor_optimizer_state(
     make_trainer: Any, model_folder: str, write_rows: Any
 ) -> None:
     module = CausalLM(model_folder, peft=lora())
@@ -188,7 +188,7 @@ def test_target_modules_that_match_nothing(model_folder: str, options: Any, mess
         CausalLM(model_folder, **options).check()
 
 
-def test_a_quantised_base_trains_through_a_validation(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+def test_a_quantized_base_trains_through_a_validation(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
     """An eval pass repacks 4-bit weights on some CPUs; training after it must see the same base."""
     from transformers import BitsAndBytesConfig
 
@@ -202,10 +202,10 @@ def test_a_quantised_base_trains_through_a_validation(make_trainer: Any, model_f
     assert losses(val_check_interval=1) == pytest.approx(losses(limit_val_batches=0), abs=1e-6)
 
 
-def test_a_quantised_model_needs_a_method(model_folder: str) -> None:
+def test_a_quantized_model_needs_a_method(model_folder: str) -> None:
     from transformers import BitsAndBytesConfig
 
-    with pytest.raises(RecipeError, match="quantised weights cannot be trained"):
+    with pytest.raises(RecipeError, match="quantized weights cannot be trained"):
         CausalLM(model_folder, quantization=BitsAndBytesConfig(load_in_4bit=True))
 
 

@@ -58,7 +58,7 @@ def optimizer_of(name: str) -> Any:
 
 
 class Recorder(Callback):
-    """Keeps the gradients, learning rates and weights of each optimiser step."""
+    """Keeps the gradients, learning rates and weights of each optimizer step."""
 
     def __init__(self) -> None:
         self.start: Weights = {}
@@ -170,7 +170,7 @@ def fit_and_stop(
     return weights_of(module), [loss for loss, _ in recorder.validated]
 
 
-# 17 rows to train on: 9 micro-batches, 5 optimiser steps an epoch.
+# 17 rows to train on: 9 micro-batches, 5 optimizer steps an epoch.
 @pytest.mark.parametrize("step", [2, 6])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_is_the_whole_run(

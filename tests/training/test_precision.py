@@ -169,7 +169,7 @@ def test_mixed_computes_all_else_in_bfloat16(make_trainer: Any, model_folder: st
 def test_refused(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = CausalLM(model_folder, peft=LORA, quantization=BitsAndBytesConfig(load_in_8bit=True))
     packed.configure_model()
-    with pytest.raises(RecipeError, match="finds no linear layer .* they are quantised"):
+    with pytest.raises(RecipeError, match="finds no linear layer .* they are quantized"):
         convert(packed, Float8Precision())
     with pytest.raises(RecipeError, match="needs an NVIDIA GPU .*, not mps"):
         convert(packed, Float8Precision(), "mps")

@@ -104,7 +104,7 @@ NOT_IN_SHARDS = {
 }
 DRAWS_NOISE = ("PVeRA",)
 """While training, and other noise on other ranks."""
-NOT_ON_QUANTISED = {
+NOT_ON_QUANTIZED = {
     "PiSSA": "init_lora_weights='pissa' changes the base's weights",
     "PiSSA, fast": "init_lora_weights='pissa_niter_4' changes the base's weights",
     "OLoRA": "init_lora_weights='olora' changes the base's weights",
@@ -388,23 +388,23 @@ def test_conditions(make_trainer: Any, model_folder: str, write_rows: Any, metho
     note(method, **{condition: "runs"})
 
 
-ON_QUANTISED_ONLY = {
+ON_QUANTIZED_ONLY = {
     "LoftQ": peft.LoraConfig(
         r=4, lora_alpha=8, init_lora_weights="loftq", loftq_config={"loftq_bits": 4}, **LAYERS, **CAUSAL
     )
 }
 
 
-@pytest.mark.parametrize("method", [*METHODS, *ON_QUANTISED_ONLY])
-def test_on_a_quantised_base_it_computes_what_it_does_on_the_dequantised_one(
+@pytest.mark.parametrize("method", [*METHODS, *ON_QUANTIZED_ONLY])
+def test_on_a_quantized_base_it_computes_what_it_does_on_the_dequantized_one(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, method: str
 ) -> None:
-    if method in NOT_ON_QUANTISED:
-        with pytest.raises(RecipeError, match=NOT_ON_QUANTISED[method]):
+    if method in NOT_ON_QUANTIZED:
+        with pytest.raises(RecipeError, match=NOT_ON_QUANTIZED[method]):
             CausalLM(model_folder, peft=METHODS[method], quantization=NF4)
-        note(method, quantised=f"refused: {NOT_ON_QUANTISED[method].split(',')[0]}")
+        note(method, quantized=f"refused: {NOT_ON_QUANTIZED[method].split(',')[0]}")
         return
-    config = (METHODS | ON_QUANTISED_ONLY)[method]
+    config = (METHODS | ON_QUANTIZED_ONLY)[method]
     module = CausalLM(model_folder, peft=config, optimizer=sgd, quantization=NF4)
     train(make_trainer, module, write_rows())
     module.save_adapter(tmp_path / "adapter")
@@ -416,17 +416,17 @@ def test_on_a_quantised_base_it_computes_what_it_does_on_the_dequantised_one(
         logits = [(plain(input_ids=ids[None]).logits[0, -len(ids) :], ids) for ids in samples()]
     wanted = torch.cat([cross_entropy(part[:-1], ids[1:], reduction="none") for part, ids in logits])
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4, msg=method)
-    note(method, quantised="runs")
-    if method in ON_QUANTISED_ONLY:
+    note(method, quantized="runs")
+    if method in ON_QUANTIZED_ONLY:
         trains = sum(p.numel() for p in module.trainable_parameters().values())
-        note(method, config=f"`{type(config).__name__}`", trains=f"{trains:,}", packing="needs a quantised base")
+        note(method, config=f"`{type(config).__name__}`", trains=f"{trains:,}", packing="needs a quantized base")
 
 
-def test_loftq_starts_nearer_to_the_unquantised_model(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
+def test_loftq_starts_nearer_to_the_unquantized_model(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     wanted = base.model.layers[0].self_attn.q_proj.weight
     left: dict[str, float] = {}
-    for name, config in {"LoftQ": ON_QUANTISED_ONLY["LoftQ"], "LoRA": METHODS["LoRA"]}.items():
+    for name, config in {"LoftQ": ON_QUANTIZED_ONLY["LoftQ"], "LoRA": METHODS["LoRA"]}.items():
         module = CausalLM(model_folder, peft=config, optimizer=partial(torch.optim.SGD, lr=0.0), quantization=NF4)
         make_trainer(max_steps=1).fit(module, TextDataModule(write_rows()))
         layer = module.base_model.model.layers[0].self_attn.q_proj
@@ -559,7 +559,7 @@ def test_adalora_takes_no_importance_from_infinite_gradients(model_folder: str) 
 
 def test_adalora_says_that_its_schedule_is_not_the_runs(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
     config = peft.AdaLoraConfig(init_r=6, target_r=3, total_step=100, **LAYERS, **CAUSAL)
-    with pytest.warns(UserWarning, match="total_step=100, but the run has 2 optimiser steps"):
+    with pytest.warns(UserWarning, match="total_step=100, but the run has 2 optimizer steps"):
         make_trainer(max_steps=2).fit(CausalLM(model_folder, peft=config), TextDataModule(write_rows()))
     with pytest.raises(RecipeError, match="from init_r=4 to target_r=8"):
         CausalLM(model_folder, peft=peft.AdaLoraConfig(init_r=4, target_r=8, total_step=9, **CAUSAL)).check()

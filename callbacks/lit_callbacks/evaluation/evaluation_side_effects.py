@@ -65,13 +65,13 @@ def written(what: str, write: Callable[[], Any]) -> bool:
 
 
 class EveryNSteps:
-    """Tells when some optimiser steps have passed, however many each batch takes."""
+    """Tells when some optimizer steps have passed, however many each batch takes."""
 
     def __init__(self, n: int) -> None:
         """Count from step 0.
 
         Args:
-            n: optimiser steps.
+            n: optimizer steps.
 
         Raises:
             ValueError: it is not positive.

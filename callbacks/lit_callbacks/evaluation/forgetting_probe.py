@@ -38,7 +38,7 @@ class ForgettingProbe(Callback):
 
         Args:
             texts: held-out texts, or a text file with an empty line between two; anything that ``loss`` takes.
-            every_n_steps: optimiser steps between two looks; None looks after each validation.
+            every_n_steps: optimizer steps between two looks; None looks after each validation.
             batch_size: texts read together.
             loss: measures; None is the module's method ``text_loss(texts)``, which returns the same.
             path: the file; None is ``forgetting.jsonl`` in ``trainer.default_root_dir``.

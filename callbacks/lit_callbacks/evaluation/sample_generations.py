@@ -18,7 +18,7 @@ Generate = Callable[[LightningModule, Sequence[str]], Sequence[str]]
 
 
 class SampleGenerations(Callback):
-    """Answer the same prompts before training, every n optimiser steps and at the end.
+    """Answer the same prompts before training, every n optimizer steps and at the end.
 
     Answers go to the loggers that take text, as ``samples``, and to a JSONL file (``step, prompt, answer``). All ranks
     generate, because under sharding each holds a part of the weights; rank 0 writes. Dropout is off meanwhile, and
@@ -39,7 +39,7 @@ class SampleGenerations(Callback):
         Args:
             prompts: texts that the model goes on with; those for the module's own ``answer`` begin with the token that
                 the module's ``tokenizer`` puts before raw text (BOS), if it does.
-            every_n_steps: optimiser steps between answers.
+            every_n_steps: optimizer steps between answers.
             max_new_tokens: longest answer, for the module's own ``answer``.
             chat: each prompt is a user's turn, rendered by the module's ``render_prompt`` where it has one, else by the
                 chat template of its ``tokenizer``.

@@ -29,7 +29,7 @@ class AdapterMerger(Callback):
     trains in its own way has a method ``save_adapter(folder, state_dict)``, given whole weights by name where they are
     split over ranks; it needs neither.
     Folders appear whole or not at all. What cannot be merged is refused when training starts. A model on the way that
-    cannot be written or is found wrong is a warning; at the end it is an error. Optimisers with two sets of weights
+    cannot be written or is found wrong is a warning; at the end it is an error. Optimizers with two sets of weights
     (schedule-free ones, with ``train()`` and ``eval()``) have those that answer in place meanwhile.
     """
 
@@ -48,7 +48,7 @@ class AdapterMerger(Callback):
             adapter_dir: folder for ``PeftModel.from_pretrained``; not written in full fine-tuning.
             merged_dir: folder for ``AutoModelForCausalLM.from_pretrained``; None does not merge.
             texts: gives text files that go into the folders, a ``README.md`` in place of PEFT's template, say.
-            every_n_steps: also write every so many optimiser steps, to ``<adapter_dir>-step-<n>`` and
+            every_n_steps: also write every so many optimizer steps, to ``<adapter_dir>-step-<n>`` and
                 ``<merged_dir>-step-<n>``; None does not.
             on_best: also write when a ``ModelCheckpoint`` with a ``monitor`` saves a new best, to
                 ``<adapter_dir>-best-step-<n>`` and so on, with that checkpoint's weights.
@@ -182,7 +182,7 @@ def _best_paths(trainer: Trainer) -> list[str]:
 
 @contextmanager
 def weights_that_answer(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Have a schedule-free optimiser's average in place, and after it the very weights of before, bit by bit."""
+    """Have a schedule-free optimizer's average in place, and after it the very weights of before, bit by bit."""
     two_sets: list[Any] = [
         optimizer
         for optimizer in trainer.optimizers

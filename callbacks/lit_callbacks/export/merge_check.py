@@ -15,8 +15,8 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of a logit by dtype of the merged weights, as a share of the largest logit. Rounding each
 weight once to a dtype with n bits of mantissa moves it by up to 2^-n of itself: 2^-24, 2^-11, 2^-8."""
 
-DEQUANTISED_BOUND = 1e-1
-"""The same where the base was trained on in 8 or 4 bits: kernels of 8 bits round activations too, a dequantised
+DEQUANTIZED_BOUND = 1e-1
+"""The same where the base was trained on in 8 or 4 bits: kernels of 8 bits round activations too, a dequantized
 model does not."""
 
 MOST_LOST = 0.5
@@ -107,7 +107,7 @@ def share_lost(wanted: Tensor, got: Tensor, untrained: Tensor) -> float:
 
 
 def check_kept(lost: float, report: MergeReport) -> None:
-    """Refuse a merge into quantised weights that forgets what was learned.
+    """Refuse a merge into quantized weights that forgets what was learned.
 
     Raises:
         MergeFailed: more than half is lost.
@@ -115,7 +115,7 @@ def check_kept(lost: float, report: MergeReport) -> None:
     if not lost <= MOST_LOST:
         raise MergeFailed(
             f"rounded to the base's bits again, the merged weights lose {lost:.0%} of what training did to the logits "
-            f"({report}); nothing was written. Dequantise the base, or use the adapter on it"
+            f"({report}); nothing was written. Dequantize the base, or use the adapter on it"
         )
 
 

@@ -14,7 +14,7 @@ from lit_callbacks.distributed.gather import persistent_buffers, whole_weights
 from lit_callbacks.export.atomic_folder import write_atomically
 from lit_callbacks.export.merge_check import (
     BOUNDS,
-    DEQUANTISED_BOUND,
+    DEQUANTIZED_BOUND,
     Layout,
     MergeFailed,
     check_buffers,
@@ -153,7 +153,7 @@ def save_merged(
         folder: where to; an earlier folder there is replaced.
         tokenizer: saved with it, chat template included.
         dtype: of the saved weights; None keeps theirs.
-        quantized_base: of a base in 4 or 8 bits: dequantize it and merge into that, or keep it quantised and round
+        quantized_base: of a base in 4 or 8 bits: dequantize it and merge into that, or keep it quantized and round
             the merged weights again. What it costs is measured and said.
         texts: files that go with it, by name.
 
@@ -192,7 +192,7 @@ def _write_merged(
     with trained.disable_adapter():
         untrained = logits_of(trained, ids) if quantized_base is not None else wanted
     if quantized_base == "dequantize":
-        trained = _dequantised(trained, dtype or base.dtype)
+        trained = _dequantized(trained, dtype or base.dtype)
     _part_embeddings(trained.get_base_model())
     with warnings.catch_warnings():
         # What PEFT warns of, rounding and parted embeddings, is measured and said below.
@@ -216,10 +216,10 @@ def _write_merged(
         what, report = "merged, and rounded to the base's bits again", compare(wanted, got, float("inf"))
         check_kept(lost, report)
     else:
-        what = f"dequantised to {str(merged_dtype).removeprefix('torch.')} and merged"
-        report = compare(wanted, got, DEQUANTISED_BOUND)
+        what = f"dequantized to {str(merged_dtype).removeprefix('torch.')} and merged"
+        report = compare(wanted, got, DEQUANTIZED_BOUND)
     rank_zero_info(
-        f"{what}: against the quantised model that was trained, {report}; of what training did to the logits, "
+        f"{what}: against the quantized model that was trained, {report}; of what training did to the logits, "
         f"{lost:.1%} is lost; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training"
     )
 
@@ -243,8 +243,8 @@ def _cast(model: Any, dtype: torch.dtype, narrow: bool = True) -> Any:
     return model
 
 
-def _dequantised(model: Any, dtype: torch.dtype) -> Any:
-    """The adapter on the dequantised base; PEFT's layers for quantised weights cannot be merged into others."""
+def _dequantized(model: Any, dtype: torch.dtype) -> Any:
+    """The adapter on the dequantized base; PEFT's layers for quantized weights cannot be merged into others."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     adapter, config = get_peft_model_state_dict(model, save_embedding_layers=False), model.active_peft_config
@@ -252,8 +252,8 @@ def _dequantised(model: Any, dtype: torch.dtype) -> Any:
         base = model.unload().dequantize(dtype).to(dtype)
     except NotImplementedError as error:
         raise ValueError(
-            f"transformers cannot dequantise {model.config.quantization_config.quant_method} weights ({error}); merge "
-            "into the model that they were quantised from, or use the adapter as it is"
+            f"transformers cannot dequantize {model.config.quantization_config.quant_method} weights ({error}); merge "
+            "into the model that they were quantized from, or use the adapter as it is"
         ) from error
     plain = get_peft_model(base, config)
     set_peft_model_state_dict(plain, adapter)
@@ -289,14 +289,14 @@ def check_mergeable(model: Any, dtype: torch.dtype | None = None, quantized_base
         method = model.active_peft_config.peft_type.value
         raise ValueError(f"{method} adds no weights that could be merged into the base; use the adapter as it is")
     base = model.get_base_model() if is_peft(model) else model
-    is_quantised = getattr(base, "is_quantized", False)
-    if is_quantised and quantized_base is None:
+    is_quantized = getattr(base, "is_quantized", False)
+    if is_quantized and quantized_base is None:
         raise ValueError(
-            "the base is quantised, and an adapter that is merged into it is rounded with it; choose quantized_base: "
+            "the base is quantized, and an adapter that is merged into it is rounded with it; choose quantized_base: "
             "dequantize (exact to the merged dtype, 2 to 4 times the size) or keep (small, and further from what was "
             "trained)"
         )
-    if not is_quantised and quantized_base is not None:
-        raise ValueError(f"quantized_base={quantized_base}, but the base is not quantised; leave it out")
+    if not is_quantized and quantized_base is not None:
+        raise ValueError(f"quantized_base={quantized_base}, but the base is not quantized; leave it out")
     if quantized_base == "keep" and dtype is not None:
         raise ValueError(f"quantized_base=keep leaves weights in their bits; leave dtype={dtype} out")

@@ -10,10 +10,10 @@ _NAME = re.compile(r"from(\d+)-to(\d+)\.rank(\d+)\.(?:parquet|csv)")
 
 
 class Visit(NamedTuple):
-    """What the model made of a sample in one optimiser step."""
+    """What the model made of a sample in one optimizer step."""
 
     step: int
-    """Optimiser steps done before this one."""
+    """Optimizer steps done before this one."""
     epoch: int
     id: str
     source: str
@@ -49,7 +49,7 @@ def write_part(folder: Path, started: int, rank: int, visits: Visits) -> Path:
 
     Args:
         folder: of the ledger; made where it is missing.
-        started: optimiser step at which this run started or was resumed.
+        started: optimizer step at which this run started or was resumed.
         rank: whose they are.
         visits: in the order of their steps; at least one.
 

@@ -10,7 +10,7 @@ from typing import Any
 from lit_callbacks.loss_ledger.ledger_files import Visit
 
 SLICES = 10
-"""Parts of the run, equal in optimiser steps, over which means are taken."""
+"""Parts of the run, equal in optimizer steps, over which means are taken."""
 MOST_COMPARISONS = 200_000
 """Pairs of samples that are compared to find twins: a second or two."""
 CANDIDATES = 10
@@ -19,7 +19,7 @@ MIN_TWIN_VISITS = 2
 """Visits from which a curve is made."""
 
 
-def summarise(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.1) -> dict[str, Any]:
+def summarize(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.1) -> dict[str, Any]:
     """Sum a ledger up.
 
     Args:
@@ -30,7 +30,7 @@ def summarise(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.
 
     Returns:
         ``samples`` and ``visits`` (counts); ``worst``, by last loss, and ``risen``, by last less first loss: lists
-        of samples with ``id, source, tokens, visits, first, last``; ``slice_ends``, optimiser steps, and
+        of samples with ``id, source, tokens, visits, first, last``; ``slice_ends``, optimizer steps, and
         ``sources``, each with its token-mean loss in each slice of the run (None where it had none); ``twins``: pairs
         with ``ids, tokens, distance``, the nearest first. Losses are in nats per token.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_callbacks.batch_ids import batch_ids, batch_sources
 from lit_callbacks.loss_ledger.ledger_files import Visits, forget, get_ready, read_visits, write_part
-from lit_callbacks.loss_ledger.ledger_summary import summarise
+from lit_callbacks.loss_ledger.ledger_summary import summarize
 from lit_callbacks.output.tables import show_table
 
 TEXT_KEPT, TEXT_SHOWN = 500, 60
@@ -25,7 +25,7 @@ TOKENS_KEPT = 1024
 LEAST_LIKENESS = 0.8
 """Of two texts (``difflib``'s ratio), 0 to 1, from which samples whose losses go together are named as duplicates."""
 SUMMARY = "summary.json"
-"""What ``summarise`` returns, in the ledger's folder."""
+"""What ``summarize`` returns, in the ledger's folder."""
 
 
 class LossLedger(Callback):
@@ -56,7 +56,7 @@ class LossLedger(Callback):
         Args:
             folder: for the files, Parquet where pyarrow is installed, else CSV; None is ``loss_ledger`` in
                 ``trainer.default_root_dir``.
-            write_every_n_steps: optimiser steps between two writes.
+            write_every_n_steps: optimizer steps between two writes.
             top: samples named at the end.
             ids: one id a sample of the batch, the same each time a sample comes; None where there are none.
             sources: one source a sample, or None.
@@ -83,7 +83,7 @@ class LossLedger(Callback):
         sources: Any = None,
         per_token: bool = False,
     ) -> None:
-        """Note the losses of some samples; of the current optimiser step.
+        """Note the losses of some samples; of the current optimizer step.
 
         Args:
             ids: one a sample, a list or tensor.
@@ -232,7 +232,7 @@ class LossLedger(Callback):
             return
         if not visits:
             return
-        summary = summarise(visits, self.top)
+        summary = summarize(visits, self.top)
         self._add_texts(summary, self.texts or getattr(trainer.datamodule, "sample_texts", None))
         (folder / SUMMARY).write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         header = ("sample", "source", "tokens", "visits", "first", "last", "text")

@@ -44,7 +44,7 @@ def settings(breakdown: Breakdown, ranks: int, is_sharded: bool) -> list[Setting
             "keep the inputs of layers only, and compute one layer's activations again at a time",
         ),
         Setting("chunked loss", breakdown.vocabulary_bytes * 7 // 8, "compute logits and loss an eighth at a time"),
-        Setting("sharding", held - held * now // then, f"weights, gradients and optimiser state over {then} devices"),
+        Setting("sharding", held - held * now // then, f"weights, gradients and optimizer state over {then} devices"),
     ]
     return sorted(found, key=lambda setting: -setting.saves)
 

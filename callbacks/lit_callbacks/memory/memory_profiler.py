@@ -35,7 +35,7 @@ class MemoryProfiler(Callback):
     ``memory/<phase>/host_rss``, taken when the phase ends, in the steps that are logged.
 
     In ``sample_steps`` every storage is followed (``breakdown``, ``memory/breakdown/...``): parameters, gradients,
-    optimiser state, activations, other, at the step's fullest moment. The allocator is asked on the host and the
+    optimizer state, activations, other, at the step's fullest moment. The allocator is asked on the host and the
     device is never waited for.
 
     On an out-of-memory error a page is written that says what memory was for and which setting saves the most; then
@@ -55,8 +55,8 @@ class MemoryProfiler(Callback):
         Args:
             dirpath: folder for ``memory_timeline.csv``, ``memory_step.csv``, the picture and the report; None is
                 ``memory`` in the trainer's ``default_root_dir``.
-            sample_steps: optimiser steps of this fit, the first is 1, whose tensors are followed, which makes them
-                slower. The first has no optimiser state at its start; an error in it finds the page complete.
+            sample_steps: optimizer steps of this fit, the first is 1, whose tensors are followed, which makes them
+                slower. The first has no optimizer state at its start; an error in it finds the page complete.
             picture: whether to draw ``memory_timeline.png`` at the end, with matplotlib (the extra ``plots``).
             record_history: on CUDA, keep where each allocation came from, for ``snapshot``; that costs a little.
             leak_mib: growth of the steady state, within the last readings, that is warned of.
@@ -119,7 +119,7 @@ class MemoryProfiler(Callback):
             known[name] = max(known.get(name, 0.0), value)
 
     def _is_logged(self, trainer: Any) -> bool:
-        """Whether Lightning logs the step that comes next; it counts one a step, whatever the number of optimisers."""
+        """Whether Lightning logs the step that comes next; it counts one a step, whatever the number of optimizers."""
         every = trainer.log_every_n_steps
         return bool(every) and (self._first_step + self._steps + 1) % every == 0
 
@@ -148,7 +148,7 @@ class MemoryProfiler(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """At the end of an optimiser step, close the account and log."""
+        """At the end of an optimizer step, close the account and log."""
         if trainer.global_step == self._global_step:
             return
         self._global_step, self._steps = trainer.global_step, self._steps + 1
@@ -208,7 +208,7 @@ class MemoryProfiler(Callback):
         if grown > self.leak_mib * MIB:
             self._warn(
                 "leak",
-                f"memory between steps grew by {mib(grown)} within {steps} optimiser steps, to {mib(now)}: something "
+                f"memory between steps grew by {mib(grown)} within {steps} optimizer steps, to {mib(now)}: something "
                 "keeps tensors, often a list of losses without .detach(), or metrics that are never reset",
             )
 
@@ -239,7 +239,7 @@ class MemoryProfiler(Callback):
         write_csv(self._folder / "memory_step.csv", self._rows_of_step)
         if not self.picture:
             return
-        title = f"optimiser step {self._sampled}, by purpose" if self._rows_of_step else "no step was sampled"
+        title = f"optimizer step {self._sampled}, by purpose" if self._rows_of_step else "no step was sampled"
         try:
             write_picture(self._folder / "memory_timeline.png", self.timeline, self._rows_of_step, title)
         except ModuleNotFoundError as error:
@@ -260,13 +260,13 @@ class MemoryProfiler(Callback):
         self._end(trainer)
 
     def _explain(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
-        when = f"optimiser step {self._steps + 1}"
+        when = f"optimizer step {self._steps + 1}"
         if self._ledger is not None:
             self._ledger.switch(self._phase)  # type: ignore[arg-type]
             self._close_ledger(trainer, pl_module)
             when += ", up to the error"
         elif self.breakdown is not None:
-            when = f"optimiser step {self._sampled}"
+            when = f"optimizer step {self._sampled}"
         breakdown = self.breakdown or _known_beforehand(trainer, pl_module, self._device)
         device = in_mib(
             {
@@ -326,7 +326,7 @@ def _gradients(module: LightningModule) -> Iterator[Tensor]:
 
 
 def _states(trainer: Trainer) -> Iterator[Tensor]:
-    """Tensors of the optimisers' states, however they are nested."""
+    """Tensors of the optimizers' states, however they are nested."""
     for optimizer in trainer.optimizers:
         yield from tensors_in(optimizer.state)
 

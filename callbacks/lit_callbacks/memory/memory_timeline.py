@@ -21,7 +21,7 @@ _COLOURS = {
 
 
 def step_rows(ledger: StorageLedger) -> list[dict[str, Any]]:
-    """A step's memory, at most a thousand of its moments, each the fullest of its neighbours.
+    """A step's memory, at most a thousand of its moments, each the fullest of its neighbors.
 
     Returns:
         Rows of ``event``, ``phase`` and MiB by purpose.
@@ -67,7 +67,7 @@ def write_picture(path: Path, run: Sequence[Mapping[str, Any]], step: Sequence[M
     for name in [name for name in (run[-1] if run else {}) if name.endswith("_mib") and "/" not in name]:
         points = [(row["step"], row[name]) for row in run if name in row]
         over_run.plot(*zip(*points, strict=True), label=name.removesuffix("_mib").replace("_", " "))
-    over_run.set(xlabel="optimiser step", ylabel="MiB", title="over the run", ylim=(0, None))
+    over_run.set(xlabel="optimizer step", ylabel="MiB", title="over the run", ylim=(0, None))
     if run:
         over_run.legend(loc="lower right", fontsize="small")
     if step:

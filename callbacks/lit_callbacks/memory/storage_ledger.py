@@ -45,7 +45,7 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def local_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors of this rank that a tensor consists of: shards of a ``DTensor``, parts of a quantised one."""
+    """The plain tensors of this rank that a tensor consists of: shards of a ``DTensor``, parts of a quantized one."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(part := getattr(tensor, name), Tensor):

@@ -15,7 +15,7 @@ def log_figures(trainer: Trainer, figures: Mapping[str, float], step: int) -> No
     Args:
         trainer: whose loggers.
         figures: by their names.
-        step: optimiser steps done before the one that the figures are of, as Lightning numbers what modules log.
+        step: optimizer steps done before the one that the figures are of, as Lightning numbers what modules log.
     """
     # On the CPU: nothing is sent to the device, and those who compare them do so with themselves.
     trainer.callback_metrics.update(zip(figures, torch.tensor(list(figures.values())), strict=True))

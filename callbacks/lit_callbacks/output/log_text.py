@@ -14,7 +14,7 @@ def log_text(trainer: Trainer, name: str, columns: Sequence[str], rows: Sequence
         name: of the table.
         columns: their names.
         rows: cells.
-        step: optimiser step.
+        step: optimizer step.
 
     Returns:
         Whether a logger took it, or there is none.

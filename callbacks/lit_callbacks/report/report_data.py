@@ -14,7 +14,7 @@ from lit_callbacks.output.step_lines import read_lines
 ENVIRONMENT = "environment.json"
 """Versions, devices and times of a run, as ``RunReport`` writes them."""
 Points = list[tuple[float, float]]
-"""Optimiser steps and values."""
+"""Optimizer steps and values."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Curves as SVG that takes its text colour from the page, so that it is read by day and by night."""
+"""Curves as SVG that takes its text color from the page, so that it is read by day and by night."""
 
 import io
 import math
@@ -25,7 +25,7 @@ CHARTS = (
 """Title, unit, and the metrics that a chart takes, by regular expression on the whole name; the first chart that fits
 takes a metric."""
 MOST_POINTS = 300
-"""Points of a curve; where there are more, each is the mean of its neighbourhood."""
+"""Points of a curve; where there are more, each is the mean of its neighborhood."""
 LONGEST_LABEL = 40
 """Characters of a curve's name in a legend; the table below the pictures has all of it."""
 _COLOURS = ("#3d85d9", "#e0792f", "#3f9f63", "#a860c6", "#b8941f", "#d2555a", "#6f849c", "#2ba3a3")
@@ -44,14 +44,14 @@ def sort_into_charts(curves: Mapping[str, Points]) -> dict[tuple[str, str], dict
 
 
 def thinned(points: Points) -> Points:
-    """At most ``MOST_POINTS`` points, each the mean of some neighbours; a value that is not finite stays seen."""
+    """At most ``MOST_POINTS`` points, each the mean of some neighbors; a value that is not finite stays seen."""
     size = math.ceil(len(points) / MOST_POINTS)
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(s for s, _ in part) / len(part), sum(v for _, v in part) / len(part)) for part in parts]
 
 
 def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
-    """An ``<svg>`` element of some curves over optimiser steps.
+    """An ``<svg>`` element of some curves over optimizer steps.
 
     Args:
         title: names the picture for readers who do not see it.
@@ -77,9 +77,9 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
         labels = [_label(name.removeprefix(f"{shared}/")) for name in curves]
         for i, points in enumerate(curves.values()):
             marker = "." if len(points) < 30 else None
-            colour = _COLOURS[i % len(_COLOURS)]
-            axes.plot(*zip(*thinned(points), strict=True), color=colour, linewidth=1.3, marker=marker)
-        axes.set(xlabel="optimiser step", ylabel=unit)
+            color = _COLOURS[i % len(_COLOURS)]
+            axes.plot(*zip(*thinned(points), strict=True), color=color, linewidth=1.3, marker=marker)
+        axes.set(xlabel="optimizer step", ylabel=unit)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if len(curves) > 1:

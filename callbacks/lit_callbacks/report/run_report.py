@@ -99,7 +99,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "device": f"{trainer.world_size} x {device.type} ({name})",
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
-        "optimiser_steps": trainer.global_step,
+        "optimizer_steps": trainer.global_step,
         "versions": {"python": platform.python_version(), "system": platform.platform(), **_versions()},
     }
 

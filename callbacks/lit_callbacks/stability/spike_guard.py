@@ -1,4 +1,4 @@
-"""Leave out optimiser steps whose loss or gradients have gone wrong, before they reach the weights."""
+"""Leave out optimizer steps whose loss or gradients have gone wrong, before they reach the weights."""
 
 import json
 import math
@@ -84,13 +84,13 @@ class History:
 
 
 class SpikeGuard(Callback):
-    """Skip optimiser steps with a NaN, infinite or spiking loss or gradient norm, on all ranks together.
+    """Skip optimizer steps with a NaN, infinite or spiking loss or gradient norm, on all ranks together.
 
-    Looks after the backward pass of a step's last micro-batch, before clipping and before the optimiser. A skipped
+    Looks after the backward pass of a step's last micro-batch, before clipping and before the optimizer. A skipped
     step finds no gradients, so weights, momentum and weight decay stay as they were; schedules and ``global_step``
     go on. Logged: ``spike_guard/skipped_steps``, how many so far, whenever it has changed.
 
-    Costs one all-reduce of four numbers and one look at the device per optimiser step (the decision is the host's),
+    Costs one all-reduce of four numbers and one look at the device per optimizer step (the decision is the host's),
     none per micro-batch. A module that measures its gradients anyway can have it done once, by a method
     ``measured_gradient_norm(optimizer)``: their norm over all ranks, a scalar, or None where it has none. Under fp16
     with a gradient scaler, infinite gradients are left to the scaler, which expects them.

@@ -105,7 +105,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
             if id(weight) in seen or is_lookup or len(getattr(weight, "ds_shape", weight.shape)) < 2:
                 continue
             seen.add(id(weight))
-            # Quantised weights are packed: the layer knows its size.
+            # Quantized weights are packed: the layer knows its size.
             sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
             known = [size for size in sizes if name == "weight" and isinstance(size, int)]
             yield full_name, weight, known[0] * known[1] if len(known) == 2 else whole_numel(weight)

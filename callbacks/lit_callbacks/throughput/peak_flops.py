@@ -120,7 +120,7 @@ def compute_dtype(trainer: Trainer, module: LightningModule) -> torch.dtype:
 
 
 def weights_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of most weights, quantised ones left out."""
+    """The dtype of most weights, quantized ones left out."""
     elements: Counter[torch.dtype] = Counter()
     for weight in module.parameters():
         if weight.is_floating_point():

@@ -42,7 +42,7 @@ _Counted = tuple[BatchCounts, float | None]
 
 @dataclass
 class Measured:
-    """What was done and how long it took, of one optimiser step or of many, on this rank."""
+    """What was done and how long it took, of one optimizer step or of many, on this rank."""
 
     steps: int = 0
     done: dict[str, Number] = field(default_factory=dict)
@@ -79,9 +79,9 @@ class ThroughputMonitor(Callback):
     ``/optimizer``, ``/callbacks`` and ``/other`` (the copy to the device, logging); and ``mfu``, model FLOP/s over the
     device's peak, 0 to 1.
 
-    Time is an optimiser step's, data included; validation, checkpoints and the first steps (allocation, compilation)
+    Time is an optimizer step's, data included; validation, checkpoints and the first steps (allocation, compilation)
     are left out. On CUDA it is the device's own, by events that are read once they have passed: nothing is
-    synchronised, and the last steps may be missing from a window. Elsewhere it is the process's.
+    synchronized, and the last steps may be missing from a window. Elsewhere it is the process's.
 
     ``summary`` holds the run's figures after training; they are logged as ``throughput/run/...`` too. Lightning's
     ``Throughput`` takes one count of items, equal on all ranks and never zero, so the sums are made here.
@@ -98,13 +98,13 @@ class ThroughputMonitor(Callback):
         """Say what is counted, over how long, and against what.
 
         Args:
-            window: optimiser steps that rates are taken over.
+            window: optimizer steps that rates are taken over.
             count: from a batch to what it holds, or to its non-padding tokens; None where it cannot tell.
             flops: from a batch to the model FLOPs of its forward and backward pass on this rank; None takes a formula
                 for transformers with a Hugging Face style config (``lit_callbacks.flops``).
             peak: FLOP/s of a device for MFU: a number, its datasheet's by name and dtype, or measured by a matrix
                 product when training starts, which serves any device.
-            skip_steps: optimiser steps at the start that are not measured.
+            skip_steps: optimizer steps at the start that are not measured.
         """
         self.window, self.count, self.flops, self.peak, self.skip_steps = window, count, flops, peak, skip_steps
         self.summary: dict[str, float] = {}
@@ -146,7 +146,7 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; at the end of an optimiser step, take the time."""
+        """Count the batch; at the end of an optimizer step, take the time."""
         if self._timer is None:
             return
         self._add(batch)
@@ -198,7 +198,7 @@ class ThroughputMonitor(Callback):
         if "measured" not in self._said:
             self._said.add("measured")
             rank_zero_info(
-                f"throughput is measured from optimiser step {self.skip_steps + 1} of this fit on, without validation "
+                f"throughput is measured from optimizer step {self.skip_steps + 1} of this fit on, without validation "
                 "and checkpoints"
             )
         figures = self._figures(trainer, Measured.of(self._steps))
@@ -276,7 +276,7 @@ def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
 
     Args:
         summary: of the monitor.
-        steps: optimiser steps that were measured.
+        steps: optimizer steps that were measured.
         ranks: devices.
     """
     rates = [("samples", "samples/s"), ("total_tokens", "tokens/s with padding"), ("non_padding_tokens", "without")]

@@ -128,7 +128,7 @@ def test_numbers_below_one_are_refused(tmp_path: Path, wrong: dict[str, int]) ->
 
 
 class TwoSets(torch.optim.SGD):
-    """Answers with the average of its steps, as schedule-free optimisers do."""
+    """Answers with the average of its steps, as schedule-free optimizers do."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=1.0)

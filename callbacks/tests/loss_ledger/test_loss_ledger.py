@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lit_callbacks import LossLedger
 from lit_callbacks.loss_ledger.ledger_files import Visit, read_visits
-from lit_callbacks.loss_ledger.ledger_summary import summarise
+from lit_callbacks.loss_ledger.ledger_summary import summarize
 from ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
@@ -53,7 +53,7 @@ class TokenSteps(Steps):
 
 
 class HookSteps(Steps):
-    """Hands its losses over itself, in manual optimisation."""
+    """Hands its losses over itself, in manual optimization."""
 
     def __init__(self, per_token: bool = False) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_the_summary_by_hand() -> None:
         Visit(9, 1, "rises", "b", 3.0, 30),
         Visit(9, 1, "once", "a", 2.5, 10),
     ]
-    summary = summarise(visits, top=2)
+    summary = summarize(visits, top=2)
     assert (summary["samples"], summary["visits"]) == (3, 5)
     assert [sample["id"] for sample in summary["worst"]] == ["rises", "once"]
     assert summary["risen"] == [{"id": "rises", "source": "b", "tokens": 30, "visits": 2, "first": 1.0, "last": 3.0}]
@@ -173,7 +173,7 @@ def test_the_summary_by_hand() -> None:
 
 def test_a_loss_that_is_not_a_number_is_the_worst() -> None:
     visits = [Visit(0, 0, "high", "", 9.0, 1), Visit(0, 0, "broken", "", math.nan, 1)]
-    assert [sample["id"] for sample in summarise(visits)["worst"]] == ["broken", "high"]
+    assert [sample["id"] for sample in summarize(visits)["worst"]] == ["broken", "high"]
 
 
 class Classifier(LightningModule):

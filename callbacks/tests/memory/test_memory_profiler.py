@@ -142,7 +142,7 @@ class Full(TinyLM):
     steps = 3
 
 
-@pytest.mark.parametrize(("steps", "when"), [(3, "optimiser step 2"), (0, "optimiser step 1, up to the error")])
+@pytest.mark.parametrize(("steps", "when"), [(3, "optimizer step 2"), (0, "optimizer step 1, up to the error")])
 def test_out_of_memory_is_explained_and_goes_on(tmp_path: Path, steps: int, when: str) -> None:
     module = Full()
     module.steps = steps
@@ -195,7 +195,7 @@ def test_savings_by_hand() -> None:
     assert settings(weights, ranks=1, is_sharded=False)[0].saves == 200 * MIB
     assert settings(weights, ranks=8, is_sharded=False)[0].saves == 350 * MIB
     sharded = settings(weights, ranks=8, is_sharded=True)[0]
-    assert (sharded.saves, sharded.how) == (200 * MIB, "weights, gradients and optimiser state over 16 devices")
+    assert (sharded.saves, sharded.how) == (200 * MIB, "weights, gradients and optimizer state over 16 devices")
 
 
 def test_logits_are_known_by_their_width(tmp_path: Path) -> None:

@@ -192,11 +192,11 @@ def test_screenshots_by_day_and_by_night(page: Path, tmp_path: Path, scheme: str
     dark = ["--force-dark-mode"] if scheme == "dark" else []
     browse(page, *dark, "--window-size=900,1200", f"--screenshot={shot}")
     picture = image.open(shot).convert("RGB")
-    colours = {colour: count for count, colour in picture.getcolors(2**24)}
+    colors = {color: count for count, color in picture.getcolors(2**24)}
     assert picture.getpixel((2, 2)) == paper
-    assert colours[ink] > 100  # text of the page
-    assert min(map(sum, colours)) > min(sum(paper), sum(ink)) - 15  # no letter of a picture is left black
-    assert colours[(61, 133, 217)] > 100  # curves
+    assert colors[ink] > 100  # text of the page
+    assert min(map(sum, colors)) > min(sum(paper), sum(ink)) - 15  # no letter of a picture is left black
+    assert colors[(61, 133, 217)] > 100  # curves
 
 
 # --- what it reads ---------------------------------------------------------------------------------

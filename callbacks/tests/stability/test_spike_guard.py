@@ -171,7 +171,7 @@ def test_what_is_normal_survives_a_resume(tmp_path: Path) -> None:
 
 
 class TwoOptimizers(Scaled):
-    """Manual optimisation: one optimizer for each layer."""
+    """Manual optimization: one optimizer for each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class TwoOptimizers(Scaled):
         return [torch.optim.AdamW(layer.parameters(), lr=0.01, weight_decay=0.5) for layer in (self.first, self.second)]
 
 
-def test_manual_optimisation_judges_each_optimizer_by_itself(tmp_path: Path) -> None:
+def test_manual_optimization_judges_each_optimizer_by_itself(tmp_path: Path) -> None:
     guard, module = SpikeGuard(warmup_steps=2), TwoOptimizers()
     run = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[guard])
     with pytest.warns(UserWarning, match="optimizer 0 loss is nan; optimizer 0 gradient norm is nan"):

@@ -102,13 +102,13 @@ def run_slowly(tmp_path: Path, clock: Clock, **options: Any) -> tuple[Throughput
         val_check_interval=4,
         **options,
     )
-    # 16 samples of 8 tokens, 3 of them padding and 2 of the other 5 a prompt: 8 batches, 4 optimiser steps.
+    # 16 samples of 8 tokens, 3 of them padding and 2 of the other 5 a prompt: 8 batches, 4 optimizer steps.
     trainer.fit(Slow(clock), SlowLoader(clock, texts(padding=3, prompt=2)), texts(4))
     return monitor, trainer
 
 
 STEP = {"data": 2, "forward_backward": 12, "optimizer": 0.75, "callbacks": 16, "other": 0.25}
-"""Seconds of two micro-batches and an optimiser step."""
+"""Seconds of two micro-batches and an optimizer step."""
 
 
 def test_every_second_is_where_it_belongs(tmp_path: Path, clock: Clock) -> None:
@@ -154,7 +154,7 @@ def test_what_is_left_out_is_said_once(tmp_path: Path, clock: Clock, caplog: pyt
     run_slowly(tmp_path, clock, logger=logger)
     said = [record.getMessage() for record in caplog.records if "throughput" in record.getMessage()]
     assert said == [
-        "throughput is measured from optimiser step 2 of this fit on, without validation and checkpoints",
+        "throughput is measured from optimizer step 2 of this fit on, without validation and checkpoints",
         "throughput of 3 steps on 1 devices: 0.129 samples/s, 1.032 tokens/s with padding, 0.6452 without, 0.3871 "
         "supervised, 3.87e-11 model TFLOP/s per device, MFU 3.9%\n"
         "a step takes 31 s: data 6.5%, forward+backward 38.7%, optimizer 2.4%, callbacks 51.6%, other 0.8%",
@@ -209,7 +209,7 @@ def test_the_users_profiler_goes_on_and_comes_back(tmp_path: Path) -> None:
     assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == 8
 
 
-def test_manual_optimisation_with_two_optimisers(tmp_path: Path, clock: Clock) -> None:
+def test_manual_optimization_with_two_optimizers(tmp_path: Path, clock: Clock) -> None:
     class Manual(Digits):
         def __init__(self) -> None:
             super().__init__()

@@ -63,7 +63,7 @@ def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def split_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimiser's saved state in which each tensor is split as the parameter it belongs to."""
+    """An optimizer's saved state in which each tensor is split as the parameter it belongs to."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {
         **state,
@@ -81,18 +81,18 @@ def _is_of(parameter: Tensor, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-# --- parts of an optimiser's state --------------------------------------------------------------------
+# --- parts of an optimizer's state --------------------------------------------------------------------
 
 
 def select_optimizer_state(
     saved: dict[str, Any], names: Sequence[str], groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Of an optimiser's state, that of some of its parameters.
+    """Of an optimizer's state, that of some of its parameters.
 
     Args:
         saved: a state dict.
         names: its parameters, in order.
-        groups: the parameters wanted, as the other optimiser groups them.
+        groups: the parameters wanted, as the other optimizer groups them.
 
     Raises:
         RecipeError: one of them was not trained there.
@@ -117,7 +117,7 @@ def select_optimizer_state(
 def merge_optimizer_states(
     parts: Sequence[tuple[dict[str, Any], Sequence[str]]], order: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """One optimiser's state from those of several, each of which has some of its parameters: the inverse of ``pick``.
+    """One optimizer's state from those of several, each of which has some of its parameters: the inverse of ``pick``.
 
     Args:
         parts: state dicts, each with its parameters' names in order.
@@ -164,7 +164,7 @@ def save_sharded(
     Args:
         checkpoint: Lightning's, with split tensors.
         path: the folder; an earlier checkpoint there is replaced.
-        names: for each optimiser, its parameters' names in order.
+        names: for each optimizer, its parameters' names in order.
         join_stages: gathers an object from the ranks that hold other parameters.
         order: of all parameters, where others hold some.
         background: a process group of the CPU: the shares are copied, and written while training goes on.
@@ -245,8 +245,8 @@ def load_sharded(
     Args:
         path: the folder.
         module: its parameters say what is read and how it is split.
-        groups: for each optimiser, the names of its parameters by group.
-        aliases: names of module parameters that optimisers know by another: tied weights, here under their second.
+        groups: for each optimizer, the names of its parameters by group.
+        aliases: names of module parameters that optimizers know by another: tied weights, here under their second.
     """
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
     own = dict(module.named_parameters(remove_duplicate=False))

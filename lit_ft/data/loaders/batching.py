@@ -1,9 +1,9 @@
 """Which samples go into which micro-batch of which rank: index arithmetic, known before an epoch starts.
 
 Words: a *unit* is what ``micro_batch_size`` counts (a sample, or a packed bin of samples); a *window*
-is the micro-batches of one optimiser step; a *replica* is a data-parallel rank.
+is the micro-batches of one optimizer step; a *replica* is a data-parallel rank.
 
-One global order of units is dealt out, so that the samples of an optimiser step do not depend on how
+One global order of units is dealt out, so that the samples of an optimizer step do not depend on how
 the step is split into micro-batches and ranks.
 """
 
@@ -61,7 +61,7 @@ class BatchPlan:
     def windows(
         self, units: Sequence[MicroBatch], lengths: np.ndarray, accumulate: int, whole: bool = False
     ) -> Iterator[list[list[MicroBatch]]]:
-        """For each optimiser step, each replica's micro-batches.
+        """For each optimizer step, each replica's micro-batches.
 
         All replicas have the same number of micro-batches, and of empty ones, which come first. A replica
         that is out of units in the last window gets ``[]`` where others compute.
@@ -69,7 +69,7 @@ class BatchPlan:
         Args:
             units: what is dealt out.
             lengths: tokens of each sample.
-            accumulate: micro-batches per optimiser step.
+            accumulate: micro-batches per optimizer step.
             whole: give the last window as many micro-batches as the others, by empty ones.
         """
         step = self.micro_batch_size * self.replicas * accumulate
@@ -124,7 +124,7 @@ def micro_batches(
 
 
 def batch_geometry(plan: BatchPlan, accumulate: int) -> dict[str, int]:
-    """How an optimiser step is split, for a saved place: units of a micro-batch over all ranks, micro-batches."""
+    """How an optimizer step is split, for a saved place: units of a micro-batch over all ranks, micro-batches."""
     return {"units": plan.micro_batch_size * plan.replicas, "accumulate": accumulate}
 
 
@@ -134,10 +134,10 @@ def position_under(state: dict[str, Any], plan: BatchPlan, accumulate: int) -> i
     Args:
         state: of a loader: ``position`` and the ``deal`` it counts by.
         plan: of the resumed run.
-        accumulate: micro-batches of its optimiser steps.
+        accumulate: micro-batches of its optimizer steps.
 
     Raises:
-        RecipeError: the place is within an optimiser step, of the stopped run or of the resumed one.
+        RecipeError: the place is within an optimizer step, of the stopped run or of the resumed one.
     """
     now, then = batch_geometry(plan, accumulate), state.get("deal")
     if then is None or then == now:
@@ -209,10 +209,10 @@ class RowLoader:
         """Prepare the loader.
 
         Args:
-            samples: the tokenised data.
+            samples: the tokenized data.
             plan: how it is dealt out.
             replica: which share is this rank's.
-            accumulate: micro-batches per optimiser step, asked for at the start of each epoch.
+            accumulate: micro-batches per optimizer step, asked for at the start of each epoch.
             limit: ``limit_train_batches``, micro-batches per epoch (int) or a share of them (float). The trainer cuts
                 the epoch; the loader has to know where, because the last optimizer step is shorter there.
             num_workers: processes that lay rows end to end; 0 does it in this one.

@@ -1,7 +1,7 @@
-"""Data larger than memory: rows are read, tokenised and shuffled a buffer at a time.
+"""Data larger than memory: rows are read, tokenized and shuffled a buffer at a time.
 
 A buffer is a small epoch: the plan that deals out data in memory deals out a buffer too, and what does not
-fill an optimiser step goes first in the next. The place in the stream is a few counts, so that a
+fill an optimizer step goes first in the next. The place in the stream is a few counts, so that a
 resumed run goes on with the very next row, whatever the number of worker processes.
 """
 
@@ -126,10 +126,10 @@ class StreamLoader:
             names: of the sources with a loss curve.
             buffer_rows: rows that are read and shuffled at a time.
             replica: which share is this rank's.
-            accumulate: micro-batches per optimiser step, asked for at the start of each epoch.
+            accumulate: micro-batches per optimizer step, asked for at the start of each epoch.
             cut: micro-batches after which the trainer ends an epoch; None where a pass over all rows is one.
             repeats: begin each epoch with the first row, as ``overfit_batches`` does.
-            workers: processes that tokenise ahead; 0 does it between two steps.
+            workers: processes that tokenize ahead; 0 does it between two steps.
         """
         self.sources, self.preparation, self.plan = sources, preparation, plan
         self.names, self.buffer_rows, self.replica = names, buffer_rows, replica

@@ -151,7 +151,7 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools, tokenize=False, add_generation_prompt=generation, **self._options
             )
-        # What apply_chat_template does for plain turns, without the copies that cost more than tokenising a short row.
+        # What apply_chat_template does for plain turns, without the copies that cost more than tokenizing a short row.
         variables = {**self._variables, "messages": messages, "add_generation_prompt": generation}
         context = self._compiled.environment.context_class(
             self._compiled.environment, variables, None, self._compiled.blocks

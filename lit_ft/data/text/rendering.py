@@ -2,7 +2,7 @@
 
 A conversation is rendered prefix by prefix, so that no template needs generation marks: what the turns
 before an answer render to (with the generation prompt) is not supervised, the answer's text and its
-end-of-turn token are. Each piece is tokenised on its own, exactly as at inference, where the prompt's
+end-of-turn token are. Each piece is tokenized on its own, exactly as at inference, where the prompt's
 tokens are given and the answer's are produced.
 """
 

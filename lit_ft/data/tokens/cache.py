@@ -1,4 +1,4 @@
-"""Tokenised sources on disk: never stale, never half-written, made once for all ranks.
+"""Tokenized sources on disk: never stale, never half-written, made once for all ranks.
 
 A cache entry is a folder named after a fingerprint of everything that decides its content. It is
 written beside its place and renamed when complete. A file lock lets one process write and all others
@@ -158,5 +158,5 @@ def _acquire(lock: FileLock) -> None:
     try:
         lock.acquire(timeout=SECONDS_BEFORE_SAYING_SO)
     except Timeout:
-        rank_zero_info(f"another process tokenises the data; waiting for it ({lock.lock_file})")
+        rank_zero_info(f"another process tokenizes the data; waiting for it ({lock.lock_file})")
         lock.acquire()

@@ -1,4 +1,4 @@
-"""One source, ready to train on: read, checked, tokenised, cached, with a line for all that was done to it."""
+"""One source, ready to train on: read, checked, tokenized, cached, with a line for all that was done to it."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from lit_ft.errors import BadRow, RecipeError
 OnBadRow = Literal["error", "skip"]
 
 ROWS_PER_BATCH = 500
-"""Rows that a process tokenises at a time."""
+"""Rows that a process tokenizes at a time."""
 BAD_ROWS_NAMED = 5
 """How many skipped rows are named; all are counted."""
 
@@ -59,7 +59,7 @@ class Preparation:
     on_bad_row: OnBadRow = "error"
     cache_dir: str | None = None
     workers: int | None = None
-    """Processes that tokenise; None is one per CPU core for data that is worth it."""
+    """Processes that tokenize; None is one per CPU core for data that is worth it."""
 
     def tokenization(self, source: Source) -> Tokenization:
         """How a source's rows become tokens.
@@ -123,7 +123,7 @@ class Preparation:
         return [f"{places[row]}: {message}" for row, message in encoded.bad]
 
     def prepare(self, source: Source) -> Prepared:
-        """Read and tokenise a source, or map what an earlier run made of the same rows.
+        """Read and tokenize a source, or map what an earlier run made of the same rows.
 
         Raises:
             RecipeError: something cannot be read, or a row cannot be used, or nothing is left.

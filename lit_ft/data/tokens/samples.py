@@ -1,4 +1,4 @@
-"""The tokenised data: flat arrays on disk, and a view of some samples of several sources."""
+"""The tokenized data: flat arrays on disk, and a view of some samples of several sources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -114,7 +114,7 @@ class Tokenization:
         return example
 
     def encode(self, rows: Sequence[RawRow | BadRow]) -> Encoded:
-        """Tokenise a batch of rows."""
+        """Tokenize a batch of rows."""
         bad: dict[int, str] = {}
         notes: Counter[str] = Counter()
         examples: dict[int, Example] = {}
@@ -252,7 +252,7 @@ def _encode_in_worker(batch: list[tuple[int, RawRow | BadRow]]) -> list[Part]:
 
 
 def encode_batch(batch: Sequence[tuple[int, RawRow | BadRow]], tokenizations: Sequence[Tokenization]) -> list[Part]:
-    """Tokenise rows, each with the number of its source, as the sources want it."""
+    """Tokenize rows, each with the number of its source, as the sources want it."""
     sources = np.array([source for source, _ in batch])
     return [
         (int(source), mine, tokenizations[int(source)].encode([batch[int(i)][1] for i in mine]))
@@ -264,13 +264,13 @@ def encode_batch(batch: Sequence[tuple[int, RawRow | BadRow]], tokenizations: Se
 def encode_batches(
     batches: Iterable[tuple[Any, list[PlacedRow]]], tokenizations: Sequence[Tokenization], workers: int, ahead: int = 0
 ) -> Iterator[tuple[Any, list[str], list[Part]]]:
-    """Tokenise batches of rows, in order.
+    """Tokenize batches of rows, in order.
 
     Args:
         batches: each with a tag that comes back with it.
         tokenizations: how, for each source.
         workers: processes; 0 does it in this one. The result does not depend on it.
-        ahead: batches that are tokenised before they are asked for, at least two per worker.
+        ahead: batches that are tokenized before they are asked for, at least two per worker.
 
     Returns:
         For each batch its tag, the places of its rows, and their samples by source.
@@ -284,7 +284,7 @@ def encode_batches(
         try:
             yield from _in_order(pool, batches, max(2 * workers, ahead))
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # else the batches that wait are tokenised first
+            pool.shutdown(wait=False, cancel_futures=True)  # else the batches that wait are tokenized first
             raise
 
 

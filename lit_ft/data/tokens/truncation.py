@@ -1,4 +1,4 @@
-"""A batch of tokenised rows, cut to length."""
+"""A batch of tokenized rows, cut to length."""
 
 from collections import Counter
 from dataclasses import dataclass, field

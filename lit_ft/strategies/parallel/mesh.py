@@ -102,9 +102,9 @@ class ParallelDims:
             )
         if sizes.tensor > 1:
             # A skeleton has dense weights: the module knows what is going to be read.
-            if getattr(module, "is_quantised", False) or getattr(base, "is_quantized", False):
+            if getattr(module, "is_quantized", False) or getattr(base, "is_quantized", False):
                 raise RecipeError(
-                    f"tensor_parallel_size={sizes.tensor} cannot cut the packed weights of a quantised base; leave "
+                    f"tensor_parallel_size={sizes.tensor} cannot cut the packed weights of a quantized base; leave "
                     "quantization out, or use pipeline_parallel_size and data_parallel_size"
                 )
             tensor_plan.check(base, sizes.tensor, self.tp_plan)

@@ -92,7 +92,7 @@ class _Entry(nn.Module):
 
 
 class StageModule(nn.Module):
-    """Some neighbouring layers of a model, with the embedding before the first, and norm and head after the last.
+    """Some neighboring layers of a model, with the embedding before the first, and norm and head after the last.
 
     It shares its parts with the model, which keeps all names.
 
@@ -232,7 +232,7 @@ class _Stage(PipelineStage):
     def _validate_fwd_outputs(self, *_: Any) -> None:
         pass
 
-    # torch 2.13 asserts a backward pass where neighbouring stages of a rank hand over in `eval`.
+    # torch 2.13 asserts a backward pass where neighboring stages of a rank hand over in `eval`.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
@@ -360,7 +360,7 @@ class Pipeline:
         return dist.get_global_rank(self.mesh.get_group(), place)
 
     def within_window(self, is_within: bool) -> None:
-        """Say whether more micro-batches of the optimiser step come, so that gradients need not be reduced yet."""
+        """Say whether more micro-batches of the optimizer step come, so that gradients need not be reduced yet."""
         for stage in self._torch_stages:
             stage.is_within_window = is_within
 

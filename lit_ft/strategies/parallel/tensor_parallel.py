@@ -6,7 +6,7 @@ value and every gradient is one rank's part: copied in and summed on the way out
 sequence, and the two become all-gather and reduce-scatter, which move as much (Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.2). Which matrix is cut which way is Hugging Face's plan (``tp_plan``).
 
-Parameters are ``DTensor`` for optimiser and checkpoints; a forward pass sees their local tensors, so that no operator
+Parameters are ``DTensor`` for optimizer and checkpoints; a forward pass sees their local tensors, so that no operator
 in it pays for dispatch. ``to_local(grad_placements=...)`` says of each gradient whether it is whole or a part.
 """
 

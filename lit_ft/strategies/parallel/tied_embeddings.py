@@ -57,7 +57,7 @@ class TiedEdges:
         return self.copies.get("head") is parameter
 
     def saved_name(self, name: str) -> str:
-        """The name under which an optimiser's state is saved: the embedding's for both."""
+        """The name under which an optimizer's state is saved: the embedding's for both."""
         return self.names["embedding"] if self.copies and name == self.names["head"] else name
 
     @property

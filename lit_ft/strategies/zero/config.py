@@ -26,7 +26,7 @@ _BESIDE_CONFIG = ("config", "accelerator", "parallel_devices", "cluster_environm
 _ALSO_BESIDE_CONFIG = ("process_group_backend", "timeout", "logging_level", "remote_device")
 
 PER_WEIGHT = "SGD Adam AdamW Adamax Adadelta Adagrad ASGD NAdam RAdam RMSprop Rprop Lion FusedAdam DeepSpeedCPUAdam"
-"""Optimisers that treat each weight alone; ZeRO hands them flat pieces of many weights laid end to end."""
+"""Optimizers that treat each weight alone; ZeRO hands them flat pieces of many weights laid end to end."""
 _NOT_PER_WEIGHT = {
     "Adafactor": "keeps state by row and column of a matrix",
     "Muon": "looks at whole matrices",
@@ -79,7 +79,7 @@ def check_arguments(strategy: type, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def with_settled_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration without ``"auto"``, with what torch's own optimisers need under it."""
+    """DeepSpeed's configuration without ``"auto"``, with what torch's own optimizers need under it."""
     found = _without_auto(config)
     found.setdefault("zero_allow_untested_optimizer", True)
     found.setdefault("zero_force_ds_cpu_optimizer", False)
@@ -119,10 +119,10 @@ def check_devices(config: Mapping[str, Any], ranks: int, on_cpu: bool) -> None:
         raise RecipeError(
             f"trainer.accelerator=cpu, but DeepSpeed has chosen {chosen}; set DS_ACCELERATOR=cpu in the environment"
         )
-    quantised = [name for name in ("zero_quantized_weights", "zero_quantized_gradients") if zero.get(name)]
-    if on_cpu and quantised:
+    quantized = [name for name in ("zero_quantized_weights", "zero_quantized_gradients") if zero.get(name)]
+    if on_cpu and quantized:
         raise RecipeError(
-            f"trainer.strategy: {', '.join(quantised)} with trainer.accelerator=cpu, but DeepSpeed's kernels for them "
+            f"trainer.strategy: {', '.join(quantized)} with trainer.accelerator=cpu, but DeepSpeed's kernels for them "
             "are for CUDA; leave them out on CPU (zero_hpz_partition_size runs there)"
         )
     if ranks % (size := zero.get("zero_hpz_partition_size", 1)):
@@ -252,10 +252,10 @@ def check_method(stage: int, module: Any) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimisers that look further than at a single weight: ZeRO hands them flat pieces of many.
+    """Refuse optimizers that look further than at a single weight: ZeRO hands them flat pieces of many.
 
     Raises:
-        RecipeError: the optimiser would not compute what it computes elsewhere.
+        RecipeError: the optimizer would not compute what it computes elsewhere.
     """
     name = type(optimizer).__name__
     why = _NOT_PER_WEIGHT.get(name)

@@ -1,4 +1,4 @@
-"""Weights and optimiser states out of ZeRO's flat partitions, and back: whole tensors, as without ZeRO.
+"""Weights and optimizer states out of ZeRO's flat partitions, and back: whole tensors, as without ZeRO.
 
 Words: ZeRO lays the weights of a parameter group end to end and gives each rank a *partition* of them, in fp32 whatever
 the model computes in; a *piece* is what of a parameter lies in this rank's partition.
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from lit_ft.errors import RecipeError
 
 Order = Sequence[Sequence[nn.Parameter]]
-"""The parameters of each group of the optimiser, as it was made; states are numbered in this order."""
+"""The parameters of each group of the optimizer, as it was made; states are numbered in this order."""
 
 
 class Piece(NamedTuple):
@@ -69,7 +69,7 @@ def weights(module: nn.Module, keep: bool) -> dict[str, Tensor]:
 
 
 def optimizer_state(engine: Any, order: Order, keep: bool) -> dict[str, Any]:
-    """The optimiser's ``state_dict`` as it would be without ZeRO; a collective. ``{}`` on ranks that do not keep it."""
+    """The optimizer's ``state_dict`` as it would be without ZeRO; a collective. ``{}`` on ranks that do not keep it."""
     states: dict[int, dict[str, Any]] = {}
     if _is_on_disk(engine):
         rank_zero_warn(
@@ -141,7 +141,7 @@ def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: Any) ->
 
 
 def load_optimizer_state(engine: Any, order: Order, saved: Mapping[str, Any]) -> None:
-    """Lay a whole optimiser state out as this rank's partitions are, and give it to the optimiser."""
+    """Lay a whole optimizer state out as this rank's partitions are, and give it to the optimizer."""
     if _is_on_disk(engine) and saved["state"]:
         raise RecipeError(
             "a run cannot be resumed with optimizer states on NVMe (offload_optimizer_device=nvme); offload to cpu"

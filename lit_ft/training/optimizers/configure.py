@@ -42,8 +42,8 @@ def configure_optimizers(
 ) -> OptimizerLRScheduler:
     """What ``LightningModule.configure_optimizers`` returns for an optimizer and schedule from a recipe.
 
-    Frozen parameters get no optimiser state. Parameter groups are by learning-rate factor and by ``MATRICES``, those
-    of matrices first. Warm-up schedules step by optimiser step; others by epoch, as LightningCLI has it.
+    Frozen parameters get no optimizer state. Parameter groups are by learning-rate factor and by ``MATRICES``, those
+    of matrices first. Warm-up schedules step by optimizer step; others by epoch, as LightningCLI has it.
 
     Raises:
         RecipeError: the schedule needs the run's length and there is none, or a factor is for no weight.
@@ -164,7 +164,7 @@ class SplitOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The parts' own, which know what in them is quantised."""
+        """The parts' own, which know what in them is quantized."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ class GaLoreAdamW(GaLore):
             weight_decay: decoupled weight decay.
             eps: added to the root of the second moment.
             rank: of the projected gradient; the moments of a matrix of m x n, m >= n, are m x rank.
-            update_proj_gap: optimiser steps between two projections, each a singular value decomposition.
+            update_proj_gap: optimizer steps between two projections, each a singular value decomposition.
             scale: factor on the updates of projected weights.
 
         Raises:

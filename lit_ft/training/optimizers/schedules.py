@@ -1,4 +1,4 @@
-"""Learning-rate schedules with warm-up, by optimiser step."""
+"""Learning-rate schedules with warm-up, by optimizer step."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from lit_ft.errors import RecipeError
 class WarmupSchedule(LambdaLR):
     """Linear warm-up from 0, then ``decay`` over the rest of the run.
 
-    Stepped once per optimiser step. ``CausalLM`` fills in the run's length when ``total_steps`` is None.
+    Stepped once per optimizer step. ``CausalLM`` fills in the run's length when ``total_steps`` is None.
     """
 
     def __init__(self, optimizer: Optimizer, warmup: float = 0.0, total_steps: int | None = None) -> None:
@@ -20,24 +20,24 @@ class WarmupSchedule(LambdaLR):
 
         Args:
             optimizer: whose learning rate is scheduled.
-            warmup: a number of optimiser steps (1 or more) or a share of the run (below 1).
-            total_steps: optimiser steps of the run; None takes them from the trainer.
+            warmup: a number of optimizer steps (1 or more) or a share of the run (below 1).
+            total_steps: optimizer steps of the run; None takes them from the trainer.
         """
         if not 0 <= warmup < math.inf or (warmup >= 1 and warmup != int(warmup)):
-            raise RecipeError(f"warmup={warmup} must be a share below 1 or a whole number of optimiser steps")
+            raise RecipeError(f"warmup={warmup} must be a share below 1 or a whole number of optimizer steps")
         self.warmup = warmup
         self.total_steps = total_steps
         super().__init__(optimizer, self.factor)
 
     @property
     def warmup_steps(self) -> int:
-        """Optimiser steps until the full learning rate."""
+        """Optimizer steps until the full learning rate."""
         if self.warmup >= 1:
             return int(self.warmup)
         return math.ceil(self.warmup * (self.total_steps or 0))
 
     def factor(self, step: int) -> float:
-        """Share of the full learning rate at an optimiser step, counted from 0."""
+        """Share of the full learning rate at an optimizer step, counted from 0."""
         if self.total_steps is None:  # the constructor asks for step 0 before the run's length is known
             return 0.0 if self.warmup else 1.0
         if step < self.warmup_steps:

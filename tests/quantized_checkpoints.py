@@ -1,4 +1,4 @@
-"""Quantised checkpoints written by hand from a dense one, each with the dense checkpoint that it stands for.
+"""Quantized checkpoints written by hand from a dense one, each with the dense checkpoint that it stands for.
 
 Legend: w a weight ``(out, in)``; q its integers; s scales; z zero points; groups lie along the inputs.
 """
@@ -116,19 +116,19 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
 
 def write(dense: str, format: str, folder: Path) -> tuple[str, str]:
     """Write a checkpoint in ``format`` and the dense one that it stands for; returns their folders."""
-    quantise, config = FORMATS[format]
+    quantize, config = FORMATS[format]
     weights = load_file(f"{dense}/model.safetensors")
     stored, stands_for = dict(weights), dict(weights)
     for name in [name for name in weights if name.endswith("proj.weight")]:
-        parts, stands_for[name] = quantise(stored.pop(name))
+        parts, stands_for[name] = quantize(stored.pop(name))
         stored |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
     if format in ("gptq", "awq"):  # their layers hold biases in fp16
         stands_for = {n: t.half().float() if n.endswith("proj.bias") else t for n, t in stands_for.items()}
-    for name, tensors, extra in (("quantised", stored, {"quantization_config": config}), ("dense", stands_for, {})):
+    for name, tensors, extra in (("quantized", stored, {"quantization_config": config}), ("dense", stands_for, {})):
         shutil.copytree(dense, folder / name)
         save_file(
             {n: t.contiguous() for n, t in tensors.items()}, folder / name / "model.safetensors", {"format": "pt"}
         )
         settings = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps({**settings, **extra}))
-    return str(folder / "quantised"), str(folder / "dense")
+    return str(folder / "quantized"), str(folder / "dense")
