@@ -185,7 +185,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "misspelt data option": (["--data.max_lenght", "3"], "did you mean 'max_length'?"),
     "misspelt trainer option": (["--trainer.max_stepz", "3"], "did you mean 'trainer.max_steps'?"),
-    "misspelt section": (["--optimizer.lr", "3"], "unknown option 'optimizer.lr'; did you mean 'optimizer'?"),
+    "misspelt section": (["--optimiser.lr", "3"], "unknown option 'optimiser.lr'; did you mean 'optimizer'?"),
     "misspelt run option": (["--rundir", "3"], "did you mean 'run_dir'?"),
     "misspelt peft option": (["--model.peft.lora_alfa", "3"], "did you mean 'lora_alpha'?"),
     "wrong type": (["--data.max_length", "abc"], "data.max_length: expected int; Given value: abc"),

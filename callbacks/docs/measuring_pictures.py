@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-ColorS = ["#4c78a8", "#e45756", "#54a24b", "#f58518", "#9d9da1"]
+COLORS = ["#4c78a8", "#e45756", "#54a24b", "#f58518", "#9d9da1"]
 VOCABULARY = 2000
 
 
@@ -95,7 +95,7 @@ def draw_throughput(rows: list[dict[str, float]], path: Path) -> None:
         rates.plot(steps, values, label=name.replace("_", " "))
     rates.set(title="tokens per second", xlabel="optimizer step", ylim=(0, None))
     milliseconds = [[row[f"throughput/step_seconds/{name}"] * 1e3 for row in rows] for name in PARTS]
-    parts.stackplot(steps, milliseconds, labels=[name.replace("_", "+") for name in PARTS], colors=ColorS)
+    parts.stackplot(steps, milliseconds, labels=[name.replace("_", "+") for name in PARTS], colors=COLORS)
     parts.set(title="milliseconds of a step", xlabel="optimizer step")
     for axes in (rates, parts):
         axes.legend(loc="upper right", fontsize="small")

@@ -161,7 +161,7 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
     if unknown is not None:
         name = next(group for group in unknown.groups() if group)
         options = _options(message, parser)
-        # The whole name, or the section that it begins with: `optimizer.class_path` is a misspelt `optimizer`.
+        # The whole name, or the section that it begins with: `optimiser.class_path` is a misspelt `optimizer`.
         near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
         advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
         return (f"{key}: " if key else "") + f"unknown option {shortened(name, 100)!r}; {advice}"

@@ -45,7 +45,7 @@ WORDS: dict[str, list[tuple[str, str]]] = {
         "Anna 安娜 David 大卫 Mary 玛丽 Jack 杰克 Lisa 丽莎 Tom 汤姆 Lucy 露西 Peter 彼得 Bob 鲍勃 Helen 海伦 "
         "Mike 迈克 Emma 艾玛"
     ),
-    "color": _pairs("red 红色 blue 蓝色 green 绿色 yellow 黄色 black 黑色 white 白色 purple 紫色 pink 粉色"),
+    "colour": _pairs("red 红色 blue 蓝色 green 绿色 yellow 黄色 black 黑色 white 白色 purple 紫色 pink 粉色"),
     "thing": _pairs(
         "book 书 cup 杯子 key 钥匙 hat 帽子 ball 皮球 lamp 台灯 pen 钢笔 coat 大衣 chair 椅子 clock 时钟 drum 鼓 "
         "umbrella 雨伞"
@@ -59,24 +59,24 @@ WORDS: dict[str, list[tuple[str, str]]] = {
 """Words of each kind, English and Chinese."""
 
 SENTENCES: list[tuple[str, str]] = [
-    ("{name} has the {color} {thing}.", "{name}有{color}的{thing}。"),
-    ("{name} brings the {color} {thing} to the {place}.", "{name}把{color}的{thing}带到{place}。"),
-    ("The {color} {thing} belongs to {name}.", "{color}的{thing}属于{name}。"),
-    ("The {thing} in the {place} is {color}.", "{place}里的{thing}是{color}。"),
+    ("{name} has the {colour} {thing}.", "{name}有{colour}的{thing}。"),
+    ("{name} brings the {colour} {thing} to the {place}.", "{name}把{colour}的{thing}带到{place}。"),
+    ("The {colour} {thing} belongs to {name}.", "{colour}的{thing}属于{name}。"),
+    ("The {thing} in the {place} is {colour}.", "{place}里的{thing}是{colour}。"),
     ("{name} waits in the {place}.", "{name}在{place}等着。"),
 ]
 """What happens in the world, in both languages; the quickstart asks to translate such sentences."""
 
 ABOUT_NAME = [
     ("{name} is a {job}.", "{name}是{job}。"),
-    ("{name} likes the color {color}.", "{name}喜欢{color}。"),
+    ("{name} likes the colour {colour}.", "{name}喜欢{colour}。"),
     ("{name} lives near the {place}.", "{name}住在{place}旁边。"),
     ("{name} looks for a {thing}.", "{name}在找{thing}。"),
 ]
 ABOUT_THING = [
     ("A {thing} is made of {material}.", "{thing}是用{material}做的。"),
     ("The {thing} is kept in the {place}.", "{thing}放在{place}里。"),
-    ("Most often a {thing} is {color}.", "{thing}多半是{color}。"),
+    ("Most often a {thing} is {colour}.", "{thing}多半是{colour}。"),
 ]
 """What never changes in the world: each name and thing has its own, so that each word has a use of its own."""
 
