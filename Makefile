@@ -2,6 +2,7 @@
 VENV   ?= .venv
 PYTHON ?= python3
 RUN    := $(VENV)/bin/python
+WORKERS ?= 2
 
 .PHONY: quickstart test tiny-qwen2 clean
 
@@ -20,7 +21,7 @@ test: $(VENV)/.installed
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n $(WORKERS) --dist loadgroup --durations=10
 
 # Pretrain checkpoints/tiny-qwen2 anew: generate the text, train, replace the weights in git.
 tiny-qwen2: $(VENV)/.installed

@@ -1,5 +1,6 @@
 """A model, a tokenizer and some rows, small enough to build for each test session."""
 
+import gc
 import json
 import math
 import os
@@ -61,6 +62,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--numerics", help="write the table of largest differences to this file")
     parser.addoption("--matrix", help="compare all architectures under all layouts, and write the table to this file")
     parser.addoption("--methods", help="write the table of tuning methods to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tables = [name for name in ("--numerics", "--matrix", "--methods") if config.getoption(name)]
+    if tables and config.getoption("numprocesses", None):
+        raise pytest.UsageError(f"{tables[0]} writes what the tests of one process find; leave out -n")
+
+
+def pytest_collection_finish() -> None:
+    # What is imported stays; a collection that visits all of it takes a third of a second.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,6 +1,7 @@
 """Ranks of a process group, forked from the test: no imports to wait for."""
 
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ class Ranks:
             return process
         code: Any = 1
         try:
+            gc.freeze()  # a collection would copy what this process shares with its parent
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # none outlives a test that is killed
             if os.getppid() != parent:
                 os._exit(1)

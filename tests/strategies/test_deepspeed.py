@@ -208,6 +208,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> dict[st
     return {name: (*pair, found[name]) for name, pair in placed.items()}
 
 
+@pytest.mark.xdist_group("zero")  # they share runs
 @pytest.mark.processes
 @pytest.mark.parametrize("name", SAME)
 def test_same_numbers(runs: dict[str, Any], name: str) -> None:
@@ -226,6 +227,7 @@ def test_same_numbers(runs: dict[str, Any], name: str) -> None:
         assert [own for own, *_ in held.values()] == shares
 
 
+@pytest.mark.xdist_group("zero")  # they share runs
 @pytest.mark.processes
 @pytest.mark.parametrize("name", HALF)
 def test_half_precision(runs: dict[str, Any], name: str) -> None:
@@ -238,6 +240,7 @@ def test_half_precision(runs: dict[str, Any], name: str) -> None:
         assert {dtype for *_, dtype in held.values()} == {torch.bfloat16}
 
 
+@pytest.mark.xdist_group("zero")  # they share runs
 @pytest.mark.processes
 @pytest.mark.parametrize("name", BF16_BASE)
 def test_full_precision_casts_nothing(runs: dict[str, Any], name: str) -> None:
