@@ -82,6 +82,8 @@ class ForkedCommand:
                     os.environ.clear()
                     os.environ.update(env)
                 contextvars.Context().run(_run, list(arguments))
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(1)
 
@@ -177,7 +179,7 @@ def _write_to_descriptors() -> None:
     for logger in logging.root.manager.loggerDict.values():
         for handler in getattr(logger, "handlers", []):
             if type(handler) is logging.StreamHandler:
-                handler.setStream(sys.stderr)
+                handler.stream = sys.stderr  # setStream flushes the one before, which may be closed
 
 
 def _enter_network(name: str) -> None:

@@ -32,7 +32,7 @@ def test_parses_and_opens_with_its_command(path: Path, capsys: pytest.CaptureFix
     assert stop.value.code == 0
     printed = capsys.readouterr().out
     # What is printed parses to the same again.
-    again = path.parent / ".printed.yaml"
+    again = path.parent / f".printed-{path.stem}.yaml"
     again.write_text(printed)
     try:
         with pytest.raises(SystemExit):
