@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from fresh_process import python
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 IMPORT = "import time; import lightning.pytorch, torch; t = time.perf_counter(); import lit_callbacks, sys; "
 

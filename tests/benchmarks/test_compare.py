@@ -15,6 +15,8 @@ from benchmarks.peers.matrix_peak import peaks
 from benchmarks.speed import step_profile
 from benchmarks.workload import SHAPES, Work, head_weights, layer_weights, prepare
 
+pytestmark = pytest.mark.slow
+
 DATA = "recipes/data/quickstart_train.json"
 
 

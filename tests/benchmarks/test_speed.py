@@ -20,6 +20,8 @@ from lit_ft.model import liger_kernels
 from lit_ft.model.activations.offload import ActivationsOnHost
 from lit_ft.strategies import FSDPStrategy
 
+pytestmark = pytest.mark.slow
+
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
 

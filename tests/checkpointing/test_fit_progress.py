@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 from lit_ft import CausalLM, RecipeError
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def make_run(tmp_path: Path, model_folder: str) -> Callable[..., Run]:

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from loops import Run, Stop, plain_losses
 from ranks import on_ranks
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = int(os.environ.get("LIT_FT_LOOP_EXAMPLES", "5"))
 MOMENTS = ("batch", "backward", "validation", "validation_batch", "should_stop")
 

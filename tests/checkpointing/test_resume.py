@@ -15,6 +15,8 @@ from peft import LoraConfig
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.training.optimizers.schedules import CosineWithWarmup
 
+pytestmark = pytest.mark.slow
+
 
 def fit(
     make_trainer: Any,

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lit_ft.cli import main
 
+pytestmark = pytest.mark.slow
+
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
 INT8 = {"load_in_8bit": True}
 

@@ -9,6 +9,8 @@ from command_line import clean_environment, recipe, run  # noqa: F401 (the fixtu
 from conftest import make_rows
 from forked_commands import run_forked
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def finished(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

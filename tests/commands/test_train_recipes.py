@@ -16,6 +16,8 @@ from ranks import on_ranks
 
 from lit_ft.cli import main
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 FRAGMENTS = sorted((REPOSITORY / "recipes").glob("*/*.yaml"))

@@ -14,6 +14,8 @@ from conftest import make_tokenizer
 from lit_ft import RecipeError, TextDataModule
 from lit_ft.data.tokens.megatron_indexed import IndexedWriter, read_documents
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = [[5, 6, 7, 8], [9], [10, 11, 12], list(range(3, 80))]
 
 

@@ -19,6 +19,8 @@ from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.training.optimizers.schedules import ConstantWithWarmup
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[Source]:

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.packed_batch import pack_samples
 
+pytestmark = pytest.mark.slow
+
 NEW = ["<think>", "</think>"]
 MANY = [f"<new_{number}>" for number in range(80)]
 """More than the model's spare rows."""

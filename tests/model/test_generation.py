@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lit_ft import CausalLM, ExactMatch, TextDataModule, render_limits
 from lit_ft.model.generation import closing_tokens, stop_ids
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def other_end(model_folder: str, tmp_path: Path) -> str:

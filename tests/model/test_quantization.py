@@ -28,6 +28,8 @@ from lit_ft.cli import main
 from lit_ft.model.quantization import check_gradient
 from lit_ft.packed_batch import PackedBatch, pack_samples
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = {
     "gptq": "gptqmodel",
     "awq": "gptqmodel",

@@ -14,6 +14,8 @@ from lit_ft.commands.train import TrainingCLI
 from lit_ft.errors import RecipeError
 from lit_ft.recipe import allowed_code
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def nothing_is_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

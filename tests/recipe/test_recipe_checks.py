@@ -11,6 +11,8 @@ from command_line import recipe, run
 
 from lit_ft.cli import main
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, tuple[str, str]] = {
     "null where a value is needed": (
         "trainer: {max_steps: null}",

@@ -25,6 +25,8 @@ from lit_ft import RecipeError, TextDataModule
 from lit_ft.data.tokens.megatron_indexed import IndexedWriter
 from lit_ft.packed_batch import IGNORE_INDEX
 
+pytestmark = pytest.mark.slow
+
 END = "<|im_end|>"
 DEEP = "@deep@"
 """Stands for a list nested deeper than any parser goes; json.dumps could not write it."""

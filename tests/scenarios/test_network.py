@@ -9,6 +9,8 @@ import pytest
 from command_line import recipe, run
 from huggingface_hub import HfApi
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def contacted(monkeypatch: pytest.MonkeyPatch) -> list[str]:

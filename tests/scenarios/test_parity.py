@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 
 from lit_ft import CausalLM, TextDataModule
 
+pytestmark = pytest.mark.slow
+
 ROWS, STEP = 22, 8  # the third step of an epoch is ragged
 
 

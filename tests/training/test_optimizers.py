@@ -27,6 +27,8 @@ from lit_ft.cli import main
 from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer, hidden_matrices
 from lit_ft.training.optimizers.schedules import ConstantWithWarmup, LinearWithWarmup
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in FRAGMENTS.glob("*.yaml"))
 Weights = dict[str, Tensor]

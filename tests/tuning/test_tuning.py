@@ -30,6 +30,8 @@ from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.tuning import method_hooks
 from lit_ft.tuning.bottleneck import BottleneckConfig
 
+pytestmark = pytest.mark.slow
+
 CAUSAL = {"task_type": "CAUSAL_LM"}
 LAYERS = {"target_modules": ["q_proj", "v_proj"]}
 METHODS: dict[str, peft.PeftConfig] = {

@@ -10,6 +10,8 @@ import pytest
 from lit_callbacks.export.atomic_folder import keep_newest, put_back, write_atomically
 from lit_callbacks.export.manifest import MANIFEST, verify_manifest
 
+pytestmark = pytest.mark.slow
+
 
 def model(text: str) -> Callable[[Path], None]:
     """Writes a model of three files, one in a subfolder."""
