@@ -1,8 +1,9 @@
-"""One row: the padding-free layout of a micro-batch that data and model agree on.
+"""The packed batch: the padding-free layout of a micro-batch, shared by data and model.
 
-The samples of a micro-batch are laid end to end in a single row of T tokens; positions restart at 0
-with each sample, and attention is block-diagonal (see ``attention.py``). Labels are shifted here and
-nowhere else: ``predict_at[i]`` is the place in the row whose hidden state predicts ``targets[i]``.
+The samples of a micro-batch are concatenated into one sequence of T tokens; position ids restart at 0
+with each sample, and attention is block-diagonal (see ``model/packed_attention.py``). Labels are shifted here and
+nowhere else: ``predict_at[i]`` is the index of the token whose hidden state predicts ``targets[i]``.
+A *window* is the micro-batches of one optimizer step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from lit_ft.balanced_partition import cut_evenly
 
 IGNORE_INDEX = -100
-"""Label of a token that is not supervised, as ``torch.nn.CrossEntropyLoss`` has it."""
+"""Label of a token that is not supervised, the default ``ignore_index`` of ``torch.nn.CrossEntropyLoss``."""
 
 
 class PackedBatch(TypedDict, total=False):
@@ -32,29 +33,31 @@ class PackedBatch(TypedDict, total=False):
     targets: Tensor
     """``(n,)``, int64: the supervised token ids."""
     target_sources: Tensor
-    """``(n,)``, int64: which source each target is of, as a place in ``source_names``."""
+    """``(n,)``, int64: the source of each target, an index into ``source_names``."""
     source_names: Sequence[str]
-    """Sources with a loss curve of their own; empty where there is one source."""
+    """Names of the sources that have their own loss curve; empty where there is one source."""
     sample_ids: Sequence[str]
-    """S ids, the same whenever a sample comes; absent where samples have no lasting place, as in a stream."""
+    """S ids, the same in each epoch; absent where samples have no fixed position, as in a stream."""
     sample_sources: Sequence[str]
-    """S names of sources, empty where there is one source; goes with ``sample_ids``."""
+    """S names of sources, each empty where there is one source; present with ``sample_ids``."""
     sample_targets: Sequence[int]
-    """S numbers of supervised tokens; goes with ``sample_ids``."""
+    """S numbers of supervised tokens; present with ``sample_ids``."""
     is_own: Tensor
-    """``(n of the whole row,)``, bool: which targets are here, where a row's tokens are dealt out to ranks."""
+    """``(n of the full batch,)``, bool: targets on this rank, where the tokens are sharded across ranks."""
     window_tokens: int
-    """Supervised tokens of this rank's whole optimizer step (all its micro-batches)."""
+    """Supervised tokens of this rank in the window, over all its micro-batches."""
 
 
 def pack_samples(
     samples: Sequence[tuple[np.ndarray, np.ndarray]], sources: Sequence[int] | np.ndarray | None = None
 ) -> PackedBatch:
-    """Build the row of some samples, each a pair ``(ids, labels)`` of equal length, labels unshifted.
+    """Concatenate samples into a packed batch.
 
-    ``sources`` says which source each sample is of; None is one for all.
+    The first token of a sample is never a target: no token of the sample comes before it.
 
-    The first token of a sample is never a target: nothing within the sample comes before it.
+    Args:
+        samples: pairs ``(ids, labels)`` of equal length, labels unshifted.
+        sources: source number of each sample, ``(samples,)``; None is source 0 for all.
     """
     lengths = [len(ids) for ids, _ in samples]
     ids = np.concatenate([ids for ids, _ in samples]).astype(np.int64)
@@ -74,14 +77,14 @@ def pack_samples(
 
 
 def sample_targets(row: PackedBatch) -> list[int]:
-    """S numbers of supervised tokens; of a row that is on the host yet."""
+    """Number of supervised tokens of each of the S samples of a packed batch on the host."""
     ends = np.cumsum(row["segment_lengths"])
     counts: list[int] = np.diff(np.searchsorted(row["predict_at"].numpy(), ends), prepend=0).tolist()
     return counts
 
 
 def empty_row() -> PackedBatch:
-    """A micro-batch without work: its samples fitted into another row of the same optimizer step."""
+    """Empty packed batch, for a micro-batch whose samples were joined to another one of the same optimizer step."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return PackedBatch(
         input_ids=nothing[None],
@@ -94,9 +97,10 @@ def empty_row() -> PackedBatch:
 
 
 def split(row: PackedBatch, parts: int) -> list[PackedBatch]:
-    """A row as several, by whole samples in order, about equal in tokens; parts without samples are dummies.
+    """Split a packed batch between samples into ``parts``, in order and of about the same number of tokens.
 
-    A dummy is one token that predicts nothing: it can be computed, and adds nothing to loss or gradients.
+    Where there are fewer samples than parts, the rest are dummies: one token that predicts nothing, which can be
+    computed and adds nothing to loss or gradients.
     """
     lengths = row["segment_lengths"]
     samples = cut_evenly(lengths, min(parts, len(lengths)))
@@ -128,7 +132,7 @@ def _dummy(device: torch.device) -> PackedBatch:
 
 
 def pad_to_multiple(row: PackedBatch, of: int) -> PackedBatch:
-    """The row with a last sample of dummy tokens, which predict nothing: its tokens are a multiple of ``of``."""
+    """Append a sample of dummy tokens that predict nothing, so that the number of tokens is a multiple of ``of``."""
     missing = -row["input_ids"].numel() % of
     if missing == 0:
         return row
@@ -142,7 +146,7 @@ def pad_to_multiple(row: PackedBatch, of: int) -> PackedBatch:
 
 
 def as_packed_batch(batch: PackedBatch | Mapping[str, Tensor]) -> PackedBatch:
-    """A row as it is; a padded batch (``input_ids``, ``labels``, optional ``attention_mask``) as a row."""
+    """Pack a padded batch (``input_ids``, ``labels``, optional ``attention_mask``); return a packed one unchanged."""
     if "segment_lengths" in batch:
         return cast(PackedBatch, batch)
     padded = cast(Mapping[str, Tensor], batch)
@@ -150,11 +154,11 @@ def as_packed_batch(batch: PackedBatch | Mapping[str, Tensor]) -> PackedBatch:
 
 
 def from_padded(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> PackedBatch:
-    """Turn a padded batch in Hugging Face's convention into a row; padding is never computed.
+    """Convert a padded batch in Hugging Face's convention to a packed batch; padding is removed.
 
     Args:
-        input_ids: ``(samples, length)``.
-        labels: ``(samples, length)``, unshifted, ``-100`` where not supervised.
+        input_ids: token ids, ``(samples, length)``.
+        labels: labels, ``(samples, length)``, unshifted, ``-100`` where not supervised.
         attention_mask: ``(samples, length)``, 1 on real tokens; None when nothing is padded.
     """
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -167,11 +171,11 @@ def from_padded(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None
 
 
 class TokenLoss(NamedTuple):
-    """What a row's supervised tokens come to."""
+    """Loss and accuracy of the n supervised tokens of a packed batch."""
 
     loss_sum: Tensor
     """Scalar, fp32: cross-entropy summed over the tokens, in nats."""
     correct: Tensor
-    """Scalar, int64: tokens whose highest logit is the target's."""
+    """Scalar, int64: number of tokens whose highest logit is that of the target."""
     per_token: Tensor
-    """``(n,)``, fp32: what ``loss_sum`` is the sum of; without gradient."""
+    """``(n,)``, fp32: cross-entropy of each token, in nats; without gradient."""

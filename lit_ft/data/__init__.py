@@ -1,1 +1,1 @@
-"""From files to rows: sources -> formats -> rendering -> samples -> batching -> text_data."""
+"""The data path, from files to packed batches: sources, formats, rendering, samples, batching, text_data."""

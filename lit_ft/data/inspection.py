@@ -1,4 +1,4 @@
-"""What a data set looks like to the model: numbers about its samples, and what is wrong with them."""
+"""Statistics of tokenized data sets, and problems found in them; the data of ``check``."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +22,7 @@ ROUND_TRIP_ROWS = 200
 
 @dataclass(frozen=True)
 class SourceReport:
-    """One source of a split."""
+    """Statistics of one source of a split."""
 
     name: str
     format: str
@@ -34,31 +34,31 @@ class SourceReport:
     duplicates: int
     """Samples that equal an earlier one."""
     closed: float
-    """Share of its conversations' samples whose last supervised token ends the turn; NaN without conversations."""
+    """Fraction of the samples whose last supervised token ends the turn; NaN where the format has no conversations."""
     lines: list[str]
-    """What was done to its rows."""
+    """Messages about its rows: truncated, dropped, skipped."""
 
 
 @dataclass
 class Report:
-    """What ``check`` says."""
+    """Report of ``check``."""
 
     sources: dict[str, list[SourceReport]] = field(default_factory=dict)
-    """For each split its sources."""
+    """Statistics of the sources, by split."""
     histogram: list[tuple[int, int]] = field(default_factory=list)
-    """Upper bound in tokens (bounds double), and training samples up to it that are over the one before."""
+    """Pairs of an upper bound in tokens (bounds double) and the training samples between the bound before and it."""
     facts: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What would train wrong."""
+    """Problems that would make training wrong."""
     examples: list[list[tuple[str, bool]]] = field(default_factory=list)
-    """Samples as stretches of text, each supervised or not."""
+    """Samples as segments of text, each with whether it is supervised."""
 
 
 def describe_source(
     name: str, prepared: Prepared, samples: Samples, number: int, tokenizer: PreTrainedTokenizerBase, form: str
 ) -> SourceReport:
-    """Numbers of one source."""
+    """Compute the statistics of one source."""
     mine = samples.take(np.flatnonzero(samples.source == number))
     digests = mine.digests()
     return SourceReport(
@@ -87,7 +87,7 @@ def _closed(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> float:
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Samples by length, in bins whose bounds double from 16 tokens on."""
+    """Number of samples by length: pairs of an upper bound in tokens, doubling from 16, and a count."""
     if not len(lengths):
         return []
     bounds = [16]
@@ -98,10 +98,10 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def round_trip(tokenization: Tokenization, prepared: Prepared) -> tuple[int, int, str]:
-    """Render conversations, tokenize and decode them again.
+    """Render conversations, tokenize them, and decode the tokens again.
 
     Returns:
-        How many came back as they were, of how many, and the first that did not.
+        Number of samples that decode to the same text, number of samples, and the text of the first that does not.
     """
     right = count = 0
     first = ""
@@ -128,7 +128,7 @@ def round_trip(tokenization: Tokenization, prepared: Prepared) -> tuple[int, int
 
 
 def stretches(ids: np.ndarray, labels: np.ndarray, tokenizer: Any) -> list[tuple[str, bool]]:
-    """A sample as text, cut where supervision begins or ends."""
+    """Split a sample into segments of text where supervision begins or ends; each with whether it is supervised."""
     supervised = labels != IGNORE_INDEX
     borders = np.flatnonzero(np.diff(supervised)) + 1
     cuts = [0, *borders.tolist(), len(ids)]
@@ -140,7 +140,7 @@ def stretches(ids: np.ndarray, labels: np.ndarray, tokenizer: Any) -> list[tuple
 
 
 def steps_of(samples: Samples, plan: BatchPlan, accumulate: int) -> dict[str, str]:
-    """How an epoch is dealt out."""
+    """Optimizer steps and tokens of the first epoch, and how full packed bins are, as text by name."""
     units = plan.units(samples, 0)
     steps = -(-plan.length(len(units)) // accumulate)
     members = np.concatenate([np.array(unit) for unit in units])
@@ -161,7 +161,7 @@ def steps_of(samples: Samples, plan: BatchPlan, accumulate: int) -> dict[str, st
 def inspect_split(
     split: str, prepared: list[Prepared], samples: Samples, preparation: Preparation, report: Report
 ) -> None:
-    """Add a split's sources to a report, with what is wrong with them."""
+    """Add the statistics and problems of a split's sources to a report."""
     report.sources[split] = []
     for number, one in enumerate(prepared):
         is_indexed = one.source.index_prefix is not None

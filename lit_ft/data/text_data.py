@@ -1,4 +1,4 @@
-"""The LightningDataModule: data sets of any format in, padding-free rows out."""
+"""The LightningDataModule: it turns data sets of any known format into packed batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,8 +33,8 @@ from lit_ft.packed_batch import PackedBatch
 class TextDataModule(LightningDataModule):
     """Conversations, instructions, raw text or tokens, from one data set or a mixture of several.
 
-    Everything is read, checked and tokenized before any weights are loaded. What is cut, dropped or
-    skipped is said in a line.
+    All data is read, checked and tokenized before any weights are loaded. A line of output counts the rows that were
+    truncated, dropped or skipped.
     """
 
     def __init__(
@@ -65,42 +65,47 @@ class TextDataModule(LightningDataModule):
         tokenize_workers: int | None = None,
         num_workers: int = 0,
     ) -> None:
-        """Say where the data is and how it is dealt out.
+        """Set the data sources and how their samples become micro-batches.
 
         Args:
             path: training data: a file (.json, .jsonl, .csv, .tsv, .txt, .parquet, each but the last also .gz), a
                 folder or glob of them, Megatron's .bin/.idx, a saved data set, or a hub id.
-                Not needed to validate or test.
-            sources: several training data sets, in place of path: a list of path, name, format, weight, ...
-            mixing: of the sources: concatenate (every sample once an epoch), first_exhausted or all_exhausted
-                (interleave by weight until one is, or all are, used up; without weights, by size).
-            val_path: validation data; also what `test` and `predict` use when test_path is not given.
-            val_sources: several validation data sets, in place of val_path, each with a loss of its own.
-            val_fraction: share of each source's rows split off for validation, 0 to 1; equal rows stay together.
+                Not needed for `validate` and `test`.
+            sources: several training data sets, in place of path: a list of mappings with path, name, format, weight,
+                ...
+            mixing: how the sources are combined: concatenate (every sample once per epoch), or interleaved by weight
+                (without weights, by size) until the first source (first_exhausted) or every source (all_exhausted) is
+                used up.
+            val_path: validation data; `test` and `predict` also use it when test_path is not given.
+            val_sources: several validation data sets, in place of val_path, each with its own loss.
+            val_fraction: fraction of each source's rows that is held out for validation, 0 to 1; equal rows stay
+                together.
             test_path: data for `test` and `predict`.
-            format: of the rows; auto goes by the columns of the first. A source's own format comes before it.
-            system: system prompt for conversations that bring none of their own.
-            chat_template: in place of the tokenizer's own: Jinja text, a file of it, or chatml, llama3, gemma, plain.
+            format: format of the rows; auto chooses by the columns of the first row. A format that a source names
+                itself has priority.
+            system: system prompt for conversations that have none.
+            chat_template: replacement for the tokenizer's chat template: Jinja text, a file of it, or chatml, llama3,
+                gemma, plain.
             template_options: variables for the template, e.g. {enable_thinking: false}.
-            supervise: what is learned: assistant (its turns, unless a message says train: false), last (its last
-                turn), all (every token).
-            max_length: longest sample, in tokens; null for no limit.
-            overlong: what happens to longer samples: truncate (cut at the end; raw text goes on in further
-                samples), truncate_left_prompt (the prompt loses its beginning, the answer stays), drop, or error.
-            on_bad_row: a row that cannot be used is an error, or skip it, with a count.
-            micro_batch_size: samples (with packing: packed rows) per device and forward pass.
-            join_micro_batches: run micro-batches of one optimizer step together while they fit in
-                micro_batch_tokens. Same numbers, fewer passes.
-            micro_batch_tokens: tokens of a forward pass; by default micro_batch_size x max_length (with packing, x
-                packing), the memory that the recipe allows anyway.
-            packing: token budget of a packed row, or off. A sample longer than it is an error.
-            shuffle: new order each epoch, from the seed.
+            supervise: supervised tokens: assistant (every assistant turn, unless a message has train: false), last (the
+                last assistant turn), all (every token).
+            max_length: maximum length of a sample, in tokens; null for no limit.
+            overlong: treatment of longer samples: truncate (remove the end; raw text continues in further samples),
+                truncate_left_prompt (remove the beginning of the prompt, keep the answer), drop, or error.
+            on_bad_row: treatment of a row that cannot be used: error, or skip (skipped rows are counted).
+            micro_batch_size: samples (with packing: bins of samples) per device and forward pass.
+            join_micro_batches: run micro-batches of one optimizer step in one forward pass while they fit in
+                micro_batch_tokens. Same loss and gradients, fewer passes.
+            micro_batch_tokens: maximum number of tokens of such a joined pass; by default micro_batch_size x max_length
+                (with packing, x packing), the memory that the recipe allows anyway.
+            packing: token budget of a bin of samples that are packed together, or off. A longer sample is an error.
+            shuffle: draw a new order each epoch, from the seed.
             streaming: read training data while training, for data larger than memory; set trainer.max_steps.
-            shuffle_buffer: rows that streaming shuffles (and packs) at a time.
-            cache_dir: where tokens are kept from run to run; by default LIT_FT_CACHE, or ~/.cache/lit_ft.
-            tokenize_workers: processes that tokenize; by default one per CPU core for files of over 5 MB. With
-                streaming, processes that tokenize ahead; by default 1.
-            num_workers: processes that assemble rows; 0 is right unless rows are huge.
+            shuffle_buffer: number of rows that streaming shuffles (and packs) at a time.
+            cache_dir: folder that keeps tokens between runs; by default LIT_FT_CACHE, or ~/.cache/lit_ft.
+            tokenize_workers: number of processes that tokenize; by default one per CPU core for files of over 5 MB.
+                With streaming, processes that tokenize ahead; by default 1.
+            num_workers: number of DataLoader processes that build packed batches; 0 is right unless batches are huge.
         """
         super().__init__()
         if not 0 <= val_fraction < 1:
@@ -142,11 +147,11 @@ class TextDataModule(LightningDataModule):
             None, system, supervise, max_length, overlong, template_options, on_bad_row, cache_dir, tokenize_workers
         )
         self.prepared: dict[str, list[Prepared]] = {}
-        """For each split its sources, read and tokenized."""
+        """Tokenized sources by split."""
         self.splits: dict[str, Samples] = {}
-        """For each split (train, val, test) its samples."""
+        """Samples by split (train, val, test)."""
         self.resume_data: Literal["same", "changed"] = "same"
-        """What to do where a checkpoint was written on other data than there is: refuse, or begin its epoch again."""
+        """Treatment of a checkpoint that was written on other data: same refuses it, changed restarts its epoch."""
         self._order_compared: list[Any] = []
         self._train_loader: RowLoader | StreamLoader | None = None
         self._place: dict[str, Any] = {}
@@ -161,7 +166,7 @@ class TextDataModule(LightningDataModule):
             stage: fit, validate, test or predict.
 
         Raises:
-            RecipeError: a file, a row or the tokenizer is not right.
+            RecipeError: a file, a row or the tokenizer cannot be used.
         """
         if tokenizer is None:
             raise RecipeError("TextDataModule needs a tokenizer: the model's class must have it as `tokenizer`")
@@ -209,7 +214,7 @@ class TextDataModule(LightningDataModule):
         self.splits[split] = join([prepared.arrays for prepared in self.prepared[split]], self._names(split))
 
     def _names(self, split: str) -> tuple[str, ...]:
-        """Names of the split's loss curves; none for a single data set without a name."""
+        """Names of the split's loss curves; empty for a single data set without a name."""
         sources = self.sources[split]
         if split == "val" and self.val_fraction:
             sources = self.sources["train"]
@@ -218,7 +223,7 @@ class TextDataModule(LightningDataModule):
         return tuple(source.title for source in sources) if self.has_names.get(split) else ()
 
     def _held_out(self) -> np.ndarray:
-        """Which training samples are for validation: of each source, a share of its different rows."""
+        """Mask of the samples held out for validation, ``(samples,)``, bool: a fraction of each source's distinct rows."""
         samples = self.splits["train"]
         digests = samples.digests()
         held_out = np.zeros(len(samples), dtype=bool)
@@ -247,7 +252,7 @@ class TextDataModule(LightningDataModule):
             )
 
     def prompts(self, split: str) -> list[dict[str, str]]:
-        """What a model is asked to answer: for each conversation of a split its prompt, question and expected answer.
+        """Prompt, question and expected answer of each conversation of a split.
 
         Args:
             split: train, val or test.
@@ -266,13 +271,13 @@ class TextDataModule(LightningDataModule):
         return found
 
     def sample_texts(self, ids: Sequence[str]) -> dict[str, str]:
-        """Training samples as the model sees them, by the ``sample_ids`` that rows carry."""
+        """Decoded text of training samples, by their ``sample_ids``; unknown ids are left out."""
         samples, tokenizer = self.splits["train"], self.preparation.tokenizer
         places = dict(zip(samples.ids(range(len(samples))), range(len(samples)), strict=True))
         return {name: tokenizer.decode(samples[places[name]][0]) for name in ids if name in places}
 
     def setup(self, stage: str) -> None:
-        """Load what the stage needs, unless that was done before."""
+        """Load the data of a stage, unless it is loaded already."""
         module = getattr(self.trainer, "lightning_module", None)
         self.load(getattr(module, "tokenizer", None), stage)
         if stage == "fit":  # another fit begins with the first epoch, unless a checkpoint says otherwise
@@ -288,14 +293,14 @@ class TextDataModule(LightningDataModule):
 
     @property
     def token_budget(self) -> int | None:
-        """Most tokens of a micro-batch that the recipe allows; None without a limit."""
+        """Maximum number of tokens of a micro-batch; None without a limit."""
         if self.micro_batch_tokens is not None:
             return self.micro_batch_tokens
         per_unit = self.packing if self.packing is not None else self.max_length
         return None if per_unit is None else per_unit * self.micro_batch_size
 
     def plan(self, replicas: int = 1) -> BatchPlan:
-        """How training samples are dealt out to so many data-parallel ranks."""
+        """Plan that distributes training samples to ``replicas`` data-parallel ranks."""
         return BatchPlan(
             micro_batch_size=self.micro_batch_size,
             packing=self.packing,
@@ -307,7 +312,7 @@ class TextDataModule(LightningDataModule):
         )
 
     def train_dataloader(self) -> RowLoader | StreamLoader:
-        """Micro-batches of this rank, which know their optimizer window."""
+        """Loader of this rank's micro-batches; each carries the supervised tokens of its optimizer step."""
         trainer: Any = self.trainer
         replicas, replica = process.data_parallel(trainer)
         # overfit_batches: the same micro-batches each epoch, in the order of the data.
@@ -350,7 +355,7 @@ class TextDataModule(LightningDataModule):
 
     @cached_property
     def order(self) -> Order:
-        """What decides which samples are trained on, and in which order."""
+        """Order of the training samples, and the options that decide it."""
         options: dict[str, Any] = {"seed_everything": process.seed(), "data.shuffle": self.shuffle}
         options |= {"data.packing": self.packing, "data.streaming": self.streaming}
         if self.streaming:
@@ -360,16 +365,16 @@ class TextDataModule(LightningDataModule):
         return order_of_samples(self.splits["train"], self.preparation, self.mixing, **options)
 
     def check_order(self, state: dict[str, Any]) -> bool:
-        """Compare what is trained on with what a checkpoint was written on.
+        """Compare the training data with the data that a checkpoint was written on.
 
         Args:
-            state: as ``state_dict`` gave it.
+            state: saved result of ``state_dict``.
 
         Returns:
-            Whether it has changed, so that the place means other samples now.
+            Whether the data has changed, so that the saved position points to other samples now.
 
         Raises:
-            RecipeError: it has, and ``resume_data`` is not ``changed``.
+            RecipeError: it has changed, and ``resume_data`` is not ``changed``.
         """
         saved = state.get("order")
         is_said, self._order_compared = self._order_compared == [saved], [saved]
@@ -388,19 +393,19 @@ class TextDataModule(LightningDataModule):
         return True
 
     def begin_again(self, state: dict[str, Any]) -> None:
-        """Set a saved place to the beginning of its epoch, unless that was over."""
+        """Set a saved position to the beginning of its epoch, unless that epoch was complete."""
         (StreamLoader if self.streaming else RowLoader).begin_again(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the training data, and what decides what it means."""
+        """Position in the training data, and the order of samples that it refers to."""
         return (
             {**self._train_loader.state_dict(), "order": self.order.saved()} if self._train_loader is not None else {}
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved place.
+        """Continue from a saved position.
 
-        Lightning hands loaders their state too, but not where a schedule asked for
+        Lightning restores the loaders' state too, but not where a schedule asked for
         ``trainer.estimated_stepping_batches`` before: then the loader was set up too early.
         """
         self._place = state_dict
@@ -408,17 +413,17 @@ class TextDataModule(LightningDataModule):
             self._train_loader.load_state_dict(state_dict)
 
     def rewind(self, state: dict[str, Any], micro_batch: int, ready: int) -> None:
-        """Set a saved place back within its epoch, as the loaders' ``rewind`` does."""
+        """Set a saved position back to an earlier micro-batch of its epoch; see the loaders' ``rewind``."""
         (StreamLoader if self.streaming else RowLoader).rewind(state, micro_batch, ready)
 
     def rescale_progress(self, checkpoint: dict[str, Any]) -> None:
-        """Count an interrupted epoch's micro-batches as this run's ranks deal them.
+        """Convert the progress within an interrupted epoch to this run's ranks and micro-batch size.
 
         Args:
-            checkpoint: Lightning's; changed in place where the stopped run had other ranks or micro-batches.
+            checkpoint: Lightning's checkpoint; changed in place where the stopped run had other ranks or micro-batches.
 
         Raises:
-            RecipeError: the place is within an optimizer step of this run.
+            RecipeError: the position is within an optimizer step of this run.
         """
         state, trainer = checkpoint.get(type(self).__qualname__), self.trainer
         if not state or trainer is None or trainer.state.fn != TrainerFn.FITTING:
@@ -440,17 +445,17 @@ class TextDataModule(LightningDataModule):
         progress.recount(done)
 
     def val_dataloader(self) -> RowLoader | tuple[()]:
-        """Validation rows, each sample once, in rows of up to the token budget."""
+        """Validation data as packed batches of up to the token budget, each sample once."""
         return self._evaluation_loader("val") if "val" in self.splits else ()
 
     def test_dataloader(self) -> RowLoader:
-        """Test rows, each sample once."""
+        """Test data as packed batches of up to the token budget, each sample once."""
         return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> "_Batches":
-        """This rank's prompts and expected answers, ``micro_batch_size`` a batch.
+        """This rank's prompts and expected answers, ``micro_batch_size`` per batch.
 
-        Every rank has as many batches, empty ones if need be: split weights need all ranks in each.
+        Every rank has the same number of batches, some of them empty: sharded weights need all ranks in each batch.
         """
         prompts = self.prompts("test")
         if not prompts:
@@ -461,7 +466,7 @@ class TextDataModule(LightningDataModule):
 
     def _evaluation_loader(self, split: str) -> RowLoader:
         samples = self.splits[split]
-        # No gradients, no optimizer step: rows may hold as many samples as the memory of a training row.
+        # No gradients, no optimizer step: a batch may hold as many samples as fit in the memory of a training batch.
         budget = self.token_budget
         units = None if budget is None else max(budget, int(samples.lengths.max()))
         size = self.micro_batch_size if units is None else 1
@@ -482,7 +487,7 @@ class TextDataModule(LightningDataModule):
 
 
 class _Batches:
-    """Batches as they are: Lightning takes a list for several loaders, and deals a ``DataLoader`` out again."""
+    """Loader of ready batches: Lightning reads a list as several loaders, and re-shards a ``DataLoader``."""
 
     def __init__(self, batches: list[list[dict[str, str]]]) -> None:
         self._batches = batches
@@ -495,10 +500,10 @@ class _Batches:
 
 
 def _steps_within(limit: int | float, trainer: Any) -> int:
-    """Micro-batches of an optimizer step in an epoch of so many.
+    """Micro-batches per optimizer step, in an epoch of ``limit`` micro-batches.
 
     Raises:
-        RecipeError: the epoch ends within a step.
+        RecipeError: the epoch ends within an optimizer step.
     """
     accumulate = accumulation(trainer)
     if isinstance(limit, int) and limit % accumulate:

@@ -1,9 +1,9 @@
-"""Which samples go into which micro-batch of which rank: index arithmetic, known before an epoch starts.
+"""Assignment of samples to the micro-batches of each data-parallel rank, computed before an epoch starts.
 
-Words: a *unit* is what ``micro_batch_size`` counts (a sample, or a packed bin of samples); a *window*
+Terms: a *unit* is what ``micro_batch_size`` counts (a sample, or a bin of samples that are packed together); a *window*
 is the micro-batches of one optimizer step; a *replica* is a data-parallel rank.
 
-One global order of units is dealt out, so that the samples of an optimizer step do not depend on how
+All ranks distribute one global order of units, so that the samples of an optimizer step do not depend on how
 the step is split into micro-batches and ranks.
 """
 
@@ -23,26 +23,26 @@ from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch, empty_row, pack_samples, sample_targets
 
 MicroBatch = list[int]
-"""Indices of the samples laid end to end; empty when there is nothing to compute."""
+"""Indices of the samples that are packed together; empty when there is nothing to compute."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How samples are dealt out."""
+    """Rules that distribute samples to micro-batches and ranks."""
 
     micro_batch_size: int
     """Units per micro-batch and replica."""
     packing: int | None = None
-    """Token budget of a packed bin; None leaves samples as they are."""
+    """Token budget of a bin of samples; None makes each sample a unit of its own."""
     token_budget: int | None = None
-    """Micro-batches of one window are joined while they fit in so many tokens; None never joins."""
+    """Tokens up to which micro-batches of one window are joined; None joins none."""
     shuffle: bool = False
     seed: int = 0
     replicas: int = 1
     mixing: Mixing = field(default_factory=Mixing)
 
     def units(self, samples: Samples, *place: int) -> list[MicroBatch]:
-        """The units of an epoch, or of what else ``place`` numbers, in order."""
+        """Units of an epoch (or of a stream's buffer) in order; ``place`` are its numbers, part of the seed."""
         if self.packing is None:
             order = self.mixing.order(samples.source, self.shuffle, [self.seed, *place])
             return [[i] for i in order.tolist()]
@@ -55,22 +55,22 @@ class BatchPlan:
         return [units[i] for i in np.random.default_rng([self.seed, *place]).permutation(len(units))]
 
     def length(self, units: int) -> int:
-        """Micro-batches per replica and epoch."""
+        """Number of micro-batches per replica and epoch."""
         return -(-units // (self.micro_batch_size * self.replicas))
 
     def windows(
         self, units: Sequence[MicroBatch], lengths: np.ndarray, accumulate: int, whole: bool = False
     ) -> Iterator[list[list[MicroBatch]]]:
-        """For each optimizer step, each replica's micro-batches.
+        """Micro-batches of each replica, for each optimizer step.
 
-        All replicas have the same number of micro-batches, and of empty ones, which come first. A replica
-        that is out of units in the last window gets ``[]`` where others compute.
+        All replicas have the same number of micro-batches, and the same number of empty ones, which come first. A
+        replica that has no units left in the last window gets ``[]`` where others compute.
 
         Args:
-            units: what is dealt out.
-            lengths: tokens of each sample.
+            units: units of the epoch, in order.
+            lengths: tokens per sample, ``(samples,)``.
             accumulate: micro-batches per optimizer step.
-            whole: give the last window as many micro-batches as the others, by empty ones.
+            whole: add empty micro-batches to the last window, so that it has as many as the others.
         """
         step = self.micro_batch_size * self.replicas * accumulate
         for start in range(0, len(units), step):
@@ -99,7 +99,7 @@ class BatchPlan:
 
 
 def _spread(share: list[MicroBatch], count: int) -> list[MicroBatch]:
-    """Split the largest micro-batches until there are ``count``, where they can be split."""
+    """Split the largest micro-batches until there are ``count``, or until none can be split."""
     share = list(share)
     while share and len(share) < count and max(map(len, share)) > 1:
         largest = max(range(len(share)), key=lambda i: len(share[i]))
@@ -109,13 +109,13 @@ def _spread(share: list[MicroBatch], count: int) -> list[MicroBatch]:
 
 
 Piece = tuple[MicroBatch, int, bool]
-"""Members of a micro-batch, supervised tokens of its window on this rank, and whether any rank computes."""
+"""Sample indices of a micro-batch, supervised tokens of its window on this rank, and whether any rank computes."""
 
 
 def micro_batches(
     units: Sequence[MicroBatch], samples: Samples, plan: BatchPlan, replica: int, accumulate: int, whole: bool = False
 ) -> Iterator[Piece]:
-    """One replica's micro-batches of some units, window by window; ``whole`` as in ``BatchPlan.windows``."""
+    """Micro-batches of one replica, window by window; ``whole`` as in ``BatchPlan.windows``."""
     for window in plan.windows(units, samples.lengths, accumulate, whole):
         mine = window[replica]
         tokens = int(sum(samples.supervised[members].sum() for members in mine if members))
@@ -124,20 +124,20 @@ def micro_batches(
 
 
 def batch_geometry(plan: BatchPlan, accumulate: int) -> dict[str, int]:
-    """How an optimizer step is split, for a saved place: units of a micro-batch over all ranks, micro-batches."""
+    """Split of an optimizer step, for a saved position: units per micro-batch over all ranks, and micro-batches."""
     return {"units": plan.micro_batch_size * plan.replicas, "accumulate": accumulate}
 
 
 def position_under(state: dict[str, Any], plan: BatchPlan, accumulate: int) -> int:
-    """A saved position as a number of micro-batches of each rank, however the steps before it were split.
+    """Convert a saved position to micro-batches per rank of the resumed run, whose ranks and sizes may differ.
 
     Args:
-        state: of a loader: ``position`` and the ``deal`` it counts by.
-        plan: of the resumed run.
-        accumulate: micro-batches of its optimizer steps.
+        state: state of a loader: ``position``, and ``deal``, the ``batch_geometry`` that it counts in.
+        plan: plan of the resumed run.
+        accumulate: micro-batches per optimizer step of the resumed run.
 
     Raises:
-        RecipeError: the place is within an optimizer step, of the stopped run or of the resumed one.
+        RecipeError: the position is within an optimizer step, of the stopped run or of the resumed one.
     """
     now, then = batch_geometry(plan, accumulate), state.get("deal")
     if then is None or then == now:
@@ -153,7 +153,7 @@ def position_under(state: dict[str, Any], plan: BatchPlan, accumulate: int) -> i
 
 
 def lay_out(piece: Piece, samples: Samples) -> PackedBatch:
-    """The row of a micro-batch."""
+    """Build the packed batch of a micro-batch."""
     members, window_tokens, compute = piece
     if members:
         row = pack_samples([samples[i] for i in members], samples.source[members])
@@ -169,7 +169,7 @@ def lay_out(piece: Piece, samples: Samples) -> PackedBatch:
 
 
 class _Rows(Dataset[PackedBatch]):
-    """Lays out micro-batches; what the sampler yields is the micro-batch itself."""
+    """Data set that builds packed batches; an index from the sampler is the micro-batch itself."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -188,11 +188,10 @@ def _as_it_is(row: Any) -> Any:
 
 
 class RowLoader:
-    """Iterates one replica's micro-batches, an epoch at a time, and remembers its place.
+    """Dataloader of one replica's micro-batches, an epoch at a time, whose position can be saved.
 
-    It is what a Trainer is given as a dataloader. It counts its epochs itself: Lightning's count is one ahead in
-    a checkpoint of a run that ``max_steps`` ended within an epoch. ``state_dict`` makes a resumed run go on with
-    the next micro-batch.
+    It counts its epochs itself: Lightning's count is one ahead in a checkpoint of a run that ``max_steps`` ended
+    within an epoch. ``state_dict`` makes a resumed run continue with the next micro-batch.
     """
 
     def __init__(
@@ -209,20 +208,20 @@ class RowLoader:
         """Prepare the loader.
 
         Args:
-            samples: the tokenized data.
-            plan: how it is dealt out.
-            replica: which share is this rank's.
-            accumulate: micro-batches per optimizer step, asked for at the start of each epoch.
-            limit: ``limit_train_batches``, micro-batches per epoch (int) or a share of them (float). The trainer cuts
-                the epoch; the loader has to know where, because the last optimizer step is shorter there.
-            num_workers: processes that lay rows end to end; 0 does it in this one.
-            pin_memory: page-locked rows, for CUDA.
+            samples: tokenized data.
+            plan: distribution of the samples to micro-batches and ranks.
+            replica: data-parallel rank of this process.
+            accumulate: returns the micro-batches per optimizer step; called at the start of each epoch.
+            limit: ``limit_train_batches``, micro-batches per epoch (int) or a fraction of them (float). The trainer
+                ends the epoch; the loader has to know where, because the last optimizer step is shorter there.
+            num_workers: number of processes that build packed batches; 0 builds them in this process.
+            pin_memory: copy batches to page-locked memory, for CUDA.
         """
         self.samples, self.plan, self.replica = samples, plan, replica
         self._accumulate, self._limit = accumulate, limit
         self._workers, self._pin_memory = num_workers, pin_memory
         self.seconds_waited = 0.0
-        """Time that the training loop has waited for rows."""
+        """Seconds that the training loop has waited for micro-batches."""
         self._epoch = 0
         self._position = 0
         self._resume: dict[str, Any] | None = None
@@ -235,16 +234,16 @@ class RowLoader:
         return self._length
 
     def _units(self, epoch: int) -> list[MicroBatch]:
-        """An epoch's units within the limit: a window's token count must not include what is never run."""
+        """Units of an epoch within the limit: a window's token count must not include micro-batches that never run."""
         return self.plan.units(self.samples, epoch)[: self.batches * self.plan.micro_batch_size * self.plan.replicas]
 
     def epoch_size(self) -> tuple[int, int, int]:
-        """Samples of the first epoch, their tokens, and how many of these are supervised."""
+        """Samples, tokens and supervised tokens of the first epoch."""
         order = [i for unit in self._units(0) for i in unit]
         return len(order), int(self.samples.lengths[order].sum()), int(self.samples.supervised[order].sum())
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, how many of its micro-batches were handed out, and how these were dealt."""
+        """The epoch, the number of its micro-batches yielded so far, and their ``batch_geometry``."""
         if self._resume is not None:
             return self._resume
         return {
@@ -256,21 +255,21 @@ class RowLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place at the next iteration, whatever the number of ranks was."""
+        """Continue from a saved position at the next iteration; the number of ranks may differ."""
         self._resume = state
 
     def position_of(self, state: dict[str, Any]) -> int:
-        """A saved position, in this loader's micro-batches."""
+        """Convert a saved position to this loader's micro-batches."""
         return self.batches if state.get("is_over") else position_under(state, self.plan, self._accumulate())
 
     @staticmethod
     def rewind(state: dict[str, Any], micro_batch: int, ready: int) -> None:
-        """Set a saved place back to an earlier micro-batch of its epoch.
+        """Set a saved position back to an earlier micro-batch of its epoch.
 
         Args:
-            state: of ``state_dict``, changed in place.
-            micro_batch: the one that trains next, counted by the trainer.
-            ready: micro-batches of the epoch that the trainer had begun when it was saved.
+            state: result of ``state_dict``, changed in place.
+            micro_batch: number of the micro-batch that trains next, as the trainer counts.
+            ready: number of micro-batches of the epoch that the trainer had begun at the time of saving.
         """
         ahead = state["position"] - ready  # beyond 1 where the trainer has counted an epoch's rest as a new epoch
         state["position"] = micro_batch + (0 if 0 <= ahead <= 1 else ahead)
@@ -278,22 +277,22 @@ class RowLoader:
 
     @staticmethod
     def begin_again(state: dict[str, Any]) -> None:
-        """Set a saved place to the beginning of its epoch, unless that was over."""
+        """Set a saved position to the beginning of its epoch, unless that epoch was complete."""
         if not state["is_over"]:
             state["position"] = 0
 
     def micro_batches(self, epoch: int = 0) -> Iterator[Piece]:
-        """This replica's share of an epoch."""
+        """Micro-batches of this replica in an epoch."""
         self._dealt = self._accumulate()
         return micro_batches(self._units(epoch), self.samples, self.plan, self.replica, self._dealt)
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        # A generator: Lightning asks for the iterator before it restores the place, and draws from it after.
+        # A generator: Lightning asks for the iterator before it restores the position, and draws from it after.
         resume, self._resume = self._resume, None
         if resume is not None:
             self._epoch, self._position = int(resume["epoch"]), self.position_of(resume)
         elif self._position < self.batches:
-            self._position = 0  # an epoch that was left begins again
+            self._position = 0  # an epoch that was left early starts again
         if self._position >= self.batches:
             self._epoch, self._position = self._epoch + 1, 0
         sampler: Any = islice(self.micro_batches(self._epoch), self._position, None)

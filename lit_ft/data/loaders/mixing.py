@@ -1,7 +1,7 @@
-"""In which order, and how often, the samples of several sources come.
+"""Order and number of the samples that an epoch draws from each of several sources.
 
-The share of each source is arithmetic, not chance: its samples are spread evenly over the epoch, so that
-any stretch of it has the wanted ratio to within a sample or two.
+The proportions are exact, not random: the samples of a source are spread evenly over the epoch, so that
+any part of it has the requested ratio to within a sample or two.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ Strategy = Literal["concatenate", "first_exhausted", "all_exhausted"]
 
 @dataclass(frozen=True)
 class Mixing:
-    """How sources are combined."""
+    """Rule that combines several sources."""
 
     strategy: Strategy = "concatenate"
-    """concatenate: every sample once; first_exhausted: an epoch ends where a source runs out; all_exhausted: where
-    all have, and the others begin again."""
+    """concatenate: every sample once; first_exhausted: the epoch ends when the first source is used up; all_exhausted:
+    it ends when every source was used up, and shorter ones repeat."""
     weights: tuple[float, ...] | None = None
-    """Share of each source, to any sum; None is in proportion to their samples."""
+    """Weight of each source, relative to the sum of all; None weights by number of samples."""
 
     def draws(self, sizes: Sequence[int]) -> list[int]:
-        """Samples that an epoch takes of each source.
+        """Number of samples that an epoch draws from each source.
 
         Args:
-            sizes: samples that each has.
+            sizes: number of samples of each source.
         """
         if self.strategy == "concatenate" or self.weights is None:
             return list(sizes)
@@ -39,12 +39,12 @@ class Mixing:
         return [max(1, round(length * share)) for share in shares]
 
     def order(self, source: np.ndarray, shuffle: bool, seed: int | list[int]) -> np.ndarray:
-        """Indices of the samples of an epoch, in order, ``(draws,)``.
+        """Indices of the samples of an epoch, in order, ``(draws,)``, int64.
 
         Args:
-            source: which source each sample is of, ``(samples,)``.
-            shuffle: in random order; otherwise in the order of the sources.
-            seed: of the order.
+            source: source number of each sample, ``(samples,)``.
+            shuffle: random order; otherwise the order within each source is kept.
+            seed: seed of the random order.
         """
         generator = np.random.default_rng(seed)
         if self.strategy == "concatenate":
@@ -55,17 +55,17 @@ class Mixing:
             passes = -(-count // max(len(mine), 1))
             one = [generator.permutation(mine) if shuffle else mine for _ in range(passes)]
             chosen.append(np.concatenate(one)[:count])
-            # One draw in each of `count` equal stretches of the epoch.
+            # One draw in each of `count` equal parts of the epoch.
             jitter = generator.random(count) if shuffle else 0.5
             places.append((np.arange(count) + jitter) / count)
         return np.concatenate(chosen)[np.argsort(np.concatenate(places), kind="stable")]
 
 
 def check_weights(weights: Sequence[float | None], strategy: Strategy, option: str = "data.sources") -> Mixing:
-    """The mixing that a recipe asks for.
+    """Check the weights of a recipe's sources and build their mixing.
 
     Raises:
-        RecipeError: some sources have a weight and others none, one is not above 0, or weights are not used.
+        RecipeError: some sources have a weight and others none, a weight is not above 0, or the strategy ignores it.
     """
     given = [weight for weight in weights if weight is not None]
     if not given:

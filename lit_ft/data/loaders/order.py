@@ -1,6 +1,6 @@
-"""What decides which samples are trained on, and in which order: saved with a run's place, compared when it is resumed.
+"""Fingerprint of the order of training samples: saved with a run's position, compared when the run is resumed.
 
-Ranks, micro-batches, worker processes, caches and the names of files decide neither.
+Ranks, micro-batches, worker processes, caches and file names do not change the order, so they are not part of it.
 """
 
 from collections.abc import Sequence
@@ -16,29 +16,29 @@ from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.data.tokens.samples import Samples, TokenArrays
 
 ARRAY_BLOCK, FILE_BLOCK = 2**22, 2**16
-"""Bytes that are hashed at a time, of tokens and of files that are read while training."""
+"""Bytes per hashed block, of token arrays and of files that are read while training."""
 ARRAY_BLOCKS, FILE_BLOCKS = 256, 4
-"""How many of them, evenly spread over what is larger; of what is smaller, all counts."""
+"""Number of blocks that are hashed, evenly spread over larger content; smaller content is hashed in full."""
 
 Facts = dict[str, str]
-"""Values by the option or thing that they are of."""
+"""Values as text, by the name of the option or source."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of samples, and how they came about."""
+    """Fingerprint of the order of samples, and the settings that explain it."""
 
     decides: Facts
-    """Two runs with equal values train on the same samples in the same order."""
+    """Values that decide the order: runs with equal values train on the same samples in the same order."""
     explains: Facts
-    """Why a source's samples may differ; of no account where they do not."""
+    """Settings that explain why samples differ; ignored where the samples are the same."""
 
     def saved(self) -> dict[str, Facts]:
-        """As a checkpoint holds it."""
+        """Plain values for a checkpoint."""
         return {"decides": self.decides, "explains": self.explains}
 
     def changes_since(self, saved: dict[str, Facts]) -> list[str]:
-        """What differs from a saved order, each with both values; empty where nothing does that matters."""
+        """Differences to a saved order, each with both values; empty where the order is the same."""
         changes = _differences(saved["decides"], self.decides)
         return changes + _differences(saved["explains"], self.explains) if changes else []
 
@@ -49,13 +49,13 @@ def _differences(then: Facts, now: Facts) -> list[str]:
 
 
 def order_of_samples(samples: Samples, preparation: Preparation, mixing: Mixing, **options: Any) -> Order:
-    """The order of samples that are in memory.
+    """Order of samples that were tokenized before training.
 
     Args:
-        samples: those that are trained on.
-        preparation: how rows became samples.
-        mixing: of the sources.
-        options: seed, shuffle, packing and what else decides the order.
+        samples: training samples.
+        preparation: settings that turned rows into samples.
+        mixing: mixing of the sources.
+        options: seed, shuffle, packing and all other options that decide the order.
     """
     split = xxhash.xxh3_64()
     for array in (samples.source, samples.index):
@@ -67,13 +67,13 @@ def order_of_samples(samples: Samples, preparation: Preparation, mixing: Mixing,
 
 
 def order_of_stream(sources: Sequence[Source], preparation: Preparation, mixing: Mixing, **options: Any) -> Order:
-    """The order of rows that are read while training; how they become samples decides too.
+    """Order of rows that are streamed; the settings that turn rows into samples are part of it.
 
     Args:
-        sources: what is read.
-        preparation: how rows become samples.
-        mixing: of the sources.
-        options: seed, shuffle, packing, size of the buffer and what else decides the order.
+        sources: streamed sources.
+        preparation: settings that turn rows into samples.
+        mixing: mixing of the sources.
+        options: seed, shuffle, packing, buffer size and all other options that decide the order.
     """
     decides = _options({**options, **_settings(preparation), "data.mixing": (mixing.strategy, mixing.weights)})
     for number, source in enumerate(sources, 1):

@@ -1,8 +1,9 @@
-"""Data larger than memory: rows are read, tokenized and shuffled a buffer at a time.
+"""Streaming of data larger than memory: rows are read, tokenized and shuffled one buffer at a time.
 
-A buffer is a small epoch: the plan that deals out data in memory deals out a buffer too, and what does not
-fill an optimizer step goes first in the next. The place in the stream is a few counts, so that a
-resumed run goes on with the very next row, whatever the number of worker processes.
+A buffer is a small epoch: the ``BatchPlan`` that distributes data in memory distributes a buffer too, and units that
+do not fill an optimizer step come first in the next buffer. The position in the stream is a few counts, so that a
+resumed run continues with the next row, for any number of worker processes. A *window* is the micro-batches of one
+optimizer step.
 """
 
 import time
@@ -26,22 +27,22 @@ from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch
 
 WINDOWS_KEPT = 3
-"""Beginnings of optimizer steps that a place remembers: the one in progress, and those that were drawn ahead."""
+"""Saved positions of window starts: that of the step in progress, and of the steps that were drawn ahead."""
 
 Tokens = tuple[int, np.ndarray, np.ndarray]
-"""A sample: the number of its source, ids, labels."""
+"""A sample: the number of its source, its ids and its labels."""
 
 
 class MixedRows(Iterator[PlacedRow]):
-    """Rows of several sources in the proportions of a mixing; its place is a list of counts."""
+    """Iterator over the rows of several sources in the proportions of a mixing; its position is a list of counts."""
 
     def __init__(self, sources: Sequence[Source], mixing: Mixing, place: dict[str, list[int]] | None = None) -> None:
         """Open the sources.
 
         Args:
-            sources: what is read.
-            mixing: in which proportions; without weights, equal shares.
-            place: as ``place`` gave it, to go on from there.
+            sources: data sets to read.
+            mixing: proportions of the sources; without weights, equal shares.
+            place: saved result of ``place``, to continue from; None starts at the first rows.
         """
         self.sources, self.mixing = sources, mixing
         self._ended = False
@@ -50,7 +51,7 @@ class MixedRows(Iterator[PlacedRow]):
         self._open = [source.rows(read, streaming=True) for source, read in zip(sources, self._read, strict=True)]
 
     def place(self) -> dict[str, list[int]]:
-        """Per source: rows drawn in all, rows read in this pass, passes that are over."""
+        """Position: for each source, rows drawn in total, rows read in this pass, and completed passes."""
         return {"drawn": list(self._drawn), "read": list(self._read), "passes": list(self._passes)}
 
     def __next__(self) -> PlacedRow:
@@ -73,34 +74,34 @@ class MixedRows(Iterator[PlacedRow]):
     def _choose(self) -> int:
         if self.mixing.strategy == "concatenate":
             return next(number for number, passes in enumerate(self._passes) if not passes)
-        # Whose turn it is when each source's draws are spread evenly.
+        # The source that is due next when each source's draws are spread evenly.
         weights = self.mixing.weights or (1.0,) * len(self.sources)
         return min(range(len(weights)), key=lambda number: (self._drawn[number] + 0.5) / weights[number])
 
 
 @dataclass
 class _Buffer:
-    """What is dealt out together."""
+    """Samples that are shuffled and distributed together."""
 
     samples: Samples
     units: list[MicroBatch]
     start: dict[str, Any]
-    """The stream's place before it, with the samples left over from the one before."""
+    """Position of the stream before the buffer, with the samples left over from the buffer before."""
 
 
 def start_of_pass(epoch: int) -> dict[str, Any]:
-    """The place of the first micro-batch of a pass over all rows.
+    """Position of the first micro-batch of a pass over all rows.
 
-    ``skip`` counts units of the buffer that optimizer steps of another size have taken; ``position`` counts
-    micro-batches from there, and ``batch`` those of the trainer's epoch.
+    ``skip`` counts units of the buffer that were used before the split of an optimizer step changed; ``position``
+    counts micro-batches after them, and ``batch`` micro-batches of the trainer's epoch.
     """
     return {"epoch": epoch, "buffer": 0, "skip": 0, "position": 0, "batch": 0, "rows": None, "left": None}
 
 
 class StreamLoader:
-    """Iterates one replica's micro-batches of a stream; has no length.
+    """Dataloader of one replica's micro-batches of a stream; it has no length.
 
-    Every rank reads the whole stream, so that all agree on the order without talking.
+    Every rank reads the full stream, so that all agree on the order without communication.
     """
 
     def __init__(
@@ -120,24 +121,24 @@ class StreamLoader:
         """Prepare the loader.
 
         Args:
-            sources: what is read.
-            preparation: how rows become samples.
-            plan: how samples are dealt out, with the mixing of the sources.
-            names: of the sources with a loss curve.
-            buffer_rows: rows that are read and shuffled at a time.
-            replica: which share is this rank's.
-            accumulate: micro-batches per optimizer step, asked for at the start of each epoch.
-            cut: micro-batches after which the trainer ends an epoch; None where a pass over all rows is one.
-            repeats: begin each epoch with the first row, as ``overfit_batches`` does.
-            workers: processes that tokenize ahead; 0 does it between two steps.
+            sources: data sets to read.
+            preparation: settings that turn rows into samples.
+            plan: distribution of samples to micro-batches and ranks, with the mixing of the sources.
+            names: names of the sources' loss curves; empty where there is one source.
+            buffer_rows: number of rows that are read and shuffled at a time.
+            replica: data-parallel rank of this process.
+            accumulate: returns the micro-batches per optimizer step; called at the start of each epoch.
+            cut: micro-batches after which the trainer ends an epoch; None where an epoch is a pass over all rows.
+            repeats: start each epoch at the first row, as ``overfit_batches`` does.
+            workers: number of processes that tokenize ahead; 0 tokenizes between two steps.
         """
         self.sources, self.preparation, self.plan = sources, preparation, plan
         self.names, self.buffer_rows, self.replica = names, buffer_rows, replica
         self._accumulate, self._cut, self._repeats, self._workers = accumulate, cut, repeats, workers
         self.seconds_waited = 0.0
-        """Time that the training loop has waited for rows."""
+        """Seconds that the training loop has waited for micro-batches."""
         self.notes: Counter[str] = Counter()
-        """What was done to the rows that were read, as ``encoding.NOTES`` names it, and how many there were."""
+        """Counts by the names of ``tokenization.NOTES``, and of rows read and skipped."""
         self._place: dict[str, Any] = start_of_pass(0)
         self._deal: dict[str, int] = {}
         self._batch = 0
@@ -148,9 +149,9 @@ class StreamLoader:
         self._tokenizations = [preparation.tokenization(source) for source in sources]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the micro-batch that trains next, and those where the last optimizer steps began.
+        """Positions of the micro-batch that trains next, and of the starts of the last windows.
 
-        Lightning draws one ahead from a loader without length, to know which is the last; that one
+        Lightning draws one micro-batch ahead from a loader without length, to know which is the last; that one
         has not been trained on.
         """
         if self._resume is not None:
@@ -160,7 +161,7 @@ class StreamLoader:
         return {**self._place, "batches": self._cut, "is_over": self._is_over, "windows": windows, "deal": deal}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place at the next iteration.
+        """Continue from a saved position at the next iteration.
 
         Raises:
             RecipeError: rows were drawn already.
@@ -173,28 +174,28 @@ class StreamLoader:
 
     @staticmethod
     def rewind(state: dict[str, Any], micro_batch: int, ready: int) -> None:
-        """Set a saved place back to the micro-batch that an optimizer step begins with.
+        """Set a saved position back to the first micro-batch of an optimizer step.
 
         Args:
-            state: of ``state_dict``, changed in place.
-            micro_batch: the one that trains next, counted by the trainer within the epoch.
-            ready: micro-batches of the epoch that the trainer had begun when it was saved.
+            state: result of ``state_dict``, changed in place.
+            micro_batch: number of the micro-batch that trains next, as the trainer counts within the epoch.
+            ready: number of micro-batches of the epoch that the trainer had begun at the time of saving.
         """
         begun = [place for place in state.get("windows", []) if place["batch"] <= micro_batch]
         if begun:
             state |= begun[-1]
             state["position"] += micro_batch - state["batch"]
-        else:  # written before places of windows were kept
+        else:  # written before positions of windows were saved
             state["position"] -= ready - micro_batch
         state |= {"batch": micro_batch, "is_over": False}
 
     @staticmethod
     def begin_again(state: dict[str, Any]) -> None:
-        """Set a saved place to the beginning of its pass."""
+        """Set a saved position to the beginning of its pass over all rows."""
         state |= start_of_pass(state["epoch"])
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        # On from where the last iteration was left: limit_train_batches cuts a stream into parts.
+        # Continues where the last iteration stopped: limit_train_batches splits a stream into parts.
         self._is_open = True
         resume, self._resume = self._resume, None
         now = batch_geometry(self.plan, self._accumulate())
@@ -213,7 +214,13 @@ class StreamLoader:
         self._is_over = True
 
     def _dealt_anew(self, place: dict[str, Any], then: dict[str, int] | None, now: dict[str, int]) -> dict[str, Any]:
-        """A place between optimizer steps, counted for steps that are dealt in another way from there on."""
+        """Convert a position between optimizer steps to another ``batch_geometry``.
+
+        Args:
+            place: saved position.
+            then: ``batch_geometry`` of the run that saved it; None or empty leaves the position as it is.
+            now: ``batch_geometry`` of this run.
+        """
         place = {name: place[name] for name in start_of_pass(0)}
         if not then or then == now:
             return place
@@ -223,7 +230,7 @@ class StreamLoader:
         return {**place, "skip": place["skip"] + taken, "position": 0, "batch": trained // now["units"]}
 
     def _one_pass(self, start: dict[str, Any]) -> Iterator[PackedBatch]:
-        """The rest of a pass over all rows, from a place on."""
+        """Micro-batches of the rest of a pass over all rows, from a position on."""
         position, accumulate = start["position"], self._deal["accumulate"]
         for number, buffer in enumerate(self._buffers(start), start["buffer"]):
             dealt = micro_batches(
@@ -273,7 +280,7 @@ class StreamLoader:
             number, skip = number + 1, 0
 
     def _filled(self, place: dict[str, list[int]] | None) -> Iterator[tuple[dict[str, list[int]], list[Tokens]]]:
-        """Each buffer's samples, and the stream's place before it."""
+        """Samples of each buffer, and the position of the stream before it."""
         stream = MixedRows(self.sources, self.plan.mixing, place)
         chunks = -(-self.buffer_rows // ROWS_PER_BATCH)
 
@@ -297,7 +304,7 @@ class StreamLoader:
             yield rows, samples
 
     def _in_order(self, places: list[str], parts: list[Part]) -> list[Tokens]:
-        """A batch's samples in the order of its rows."""
+        """Samples of a batch of rows, in the order of the rows."""
         found: list[tuple[int, Tokens]] = []
         for source, positions, encoded in parts:
             skipped = self.preparation.check([places[i] for i in positions], encoded)
@@ -312,7 +319,7 @@ class StreamLoader:
         return [tokens for _, tokens in sorted(found, key=lambda pair: pair[0])]
 
     def describe(self) -> list[str]:
-        """A line for each thing that was done to the rows that were read."""
+        """Messages that count truncated, dropped, skipped and otherwise changed rows, one line each."""
         rows = self.notes["rows"]
         lines = self._tokenizations[0].describe(self.notes, rows)
         if self.notes["skipped"]:
@@ -342,7 +349,7 @@ def _consecutive(sizes: Iterator[int]) -> Iterator[list[int]]:
 
 
 def _pack(units: list[list[Tokens]]) -> dict[str, Any]:
-    """Units as tensors and lists, which a checkpoint holds."""
+    """Convert units to tensors and lists, which a checkpoint can hold."""
     samples = [tokens for unit in units for tokens in unit]
     return {
         "units": [len(unit) for unit in units],
