@@ -223,7 +223,7 @@ class TextDataModule(LightningDataModule):
         return tuple(source.title for source in sources) if self.has_names.get(split) else ()
 
     def _held_out(self) -> np.ndarray:
-        """Mask of the samples held out for validation, ``(samples,)``, bool: a fraction of each source's distinct rows."""
+        """Mask of the samples held out for validation, ``(samples,)``, bool: part of each source's distinct rows."""
         samples = self.splits["train"]
         digests = samples.digests()
         held_out = np.zeros(len(samples), dtype=bool)
