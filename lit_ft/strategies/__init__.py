@@ -1,4 +1,4 @@
-"""Strategies for the Lightning Trainer that place a model on devices."""
+"""Strategies for the Lightning Trainer: how a model and its optimizer are distributed over devices."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, on CUDA and on CPU: each rank holds a share of optimizer state, gradients and weights."""
+"""DeepSpeed's ZeRO, on CUDA and on CPU: optimizer state, gradients and weights are sharded over the ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,22 +26,22 @@ from lit_ft.strategies.zero import state as zero_state
 
 
 class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
-    """ZeRO: stage 1 splits optimizer state over the ranks, 2 gradients too, 3 weights too.
+    """ZeRO: stage 1 shards optimizer state over the ranks, stage 2 also gradients, stage 3 also weights.
 
-    The numbers are those of one process, and checkpoints those of every other strategy. At stage 3 a base is split
-    while it is read. Every key of DeepSpeed's configuration can be given in ``config``, a JSON file or a mapping, in
-    place of all other arguments; ``"auto"`` in it is what the recipe says.
+    Results are those of one process, and checkpoints can be resumed under every other strategy. At stage 3 a base
+    model is sharded while it is read. ``config``, a JSON file or a mapping, accepts every key of DeepSpeed's
+    configuration and replaces all other arguments; the value ``"auto"`` in it stands for what the recipe sets.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the arguments of Lightning's ``DeepSpeedStrategy``.
+        """Accept the arguments of Lightning's ``DeepSpeedStrategy``.
 
         Args:
-            args: its positional arguments.
-            kwargs: its keyword arguments.
+            args: positional arguments of Lightning's ``DeepSpeedStrategy``.
+            kwargs: keyword arguments of Lightning's ``DeepSpeedStrategy``.
 
         Raises:
-            RecipeError: a package is missing, or ``config`` comes with other arguments that it takes the place of.
+            RecipeError: a package is missing, or ``config`` comes together with arguments that it replaces.
         """
         zero_config.check_packages()
         zero_config.check_arguments(lightning_strategies.DeepSpeedStrategy, args, kwargs)
@@ -51,9 +51,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         self._forward_redirection: Any = self._run_in_engine
         self._is_in_step, self._has_gradients = False, True
         self._order: list[list[nn.Parameter]] = []
-        """The optimizer's parameters, by group, before ZeRO lays each group out flat."""
+        """Parameters of the optimizer by group, in the order that they had before ZeRO flattened each group."""
 
-    # --- what is wrong with a recipe -------------------------------------------------------------
+    # --- checks of the recipe --------------------------------------------------------------------
 
     def _load_config(self, config: Any) -> Any:
         try:
@@ -64,22 +64,22 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             ) from error
 
     def check(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
-        """Find what DeepSpeed and the recipe disagree on, before processes are started and weights are loaded.
+        """Compare DeepSpeed's configuration with the recipe, before processes are started and weights are loaded.
 
         Args:
-            trainer: of the run.
-            module: what is trained.
-            datamodule: its data.
+            trainer: trainer of the run.
+            module: LightningModule that is trained.
+            datamodule: data module of the run.
 
         Raises:
-            RecipeError: it names both values.
+            RecipeError: the two disagree; the message names both values.
         """
         assert isinstance(self.config, dict)
         zero_config.check_recipe(self._given_config, trainer, datamodule)
         zero_config.check_method(zero_config.stage_of(self.config), module)
 
     def _configure_launcher(self) -> None:
-        # Before processes are started, so that what is wrong is said once.
+        # Checked before processes are started, so that an error is reported once.
         assert isinstance(self.config, dict)
         self._given_config = dict(self.config)
         on_cpu = isinstance(self.accelerator, CPUAccelerator)
@@ -89,7 +89,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     # --- processes -------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Join the processes; Lightning's own refuses all devices but CUDA."""
+        """Join the process group, also on CPU, which Lightning's own method refuses."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         self.check(trainer, self.lightning_module, trainer.datamodule)
@@ -98,15 +98,15 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             return
         import deepspeed.ops
 
-        # Its shared-memory collectives would be compiled for a minute at the first start; gloo does without.
+        # DeepSpeed would compile its shared-memory collectives for a minute at the first start; gloo needs none.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         assert self.parallel_devices is not None
         self.parallel_devices = [torch.device("cpu", i) for i in range(len(self.parallel_devices))]
         super(lightning_strategies.DeepSpeedStrategy, self).setup_environment()
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
-        # Lightning counts the micro-batches of a window, the ragged one at an epoch's end included, and divides by
-        # their number. The batch size is for DeepSpeed's throughput log only.
+        # Lightning counts the micro-batches of each optimizer step, also of the shorter last step of an epoch, and
+        # divides by their number. The batch size is for DeepSpeed's throughput log only.
         assert isinstance(self.config, dict)
         assert self.lightning_module is not None
         self.config = {key: value for key, value in self.config.items() if key not in zero_config.SET_BY_THE_RECIPE}
@@ -118,9 +118,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Within it the model is built; at stage 3 a base is split as it is read, so that no rank holds it whole.
+        """Context for building the model: at stage 3 a base model is sharded as it is read, so no rank holds all of it.
 
-        Drawn weights (``init: random``) and quantized ones are split after they are made.
+        Random initial weights (``init: random``) and quantized weights are sharded after they are created.
         """
         self._init_config_if_needed()
         module: Any = self.lightning_module
@@ -131,7 +131,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         import torch._dynamo  # noqa: F401  # zero.Init patches Tensor.__new__, which its import does not survive
         from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-        # transformers keeps a weak reference to it, and splits all that it reads while it is there.
+        # transformers keeps a weak reference to it, and shards all that it reads while the object exists.
         settings = HfDeepSpeedConfig(self._reading_config())
         try:
             yield
@@ -140,7 +140,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             del settings
 
     def _reading_config(self) -> dict[str, Any]:
-        """The configuration with the dtype that ``zero.Init`` gives weights: the base's own, unless precision casts."""
+        """Configuration with the dtype that ``zero.Init`` gives weights: the base model's, unless precision casts."""
         assert isinstance(self.config, dict)
         module: Any = self.lightning_module
         if self.precision_plugin.precision != "32-true" or not hasattr(module, "base_dtype"):
@@ -151,7 +151,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         return self.config if key is None else {**self.config, key: {"enabled": True}}
 
     def setup(self, trainer: Trainer) -> None:
-        """Hand model and optimizer to DeepSpeed."""
+        """Give model and optimizer to DeepSpeed's engine."""
         assert self.accelerator is not None
         assert self.model is not None
         self._init_config_if_needed()
@@ -159,7 +159,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         if self.precision_plugin.precision != "32-true":  # which casts nothing, as under every other strategy
             self.model = self.precision_plugin.convert_module(self.model)
             self._cast_new_weights(self.model)
-        self.model_to_device()  # DeepSpeed moves nothing, metrics included, where the base was split as it was read
+        self.model_to_device()  # DeepSpeed moves nothing, not even metrics, if the base was sharded as it was read
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -186,10 +186,10 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 
     def _keep_head_whole(self) -> None:
-        """Gather the head for the whole of each step, not in each call of its own.
+        """Keep the head gathered for the full duration of each step, instead of gathering it in every call.
 
-        The loss calls the head chunk by chunk, more often on a rank with more tokens, and takes its gradient at once;
-        ranks that gather at different times would wait for each other forever. It costs the memory of the head.
+        The loss calls the head once per chunk of tokens, so a rank with more tokens calls it more often, and computes
+        its gradient at once; ranks that gather at different times would deadlock. It costs the memory of the head.
         """
         module: Any = self.lightning_module
         base = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
@@ -212,10 +212,10 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     # --- steps -----------------------------------------------------------------------------------
 
     def _run_in_engine(self, engine: nn.Module, module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the module, by name or as it is, as the engine's forward pass.
+        """Run a step of the module, given as a name or a callable, as the engine's forward pass.
 
-        It takes the place of Lightning's forward redirection. A step calls the module itself, and ZeRO's hooks would
-        take that for another forward pass: they are set aside meanwhile.
+        It replaces Lightning's forward redirection. A step calls the module itself, and ZeRO's hooks would treat that
+        as another forward pass: they are removed for the duration of the step.
         """
         call = getattr(module, step) if isinstance(step, str) else step
         if self._is_in_step:
@@ -241,12 +241,12 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """Lightning accumulates: it knows when an epoch ends within a window."""
+        """False: Lightning accumulates gradients, as it knows when an epoch ends in the middle of an optimizer step."""
         return False
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within an accumulation window, no optimizer step follows."""
+        """Context for all but the last micro-batch of an optimizer step: DeepSpeed does not step after it."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -254,16 +254,16 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             self.deepspeed_engine.set_gradient_accumulation_boundary(True)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Differentiate, unless the micro-batch is empty, which it is on all ranks at once.
+        """Run the backward pass, unless the micro-batch is empty, which it then is on all ranks.
 
-        DeepSpeed would look for gradients to reduce, and count the micro-batch as one to which later ones are added.
+        For an empty one DeepSpeed would look for gradients to reduce, and treat it as the first of an accumulation.
         """
         if not self._has_gradients:
             return closure_loss
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> None:
-        """DeepSpeed measures and clips by itself."""
+        """None: DeepSpeed computes the norm and clips by itself."""
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Take the step and log the gradient norm before clipping."""
@@ -278,38 +278,38 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Lightning hands the optimizer's saved state over; each rank takes its share of it."""
+        """True: Lightning passes the optimizer's saved state on, and each rank loads its shard of it."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights that train, whole, on rank 0: in fp32 where DeepSpeed keeps them so, whatever it computes in."""
+        """Full trainable parameters on rank 0, in fp32 if DeepSpeed keeps an fp32 copy of them."""
         assert self.lightning_module is not None
         if self._order:
             return zero_state.weights(self.lightning_module, keep=self.is_global_zero)
         return whole_weights(self.lightning_module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state, whole, on rank 0, as it would be without ZeRO."""
+        """Full optimizer state on rank 0, in the layout that it has without ZeRO."""
         return zero_state.optimizer_state(self.deepspeed_engine, self._order, keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take saved weights, each rank its share of them where they are split."""
+        """Load saved weights; each rank loads its shards of those that are sharded."""
         assert self.lightning_module is not None
         zero_state.load_weights(self.lightning_module, checkpoint["state_dict"], self.deepspeed_engine)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take each rank's share of saved optimizer states."""
+        """Load this rank's shards of the saved optimizer states."""
         zero_state.load_optimizer_state(self.deepspeed_engine, self._order, checkpoint["optimizer_states"][0])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one file, which resumes under any strategy on any number of ranks."""
+        """Write one file, from which a run can resume under any strategy and on any number of ranks."""
         path = self.broadcast(filepath)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any strategy; of a file, each rank takes only its share into memory."""
+        """Read a checkpoint of any strategy; a file is memory-mapped, so each rank loads only its shards."""
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
         if sharded.is_folder_of_shares(path):

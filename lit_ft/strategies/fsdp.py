@@ -1,4 +1,4 @@
-"""FSDP2: each rank holds a share of every decoder layer."""
+"""FSDP2: sharded data parallelism, in which each rank holds a shard of every decoder layer."""
 
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,8 +16,8 @@ from lit_ft.strategies.sharded import ShardedStrategy, check_method
 class FSDPStrategy(ShardedStrategy):
     """Shard parameters, gradients and optimizer state over the ranks (torch's ``fully_shard``), layer by layer.
 
-    Weights are read from safetensors straight into shards. New weights are drawn as on one process. Checkpoints are
-    those of every other strategy.
+    Weights are read from safetensors straight into shards. Random initial weights equal those of one process.
+    Checkpoints can be resumed under every other strategy.
     """
 
     def __init__(
@@ -31,21 +31,22 @@ class FSDPStrategy(ShardedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
     ) -> None:
-        """Say what is sharded over which ranks.
+        """Choose what is sharded, and over which ranks.
 
         Args:
-            shard_size: ranks that share one copy of the model; node is those of a node, so that only gradients
-                travel between nodes (hybrid sharding); all is every rank.
+            shard_size: number of ranks that one copy of the model is sharded over; node is the ranks of one node, so
+                that only gradients travel between nodes (hybrid sharding); all is every rank.
             reshard_after_forward: free a layer's weights after its forward pass and gather them again in the
-                backward pass: less memory, half as much communication again.
-            cpu_offload: keep shards and optimizer state in host memory.
-            sync_each_micro_batch: reduce gradients in every micro-batch and hold a shard of them, instead of holding
-                them whole until the optimizer step.
-            save_distributed_checkpoint: each rank writes its share into a folder; false writes one file; null does
-                so where an adapter is trained.
-            async_save: write checkpoints of shares while training goes on, from a copy in host memory.
-            process_group_backend: of torch.distributed; null is nccl on CUDA, gloo on CPU.
-            timeout: how long a rank waits for the others before the run fails.
+                backward pass: less memory, 1.5 times the communication.
+            cpu_offload: keep sharded parameters and optimizer state in host memory.
+            sync_each_micro_batch: reduce gradients in every micro-batch and keep one shard of them, instead of
+                keeping full gradients until the optimizer step.
+            save_distributed_checkpoint: true writes a checkpoint folder, to which each rank adds its shards; false
+                writes one file; null writes one file if an adapter is trained, and a folder otherwise.
+            async_save: write checkpoint folders in the background while training continues, from a copy in host
+                memory.
+            process_group_backend: backend of torch.distributed; null is nccl on CUDA, gloo on CPU.
+            timeout: longest time that a rank waits for the others before the run fails.
         """
         super().__init__(save_distributed_checkpoint, process_group_backend, timeout, async_save)
         self.shard_size, self.reshard_after_forward = shard_size, reshard_after_forward
@@ -53,17 +54,17 @@ class FSDPStrategy(ShardedStrategy):
         self.shard_mesh: DeviceMesh | None = None
 
     def check(self, trainer: Trainer, module: nn.Module, datamodule: Any = None) -> None:
-        """Find what cannot be sharded before weights are read.
+        """Refuse tuning methods that cannot be sharded, before weights are read.
 
         Raises:
-            RecipeError: it names the method.
+            RecipeError: the tuning method does not work on shards; the message names it.
         """
         check_method(module)
 
     # --- processes and mesh ----------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        # Before processes are started, so that what is wrong is said once.
+        # Checked before processes are started, so that an error is reported once.
         self._ranks_per_shard_group()
         super()._configure_launcher()
 
@@ -80,7 +81,7 @@ class FSDPStrategy(ShardedStrategy):
         return size
 
     def setup_environment(self) -> None:
-        """Join the processes and lay out the mesh."""
+        """Join the process group and create the device mesh."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
         size, device = self._ranks_per_shard_group(), self.root_device.type
@@ -94,7 +95,7 @@ class FSDPStrategy(ShardedStrategy):
     # --- model -----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, then make the optimizer of its shards."""
+        """Shard the model, then build the optimizer on the shards."""
         assert self.lightning_module is not None
         self.check(trainer, self.lightning_module)
         super().setup(trainer)
@@ -104,7 +105,7 @@ class FSDPStrategy(ShardedStrategy):
             super()._place()
 
     def shard(self, module: nn.Module) -> None:
-        """Give each rank its share of every decoder layer, then of the rest."""
+        """Shard every decoder layer, then the remaining parameters."""
         options: dict[str, Any] = {
             "mesh": self.shard_mesh,
             "mp_policy": self._precision_policy(),
@@ -116,7 +117,7 @@ class FSDPStrategy(ShardedStrategy):
             self._settle(layer)
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
         self._settle(module)
-        # Embedding and head are needed at both ends of every pass: gathered once for both.
+        # Embedding and head are needed at the start and at the end of every pass: they stay gathered in between.
         fully_shard(module, reshard_after_forward=False, **options)
         if hasattr(module, "answer"):
             register_fsdp_forward_method(module, "answer")

@@ -1,4 +1,4 @@
-"""Tensor, sequence and pipeline parallelism with sharded data parallelism, on one mesh."""
+"""Tensor, sequence, pipeline, context and expert parallelism with sharded data parallelism, on one device mesh."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,11 +40,11 @@ PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context
 
 
 class ModelParallelStrategy(ShardedStrategy):
-    """Give each rank some layers (pipeline), and of these a part of each matrix (tensor) or of all weights (data).
+    """Distribute layers (pipeline), matrices (tensor), all weights (data), tokens (context) and experts over ranks.
 
     Megatron-LM's three dimensions (Narayanan et al. 2021, arXiv:2104.04473) on torch's ``DTensor``, ``fully_shard`` and
-    ``torch.distributed.pipelining``. Any Hugging Face decoder that has a plan; LoRA and full fine-tuning. The numbers
-    are those of one process, and checkpoints those of every other strategy.
+    ``torch.distributed.pipelining``. It supports Hugging Face decoders that come with a plan, LoRA and full
+    fine-tuning. Results are those of one process, and checkpoints can be resumed under every other strategy.
     """
 
     def __init__(
@@ -66,31 +66,35 @@ class ModelParallelStrategy(ShardedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
     ) -> None:
-        """Lay out the mesh; the product of the sizes is the number of ranks, and one of them may be auto.
+        """Set the sizes of the device mesh; their product is the number of ranks, and one of them may be auto.
 
         Args:
-            pipeline_parallel_size: ranks that a model's layers are dealt out to.
-            tensor_parallel_size: ranks that each layer is cut over; keep them on one node.
-            data_parallel_size: ranks that each see other data, and shard what is left (as under FSDP).
-            context_parallel_size: ranks that each compute some tokens of a row, for rows too long for one.
-            expert_parallel_size: ranks that the experts of a mixture-of-experts model are dealt out to: some of those
-                that shard the data; with tensor_parallel_size above 1 that size, and experts lie as the rest does.
-            schedule: of the pipeline: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or
-                DualPipeV. All but the first two give a rank two stages.
-            num_microbatches: parts that a pipeline cuts a row into; it must divide data.micro_batch_size. null is
-                data.micro_batch_size.
-            layers_per_stage: decoder layers of each stage, first to last; null balances them by their weights, head
-                included.
-            sequence_parallel: cut what runs between a layer's blocks along the sequence: less memory, the same
-                communication.
-            loss_parallel: leave logits cut along the vocabulary.
-            tp_plan: how modules are cut, where Hugging Face does not say, e.g. {model.layers.*.mlp.up_proj: colwise}.
+            pipeline_parallel_size: number of ranks that the model's layers are distributed over.
+            tensor_parallel_size: number of ranks that each layer's matrices are sharded over; keep them on one node.
+            data_parallel_size: number of ranks that each train on different data, and over which the remaining weights
+                are sharded (as under FSDP).
+            context_parallel_size: number of ranks that the tokens of a packed batch are distributed over, for
+                sequences too long for one rank.
+            expert_parallel_size: number of ranks that the experts of a mixture-of-experts model are distributed over:
+                a subset of the data- and context-parallel ranks. With tensor_parallel_size above 1 it must equal that
+                size, and experts are distributed over the tensor-parallel ranks.
+            schedule: pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble
+                or DualPipeV. All but the first two give a rank two stages.
+            num_microbatches: number of pipeline micro-batches that a packed batch is split into; it must divide
+                data.micro_batch_size. null is data.micro_batch_size.
+            layers_per_stage: number of decoder layers of each stage, first to last; null balances the stages by their
+                number of weights, head included.
+            sequence_parallel: shard the residual stream along the sequence: less memory, the same communication.
+            loss_parallel: keep logits sharded along the vocabulary.
+            tp_plan: tensor-parallel styles of modules for which Hugging Face has none, e.g.
+                {model.layers.*.mlp.up_proj: colwise}.
             reshard_after_forward: free a layer's weights after its forward pass; without a pipeline only.
-            save_distributed_checkpoint: each rank writes its share into a folder; false writes one file; null does
-                so where an adapter is trained.
-            async_save: write checkpoints of shares while training goes on, from a copy in host memory.
-            process_group_backend: of torch.distributed; null is nccl on CUDA, gloo on CPU.
-            timeout: how long a rank waits for the others before the run fails.
+            save_distributed_checkpoint: true writes a checkpoint folder, to which each rank adds its shards; false
+                writes one file; null writes one file if an adapter is trained, and a folder otherwise.
+            async_save: write checkpoint folders in the background while training continues, from a copy in host
+                memory.
+            process_group_backend: backend of torch.distributed; null is nccl on CUDA, gloo on CPU.
+            timeout: longest time that a rank waits for the others before the run fails.
 
         Raises:
             RecipeError: the schedule is unknown.
@@ -109,54 +113,54 @@ class ModelParallelStrategy(ShardedStrategy):
         self.edges: TiedEdges | None = None
         self._trained_names: list[str] = []
 
-    # --- what does not fit -----------------------------------------------------------------------
+    # --- checks of the recipe --------------------------------------------------------------------
 
     def check(self, trainer: Trainer, module: nn.Module, datamodule: Any = None) -> None:
-        """Find what does not fit before weights are read.
+        """Check the tuning method and the batch sizes, before weights are read.
 
         Raises:
-            RecipeError: it names the value, the rule and what works.
+            RecipeError: one does not fit; the message names the value, the rule and what works.
         """
         if self.sizes() != (1, 1, 1, 1):
             check_method(module)
         self.placement.check_batches(self.sizes(), getattr(datamodule, "micro_batch_size", None), module)
 
     def check_model(self, module: nn.Module, skeleton: nn.Module) -> None:
-        """Find what of a model cannot be split, before weights are read.
+        """Refuse models that cannot be distributed over this mesh, before weights are read.
 
         Args:
-            module: the LightningModule.
-            skeleton: its model with its adapters, on the meta device.
+            module: LightningModule.
+            skeleton: model of the LightningModule with its adapters, on the meta device.
 
         Raises:
-            RecipeError: it names the value, the rule and what works.
+            RecipeError: the model does not fit; the message names the value, the rule and what works.
         """
         self.placement.check_model(self.sizes(), module, skeleton)
 
     def sizes(self) -> MeshSizes:
-        """The mesh for the ranks that there are.
+        """Mesh sizes for the ranks of this run.
 
         Raises:
-            RecipeError: the sizes do not multiply to the ranks.
+            RecipeError: the product of the sizes is not the number of ranks.
         """
         return self.placement.sizes(self.num_nodes, self.num_processes)
 
     def micro_batches(self, micro_batch_size: int | None) -> int:
-        """Parts that a pipeline cuts a row into."""
+        """Number of pipeline micro-batches that a packed batch is split into."""
         return self.placement.micro_batches(self.sizes(), micro_batch_size)
 
     def layers_of_stages(self, base: PreTrainedModel) -> list[range]:
-        """Places of each stage's decoder layers."""
+        """Indices of each stage's decoder layers."""
         return self.placement.layers_of_stages(self.sizes(), base)
 
     # --- processes and mesh ----------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        self.sizes()  # before processes are started, so that what is wrong is said once
+        self.sizes()  # checked before processes are started, so that an error is reported once
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Join the processes and lay out the mesh."""
+        """Join the process group and create the device mesh."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
         self._device_mesh = init_device_mesh(
@@ -171,7 +175,7 @@ class ModelParallelStrategy(ShardedStrategy):
     # --- model -----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Split the model, then make the optimizer of what is here."""
+        """Distribute the model, then build the optimizer on this rank's part."""
         assert self.lightning_module is not None
         self.check(trainer, self.lightning_module, getattr(trainer, "datamodule", None))
         super().setup(trainer)
@@ -179,7 +183,7 @@ class ModelParallelStrategy(ShardedStrategy):
             rank_zero_info(self.describe())
 
     def describe(self) -> str:
-        """Mesh, schedule with its bubble, what each rank holds and sends; a collective, once the model is split."""
+        """Text of the mesh, the schedule with its bubble, and what each rank holds and sends; a collective."""
         assert self.lightning_module is not None
         step = step_of(self.lightning_module.trainer)
         shares: list[Any] = [None] * self.world_size
@@ -187,11 +191,11 @@ class ModelParallelStrategy(ShardedStrategy):
         return format_layout(self, shares, step)
 
     def shard(self, module: Any) -> None:
-        """Drop the layers of other stages, cut what is left, shard that over the data-parallel ranks."""
+        """Drop the layers of other stages, shard matrices (tensor), then shard all weights over data-parallel ranks."""
         base, sizes = base_of(module), self.sizes()
         self.check_model(module, module.model if isinstance(getattr(module, "model", None), PeftModel) else base)
         self._base = base
-        module.flops_of_whole = TransformerFlops.of(module)  # for ThroughputMonitor, before layers are gone
+        module.flops_of_whole = TransformerFlops.of(module)  # for ThroughputMonitor, before layers are dropped
         self._trained_names = [name for name, p in module.named_parameters() if p.requires_grad]
         plan = Plan(base, self.tp_plan) if sizes.tensor > 1 else None
         if sizes.tensor > 1:
@@ -239,7 +243,7 @@ class ModelParallelStrategy(ShardedStrategy):
             module.answer = parallel.as_one_process()(module.answer)
 
     def _wrap_forward(self, module: Any) -> None:
-        """Without a pipeline: rows of a length that can be cut, and this rank's tokens of them."""
+        """Without a pipeline, pad packed batches to a divisible length and select this rank's tokens of them."""
         if self._multiple() == 1 or not hasattr(module, "hidden_states"):
             return
         forward, context = module.forward, self.context
@@ -254,17 +258,17 @@ class ModelParallelStrategy(ShardedStrategy):
         module.forward = on_own_tokens
 
     def _multiple(self) -> int:
-        """What the tokens of a row must be a multiple of, to be cut into equal parts."""
+        """Number that the tokens of a packed batch must be a multiple of, so that ranks get equal parts."""
         sizes = self.sizes()
         of_context = 2 * sizes.context if sizes.context > 1 else 1
         return of_context * (sizes.tensor if self.sequence_parallel else 1)
 
     def _shard_over_data(self, module: nn.Module, layers: Sequence[nn.Module], stages: Sequence[StageModule]) -> None:
         experts = self._deal_out_experts(layers) if self.expert_parallel_size > 1 and self.tensor is None else set()
-        # Ranks with other tokens of a row are to the gradients what ranks with other rows are.
+        # For gradients, ranks with other tokens of a packed batch are the same as ranks with other packed batches.
         mesh = self._mesh(DATA) if self.context is None else self.device_mesh[DATA, CONTEXT]._flatten("shard")
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": self._precision_policy()}
-        # With a pipeline, weights that are freed between passes give wrong gradients under zero-bubble schedules.
+        # With a pipeline, freeing weights between passes gives wrong gradients under zero-bubble schedules.
         reshard = self.reshard_after_forward and not stages
         for layer in layers:
             fully_shard(layer, reshard_after_forward=reshard, ignored_params=experts, **options)
@@ -277,7 +281,7 @@ class ModelParallelStrategy(ShardedStrategy):
             register_fsdp_forward_method(module, "answer")
 
     def _deal_out_experts(self, layers: Sequence[nn.Module]) -> set[nn.Parameter]:
-        """Give ranks experts of their own, and shard those over the ranks that have the same; returns their weights."""
+        """Assign experts to ranks, and shard them over the ranks that hold the same experts; returns their weights."""
         sizes, size = self.sizes(), self.expert_parallel_size
         copies = sizes.data * sizes.context // size
         mesh = init_device_mesh(
@@ -298,7 +302,7 @@ class ModelParallelStrategy(ShardedStrategy):
         return {weight for experts in dealt for weight in experts.parameters()}
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizers; where weights lie on different meshes, they step one by one."""
+        """Build the optimizers; if weights lie on different meshes, each parameter is updated separately."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             meshes = {
@@ -332,7 +336,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     @contextmanager
     def _answering(self, base: Any, through: Pipeline) -> Iterator[None]:
-        """Within it, the base model's ``generate`` goes through all stages, token by token."""
+        """Context in which the base model's ``generate`` runs through all stages, token by token."""
         config = base.generation_config
         had_cache, config.use_cache = config.use_cache, False
         base.forward = through.next_logits
@@ -349,7 +353,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within an accumulation window, gradients stay on their rank."""
+        """Context for all but the last micro-batch of an optimizer step: gradients are not reduced over ranks."""
         if self.pipeline is not None:
             self.pipeline.within_window(True)
         with super().block_backward_sync():
@@ -358,14 +362,14 @@ class ModelParallelStrategy(ShardedStrategy):
             self.pipeline.within_window(False)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step; a pipeline's gradients go at once, where Lightning would keep them through the next schedule."""
+        """Take a step, then free a pipeline's gradients, which Lightning would keep during the next schedule."""
         result = super().optimizer_step(*args, **kwargs)
         if self.pipeline is not None:
             self.pipeline.drop_gradients()
         return result
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """At the end of an accumulation window, bring together what ranks have computed of the same gradients."""
+        """Sum partial gradients over ranks, after the last micro-batch of an optimizer step."""
         if self._within_window:
             return
         assert self.model is not None

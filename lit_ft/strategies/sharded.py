@@ -1,4 +1,4 @@
-"""What strategies that give each rank a share of the weights have in common: set-up, gradient norm, checkpoints."""
+"""Common base of strategies that shard weights over ranks: set-up, gradient norm and checkpoints."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from lit_ft.model.files import finite_weights
 
 
 class ShardedStrategy(LightningModelParallelStrategy):
-    """Base of strategies whose ranks hold shares of the weights, as ``DTensor``."""
+    """Base class of strategies whose ranks hold shards of the weights, as ``DTensor``."""
 
     def __init__(
         self,
@@ -54,24 +54,24 @@ class ShardedStrategy(LightningModelParallelStrategy):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> None:
-        """Give each rank its share of the weights."""
+        """Replace the module's weights by this rank's shards, in place."""
 
     # --- set-up ----------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Join the processes and lay out the mesh."""
+        """Join the process group and create the device mesh."""
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io = AnyCheckpointIO()
         super().setup_environment()
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Within it the model is built; its weights stay in their files."""
+        """Context for building the model: weights stay in their files until they are sharded."""
         with deferred_cast.casting_later():
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, then make the optimizer of its shards."""
+        """Shard the model, then build the optimizer on the shards."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -92,7 +92,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         self.model_to_device()
 
     def _settle(self, module: nn.Module) -> None:
-        """Bring weights into the dtypes that they train in, just before they are split."""
+        """Cast weights to the dtypes that they are trained in, just before they are sharded."""
         deferred_cast.cast(module)
         self.precision_plugin.convert_module(module)
 
@@ -100,14 +100,14 @@ class ShardedStrategy(LightningModelParallelStrategy):
         dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(self.precision_plugin.precision))
         if dtype is None:
             return MixedPrecisionPolicy()
-        # Weights travel in half precision; what autocast keeps in fp32 (the residual stream) stays so.
+        # Weights are gathered in half precision; what autocast keeps in fp32 (the residual stream) stays in fp32.
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     # --- gradients -------------------------------------------------------------------------------
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within an accumulation window, gradients stay on their rank."""
+        """Context for all but the last micro-batch of an optimizer step: gradients are not reduced over ranks."""
         self._within_window = True
         self._sync_gradients(False)
         try:
@@ -121,10 +121,10 @@ class ShardedStrategy(LightningModelParallelStrategy):
             module.set_requires_gradient_sync(wanted, recurse=False)
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Norm of the parameters' gradients over all ranks, a scalar; a collective.
+        """L2 norm of the parameters' gradients over all ranks, a scalar; a collective.
 
-        torch's own cannot mix meshes. Each rank adds up its squares, a part that several have as much less; one
-        scalar is exchanged.
+        torch's own function cannot mix meshes. Each rank sums its squared gradients, divided by the number of ranks
+        that hold the same part, and one all-reduce of a scalar adds the sums up.
         """
         gradients = [p.grad for p in parameters if p.grad is not None and self._counts(p)]
         copies = torch.tensor([float(self._copies_of(gradient)) for gradient in gradients])
@@ -134,11 +134,11 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return total.sqrt()
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is counted here: a tied weight that two stages hold is counted on one."""
+        """Whether this rank adds a parameter to the norm: a tied weight that two stages hold is added by one."""
         return True
 
     def _copies_of(self, gradient: Tensor) -> int:
-        """How many ranks hold the same piece of a gradient."""
+        """Number of ranks that hold the same part of a gradient."""
         copies = self._ranks_per_stage()
         if isinstance(gradient, DTensor):
             for dimension, placement in enumerate(gradient.placements):
@@ -153,11 +153,11 @@ class ShardedStrategy(LightningModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Lightning hands the optimizer's saved state over; it is split here."""
+        """True: Lightning passes the optimizer's saved state on, and each rank loads its shards of it."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights that train: whole on rank 0, or each rank's shards of them."""
+        """Trainable parameters by name: full tensors on rank 0, or each rank's shards."""
         self._reshard()
         assert self.model is not None
         if self._saves_in_shares():
@@ -165,26 +165,26 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return self.whole_weights(self.model, lambda _, p: p.requires_grad, keep=self.global_rank == 0)
 
     def whole_weights(self, module: nn.Module, wanted: Wanted = lambda *_: True, keep: bool = True) -> dict[str, Any]:
-        """A module's parameters by name, whole, on the CPU, with those that other ranks hold; a collective.
+        """Full parameters of a module by name, on the CPU, from all ranks and stages; a collective.
 
         Args:
-            module: the LightningModule, or a part of it.
-            wanted: which parameters.
-            keep: whether this rank wants them; only rank 0 can have them all, ``{}`` elsewhere.
+            module: LightningModule, or a part of it.
+            wanted: predicate on name and parameter that selects what is returned.
+            keep: whether this rank keeps the result, else ``{}``; only rank 0 can have the parameters of all stages.
         """
         parts = self._join_stages(whole_weights(module, wanted, keep=self._leads_stage()))
         return {name: tensor for part in parts for name, tensor in part.items()} if keep else {}
 
     def save_pretrained(self, base: PreTrainedModel, folder: Any = None) -> None:
-        """Write a model as a Hugging Face folder, each rank a part of it; a collective.
+        """Write a Hugging Face model folder, to which each rank adds one part; a collective.
 
         Args:
-            base: the model, or what of it is here.
-            folder: rank 0's is taken.
+            base: Hugging Face model, or the part of it on this rank.
+            folder: path of the folder; that of rank 0 counts.
 
         Raises:
             RecipeError: a weight is not finite.
-            MergeFailed: a parameter or a buffer is on no rank.
+            MergeFailed: no rank has a certain parameter or buffer.
         """
         self._reshard()
         folder, writers = Path(self.broadcast(folder)), self._ranks_per_stage()
@@ -203,7 +203,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return frozenset()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state: whole on rank 0, or each rank's shards of it."""
+        """State dict of the optimizer: full tensors on rank 0, or each rank's shards."""
         state = optimizer.state_dict()
         if self._saves_in_shares():
             return state
@@ -216,7 +216,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return joined
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take each rank's share of saved weights."""
+        """Load this rank's shards of the saved weights."""
         self._reshard()
         assert self.model is not None
         with torch.no_grad():
@@ -225,16 +225,16 @@ class ShardedStrategy(LightningModelParallelStrategy):
                     own.copy_(sharded.split_like(own, saved))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take each rank's share of saved optimizer states."""
+        """Load this rank's shards of the saved optimizer states."""
         for place, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             optimizer.load_state_dict(sharded.split_state(optimizer, self._own_part(checkpoint, place, state)))
 
     def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Of an optimizer's state, that of the parameters that are here."""
+        """Entries of a saved optimizer state for the parameters that this rank holds."""
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a folder of shares, or one file."""
+        """Write a checkpoint folder of shards, or one file."""
         path = Path(self.broadcast(filepath))
         if self._saves_in_shares():
             names = [[name for group in groups for name in group] for groups in self._names_in_optimizers()]
@@ -253,10 +253,10 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return self._cpu_group
 
     def _finish_writing(self) -> None:
-        """Wait for a checkpoint that is still being written.
+        """Wait for a checkpoint that is still being written in the background.
 
         Raises:
-            Exception: it could not be written.
+            Exception: the checkpoint could not be written.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -264,7 +264,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self.barrier()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, not before the one that takes its place is written."""
+        """Remove a checkpoint, after the one that replaces it is written."""
         if self._writing is None:
             super().remove_checkpoint(filepath)
         else:
@@ -275,12 +275,12 @@ class ShardedStrategy(LightningModelParallelStrategy):
             super().remove_checkpoint(filepath)
 
     def teardown(self) -> None:
-        """Wait for the last checkpoint, then leave."""
+        """Wait until the last checkpoint is written, then shut down."""
         self._finish_writing()
         super().teardown()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any strategy; of a file, each rank takes only its share into memory."""
+        """Read a checkpoint of any strategy; a file is memory-mapped, so each rank loads only its shards."""
         self._finish_writing()
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
@@ -298,7 +298,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return getattr(module, "peft", None) is None
 
     def _reshard(self) -> None:
-        # What is gathered once for a whole pass is still gathered after one without a backward pass.
+        # After a forward pass without a backward pass, modules with reshard_after_forward=False are still gathered.
         for module in self._fsdp_modules():
             module.reshard()
 
@@ -319,30 +319,30 @@ class ShardedStrategy(LightningModelParallelStrategy):
             for optimizer in self.optimizers
         ]
 
-    # What changes where ranks hold different parameters: pipeline stages.
+    # Overridden by strategies whose ranks hold different parameters (pipeline stages).
 
     def _saved_name(self, name: str) -> str:
         return name
 
     def _order(self) -> list[str]:
-        """Names of what trains, as one process would have them."""
+        """Names of the trainable parameters of the full model, in order."""
         assert self.model is not None
         return [name for name, p in self.model.named_parameters() if p.requires_grad]
 
     def _leads_stage(self) -> bool:
-        """Whether this rank collects what its stage holds."""
+        """Whether this rank collects the tensors of its pipeline stage."""
         return self.global_rank == 0
 
     def _join_stages(self, own: Any) -> list[Any]:
-        """An object from a rank of each stage, in order, at least on rank 0."""
+        """Gather one object per pipeline stage, in order of the stages; complete on rank 0 at least."""
         return [own]
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers that do not compute on shards what they compute on whole weights.
+    """Refuse optimizers whose update on shards differs from that on full weights.
 
     Raises:
-        RecipeError: it names those that do.
+        RecipeError: the optimizer is not known to work on shards; the message names those that are.
     """
     if not type(optimizer).__module__.startswith("torch.optim") or type(optimizer).__name__ not in _ON_SHARDS:
         raise RecipeError(
@@ -352,14 +352,15 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 _ON_SHARDS = ("AdamW", "Adam", "SGD", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop")
-"""Optimizers that were compared with one process (tests/strategies); bitsandbytes' and schedulefree's fail."""
+"""Optimizers whose result on shards was compared with one process (tests/strategies); those of bitsandbytes and
+schedulefree fail."""
 
 
 def check_method(module: nn.Module) -> None:
-    """Refuse tuning methods that fail, or train something else, where weights are split.
+    """Refuse tuning methods that fail, or compute something else, on sharded weights.
 
     Raises:
-        RecipeError: it names the method.
+        RecipeError: the tuning method is one of them; the message names it.
     """
     if (peft := getattr(module, "peft", None)) is None:
         return

@@ -1,1 +1,1 @@
-"""Parts of ``ModelParallelStrategy``: tensor, sequence, pipeline, context and expert parallelism."""
+"""Components of ``ModelParallelStrategy``: tensor, sequence, pipeline, context and expert parallelism."""

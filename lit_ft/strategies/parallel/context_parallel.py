@@ -1,8 +1,8 @@
-"""Context parallelism: each rank computes some tokens of a row, and gathers keys and values of all.
+"""Context parallelism: each rank computes some tokens of a packed batch, and gathers the keys and values of all.
 
-A row is cut into twice as many pieces as ranks; a rank has one from the front and its mirror image from the back, so
-that causal attention is as much work for each (Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
-Whatever is not attention sees tokens one by one, and does not notice.
+A packed batch is split into twice as many chunks as ranks; a rank has one from the front and its mirror image from the
+back, so that causal attention is the same work for each (Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, section
+3.3.2). All operators but attention compute each token independently, and need no change.
 """
 
 from collections.abc import Sequence
@@ -18,30 +18,30 @@ from lit_ft.packed_batch import PackedBatch, TokenLoss
 
 
 class ContextParallel:
-    """Deals a row's tokens out to the ranks of a mesh dimension.
+    """Distribution of a packed batch's tokens over the ranks of a mesh dimension.
 
     Args:
-        mesh: one dimension.
+        mesh: mesh of one dimension.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.size, self.rank = mesh, mesh.size(), mesh.get_local_rank()
 
     def prepare(self, layers: Sequence[nn.Module]) -> None:
-        """Tell attention layers; ``lit_ft.model.packed_attention.packed_attention`` does the rest.
+        """Store the mesh in the attention layers, where ``lit_ft.model.packed_attention.packed_attention`` reads it.
 
         Args:
-            layers: decoder layers.
+            layers: decoder layers of this rank.
         """
         for layer in layers:
             for part in layer.modules():
                 part.context_mesh = self.mesh  # type: ignore[assignment]
 
     def local_tokens(self, row: PackedBatch) -> PackedBatch:
-        """This rank's tokens of a row.
+        """Select this rank's tokens of a packed batch; ``segment_lengths`` stay those of all tokens.
 
         Args:
-            row: T tokens, a multiple of twice the ranks; its ``segment_lengths`` stay those of all of it.
+            row: packed batch of T tokens, where T is a multiple of twice the number of ranks.
         """
         tokens = row["input_ids"].shape[1]
         ranges = own_ranges(tokens, self.size, self.rank)
@@ -60,11 +60,11 @@ class ContextParallel:
         }
 
     def full_loss(self, result: TokenLoss, row: PackedBatch) -> TokenLoss:
-        """The loss of the whole row, from that of this rank's tokens.
+        """Loss of the full packed batch, from that of each rank's tokens; a collective.
 
         Args:
-            result: of ``local_tokens``' batch.
-            row: what ``local_tokens`` gave.
+            result: loss of this rank's tokens.
+            row: this rank's tokens, as ``local_tokens`` returned them.
         """
         is_own = row["is_own"]
         found = result.per_token.new_zeros(1 + len(is_own))  # fp32, whatever precision makes the default
@@ -75,7 +75,7 @@ class ContextParallel:
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks whose gradients are going to be averaged over them."""
+    """Sum over ranks; the gradient is multiplied by their number, as gradients are averaged over ranks later."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, total: Tensor, ranks: int) -> Tensor:

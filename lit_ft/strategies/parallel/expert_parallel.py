@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank has some experts whole, and tokens travel to the ranks that have theirs.
+"""Expert parallelism: each rank holds some experts in full, and tokens are sent to the ranks that hold their experts.
 
-(GShard: Lepikhin et al. 2020, arXiv:2006.16668.) The ranks of a group see different data; for the weights that all
-have they are data-parallel. Under tensor parallelism, where ranks see the same tokens, ``tensor_parallel`` shares
-experts out, and no token travels.
+(GShard: Lepikhin et al. 2020, arXiv:2006.16668.) The ranks of a group see different data, and are data-parallel for
+all other weights. Under tensor parallelism, where ranks see the same tokens, ``tensor_parallel`` distributes the
+experts, and no token is sent.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from lit_ft.errors import RecipeError
 
 
 def experts_of(base: PreTrainedModel) -> list[nn.Module]:
-    """Modules that hold all experts of a layer, by Hugging Face's ``base_model_ep_plan``."""
+    """Modules that each hold the experts of one layer, from Hugging Face's ``base_model_ep_plan``."""
     plan = getattr(base.config, "base_model_ep_plan", None) or {}
     names = {f"{base.base_model_prefix}.{name}" for name, style in plan.items() if style == "ep_dispatch_experts"}
     return [module for name, module in base.named_modules() if replace_layer_number_by_wildcard(name) in names]
 
 
 def check(base: PreTrainedModel, size: int) -> None:
-    """Find what cannot be dealt out before weights are read.
+    """Refuse models whose experts cannot be distributed over ``size`` ranks, before weights are read.
 
     Raises:
-        RecipeError: the model has no experts, their number does not fit, or an adapter changes them.
+        RecipeError: the model has no experts, their number is not divisible, or an adapter changes them.
     """
     experts = experts_of(base)
     if not experts:
@@ -55,17 +55,17 @@ def check(base: PreTrainedModel, size: int) -> None:
 
 
 class ExpertParallel:
-    """Deals experts out to the ranks of a mesh dimension.
+    """Distribution of experts over the ranks of a mesh dimension.
 
     Args:
-        mesh: one dimension; its ranks see different data.
+        mesh: mesh of one dimension, whose ranks see different data.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.size, self.group = mesh, mesh.size(), mesh.get_group()
 
     def assign_experts(self, experts: Any) -> None:
-        """Leave this rank its share of a layer's experts, and send tokens to where theirs are."""
+        """Keep this rank's experts of a layer, and make its forward pass send tokens to the ranks of their experts."""
         total = experts.num_experts
         for key, weight in list(experts._parameters.items()):
             part = distribute_tensor(weight.data, self.mesh, [Shard(0)], src_data_rank=None)
@@ -82,15 +82,15 @@ class ExpertParallel:
     def _exchange(
         self, experts: Any, forward: Any, total: int, hidden: Tensor, index: Tensor, weights: Tensor
     ) -> Tensor:
-        """Answers for this rank's tokens, ``(N, H)``.
+        """Outputs of the experts for this rank's N tokens, ``(N, H)``.
 
         Args:
-            experts: holds the weights.
-            forward: computes with those of this rank.
-            total: experts on all ranks.
-            hidden: ``(N, H)``.
-            index: the k experts of each token, ``(N, k)``.
-            weights: of their answers, ``(N, k)``.
+            experts: module that holds this rank's experts.
+            forward: original forward function of the module.
+            total: number of experts on all ranks.
+            hidden: hidden states of this rank's tokens, ``(N, H)``.
+            index: indices of the k experts of each token, ``(N, k)``.
+            weights: router weights of the k outputs of each token, ``(N, k)``.
         """
         chosen = index.flatten()
         order = chosen.argsort(stable=True)
@@ -107,11 +107,12 @@ class ExpertParallel:
 
     def _compute(self, experts: Any, forward: Any, hidden: Tensor, of_expert: Tensor) -> Tensor:
         whole = dict(experts._parameters)
-        # Every rank of the group adds its tokens to an expert's gradient, which is averaged over the others only.
+        # An expert's gradient is the sum over the tokens of all ranks of this group, but is averaged only over the
+        # ranks that hold the same expert; the other gradients are averaged over both.
         local = {key: _ScaleGradient.apply(w.to_local(), 1 / self.size) for key, w in whole.items()}
         experts._parameters.update(local)
         try:
-            if len(hidden) == 0:  # every rank needs gradients of its weights, which may be reduced together
+            if len(hidden) == 0:  # each rank needs gradients of its weights: their reduction may be a collective
                 return hidden + sum(weight.sum() * 0 for weight in local.values())
             return forward(hidden, of_expert[:, None], torch.ones_like(of_expert[:, None], dtype=hidden.dtype))
         finally:
@@ -122,7 +123,7 @@ class ExpertParallel:
 
 
 class _Wait(torch.autograd.Function):
-    """The result of a collective once it is there; torch's own has no gradient before 2.12."""
+    """Wait for the result of a collective; torch's own function has no gradient before 2.12."""
 
     @staticmethod
     def forward(ctx: Any, pending: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which layout a model and its batches fit: what is asked for, what is left of the ranks, what is refused."""
+"""Sizes of the device mesh, and checks that a model and its batches fit them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tenso
 
 
 class MeshSizes(NamedTuple):
-    """Ranks along each dimension of the mesh, from the outermost to the innermost."""
+    """Number of ranks along each dimension of the mesh, from the outermost to the innermost."""
 
     pipeline: int
     data: int
@@ -30,10 +30,10 @@ class MeshSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """What a recipe asks for; the fields are arguments of ``ModelParallelStrategy``, which explains them."""
+    """Parallel layout that a recipe requests; the fields are the arguments of ``ModelParallelStrategy``."""
 
     requested: MeshSizes
-    """At most one is ``auto``."""
+    """Sizes of the recipe; at most one is ``auto``."""
     expert_parallel_size: int
     schedule: str
     num_microbatches: int | None
@@ -47,15 +47,15 @@ class ParallelDims:
             )
 
     def check_batches(self, sizes: MeshSizes, per_row: int | None, module: nn.Module) -> None:
-        """Find what of a pipeline's micro-batches does not fit.
+        """Check the number of pipeline micro-batches.
 
         Args:
-            sizes: of the mesh.
-            per_row: samples of a row; None where the data does not say.
-            module: the LightningModule.
+            sizes: sizes of the mesh.
+            per_row: number of samples in a packed batch; None if the data module does not define it.
+            module: LightningModule.
 
         Raises:
-            RecipeError: it names the value, the rule and what works.
+            RecipeError: the number does not fit; the message names the value, the rule and what works.
         """
         if sizes.pipeline == 1:
             return
@@ -78,15 +78,15 @@ class ParallelDims:
             )
 
     def check_model(self, sizes: MeshSizes, module: nn.Module, skeleton: nn.Module) -> None:
-        """Find what of a model cannot be split.
+        """Refuse models that cannot be distributed over the mesh.
 
         Args:
-            sizes: of the mesh.
-            module: the LightningModule.
-            skeleton: its model with its adapters, on the meta device.
+            sizes: sizes of the mesh.
+            module: LightningModule.
+            skeleton: model of the LightningModule with its adapters, on the meta device.
 
         Raises:
-            RecipeError: it names the value, the rule and what works.
+            RecipeError: the model does not fit; the message names the value, the rule and what works.
         """
         base = base_of(skeleton)
         method: Any = skeleton.active_peft_config if isinstance(skeleton, PeftModel) else None
@@ -101,7 +101,7 @@ class ParallelDims:
                 f"pipeline; set pipeline_parallel_size={sizes.pipeline} to 1, or train the embedding by modules_to_save"
             )
         if sizes.tensor > 1:
-            # A skeleton has dense weights: the module knows what is going to be read.
+            # The skeleton always has dense weights; the module knows whether quantized ones will be read.
             if getattr(module, "is_quantized", False) or getattr(base, "is_quantized", False):
                 raise RecipeError(
                     f"tensor_parallel_size={sizes.tensor} cannot cut the packed weights of a quantized base; leave "
@@ -156,14 +156,14 @@ class ParallelDims:
                 )
 
     def sizes(self, nodes: int, devices: int) -> MeshSizes:
-        """The mesh for the ranks that there are.
+        """Mesh sizes for the ranks of a run, with ``auto`` replaced by a number.
 
         Args:
-            nodes: machines.
-            devices: ranks on each.
+            nodes: number of machines.
+            devices: number of ranks on each machine.
 
         Raises:
-            RecipeError: the sizes do not multiply to the ranks.
+            RecipeError: the product of the sizes is not the number of ranks.
         """
         world = nodes * devices
         unknown = [name for name, size in self.requested._asdict().items() if size == "auto"]
@@ -181,14 +181,14 @@ class ParallelDims:
         return MeshSizes(*(world // known if size == "auto" else size for size in self.requested))
 
     def micro_batches(self, sizes: MeshSizes, micro_batch_size: int | None) -> int:
-        """Parts that a pipeline cuts a row into."""
+        """Number of pipeline micro-batches that a packed batch is split into."""
         return self.num_microbatches or micro_batch_size or sizes.pipeline
 
     def layers_of_stages(self, sizes: MeshSizes, base: PreTrainedModel) -> list[range]:
-        """Places of each stage's decoder layers.
+        """Indices of each stage's decoder layers.
 
         Raises:
-            RecipeError: there are too few layers, or those given do not add up.
+            RecipeError: there are fewer layers than stages, or ``layers_per_stage`` does not add up to the layers.
         """
         stages = sizes.pipeline * pipeline_parallel.stages_per_rank(self.schedule)
         layers = getattr(base, base.base_model_prefix).layers
@@ -206,7 +206,7 @@ class ParallelDims:
                 f"but {type(base).__name__} has {len(layers)} layers; use at most "
                 f"{len(layers) // pipeline_parallel.stages_per_rank(self.schedule)}"
             )
-        # The head is computed with the last stage; an embedding is a look-up, and costs nothing.
+        # The last stage also computes the head; the embedding is a look-up, with negligible cost.
         head = sum(p.numel() for p in base.get_output_embeddings().parameters())
         costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
         costs[-1] += head
@@ -233,10 +233,10 @@ def _check_context(size: int, module: Any, base: PreTrainedModel) -> None:
 
 
 def base_of(module: nn.Module) -> PreTrainedModel:
-    """The Hugging Face causal LM in a module.
+    """Hugging Face causal LM inside a module.
 
     Raises:
-        RecipeError: it holds none.
+        RecipeError: the module contains none.
     """
     for candidate in module.modules():
         if isinstance(candidate, PreTrainedModel) and candidate.get_output_embeddings() is not None:

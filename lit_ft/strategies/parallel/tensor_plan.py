@@ -1,4 +1,4 @@
-"""How Hugging Face says a model's matrices are cut, through adapters; what cannot be cut."""
+"""Tensor-parallel plan of a model, from Hugging Face's ``tp_plan`` and through adapters, and its limits."""
 
 from collections.abc import Iterator, Mapping
 
@@ -24,20 +24,20 @@ _STYLES = {
     "moe_tp_experts": EXPERTS,
     "ep_dispatch_experts": EXPERTS,
 }
-_OF_WEIGHTS = {"packed_colwise", "grouped_gemm"}  # say of one weight what the style of its module says already
-_OF_EDGES = {"embedding_rowwise", "embedding_colwise"}  # embedding and head are cut here for every architecture
+_OF_WEIGHTS = {"packed_colwise", "grouped_gemm"}  # repeat for one weight what the style of its module says
+_OF_EDGES = {"embedding_rowwise", "embedding_colwise"}  # embedding and head are sharded here for every architecture
 
 
 class Plan:
-    """Which module is cut which way.
+    """Tensor-parallel style of each module.
 
     Args:
-        base: a Hugging Face model, with or without adapters in it; it may be on the meta device.
-        given: a plan of the recipe, module names (``*`` for a layer's number) to Hugging Face's styles; it adds to the
-            model's own.
+        base: Hugging Face model, with or without adapters; it may be on the meta device.
+        given: plan of the recipe that extends the model's own: from module names (``*`` for a layer's number) to
+            Hugging Face's styles.
 
     Raises:
-        RecipeError: there is no plan, or a style in it is not known here.
+        RecipeError: there is no plan, or it has a style that is not supported.
     """
 
     def __init__(self, base: PreTrainedModel, given: Mapping[str, str] | None = None) -> None:
@@ -65,7 +65,7 @@ class Plan:
             )
 
     def covers(self, block: nn.Module) -> bool:
-        """Whether all of a block's weights are cut, or within what is cut, so that it is entered and left once."""
+        """Whether all of a block's weights are sharded or between sharded ones: it communicates only at both ends."""
         if self.styles.get(block) == EXPERTS:
             return True
         found = {self.styles.get(module) for module in linears(block)}
@@ -73,7 +73,7 @@ class Plan:
 
 
 def linears(block: nn.Module) -> Iterator[nn.Module]:
-    """Modules of a block that own weights; a layer with an adapter is one."""
+    """Modules of a block that own weights; a layer and its adapter are one module."""
     for child in block.children():
         if isinstance(child, BaseTunerLayer):
             yield child
@@ -89,15 +89,15 @@ def is_block(module: nn.Module) -> bool:
 
 
 def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = None) -> None:
-    """Find what cannot be cut before weights are read.
+    """Refuse models whose matrices cannot be sharded over ``size`` ranks, before weights are read.
 
     Args:
-        base: on the meta device, with its adapters.
-        size: ranks.
-        given: a plan of the recipe.
+        base: Hugging Face model with its adapters, on the meta device.
+        size: number of tensor-parallel ranks.
+        given: plan of the recipe.
 
     Raises:
-        RecipeError: it names the value, the rule and what fits.
+        RecipeError: the model does not fit; the message names the value, the rule and what fits.
     """
     plan, config = Plan(base, given), base.config.get_text_config()
     styles = set(plan.styles.values())

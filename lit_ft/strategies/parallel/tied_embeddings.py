@@ -1,4 +1,4 @@
-"""A weight that is embedding and head at once, where a pipeline has the two on different stages."""
+"""Tied embeddings: one weight that is both embedding and head, with a copy on the first and last pipeline stage."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from lit_ft.gradient_norm import local
 
 
 class TiedEdges:
-    """Keeps two copies of a tied weight the same, and counts them once.
+    """Two copies of a tied weight, kept equal, and counted and saved once.
 
     Args:
-        module: the LightningModule, with all of its layers.
-        base: the Hugging Face model in it.
+        module: LightningModule, with all of its layers.
+        base: Hugging Face model inside it.
     """
 
     def __init__(self, module: nn.Module, base: PreTrainedModel) -> None:
@@ -22,29 +22,29 @@ class TiedEdges:
         self._in_base = {which: _name_of_weight(base, edge) for which, edge in edges.items()}
         self.names = {which: _name_of_weight(module, edge) for which, edge in edges.items()}
         self.copies: dict[str, nn.Parameter] = {}
-        """By ``embedding`` and ``head``: those of this rank, where they train and are two."""
+        """This rank's copies, by ``embedding`` and ``head``; empty unless they are trainable and there are two."""
         self.group: Any = None
-        """Ranks with the same part of either; None where one rank has both."""
+        """Process group of the two ranks that hold the same part of the weight; None if one rank has both copies."""
 
     def connect(self, module: nn.Module, ranks_per_stage: int, last_rank: int) -> None:
-        """Find the copies, once the model is split; a collective.
+        """Find the copies, after the model is distributed; a collective.
 
         Args:
-            module: the LightningModule.
-            ranks_per_stage: ranks that hold parts of the same stage.
-            last_rank: one of those of the last stage.
+            module: LightningModule.
+            ranks_per_stage: number of ranks that hold parts of the same stage.
+            last_rank: global rank of any rank of the last stage.
         """
         own = dict(module.named_parameters(remove_duplicate=False))
         here = {which: own[name] for which, name in self.names.items() if name in own}
         last_stage = last_rank - last_rank % ranks_per_stage
-        # Every rank makes every group.
+        # torch requires that every rank creates every group.
         pairs = [dist.new_group([first, last_stage + first]) for first in range(ranks_per_stage)] if last_stage else []
         are_two = bool(last_stage) or len({id(p) for p in here.values()}) == 2
         if are_two and any(p.requires_grad for p in here.values()):
             self.copies, self.group = here, pairs[dist.get_rank() % ranks_per_stage] if pairs else None
 
     def sum_gradients(self) -> None:
-        """Give both copies the sum of their gradients."""
+        """Replace the gradients of both copies by their sum."""
         gradients = [local(p.grad) for p in self.copies.values() if p.grad is not None]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
@@ -53,16 +53,16 @@ class TiedEdges:
             dist.all_reduce(gradients[0], group=self.group)
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is the second of two."""
+        """Whether a parameter is the second copy, the head's."""
         return self.copies.get("head") is parameter
 
     def saved_name(self, name: str) -> str:
-        """The name under which an optimizer's state is saved: the embedding's for both."""
+        """Name under which a parameter's optimizer state is saved: the embedding's for both copies."""
         return self.names["embedding"] if self.copies and name == self.names["head"] else name
 
     @property
     def copy_in_base(self) -> str:
-        """The second's name in the Hugging Face model, which is saved without it."""
+        """Name of the second copy in the Hugging Face model; it is not saved."""
         return self._in_base["head"]
 
 

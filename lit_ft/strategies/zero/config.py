@@ -1,4 +1,4 @@
-"""Where DeepSpeed's configuration and the recipe disagree, or ZeRO cannot do what the recipe asks for."""
+"""Checks of DeepSpeed's configuration against the recipe, and of the recipe against the limits of ZeRO."""
 
 import inspect
 import json
@@ -20,13 +20,13 @@ SET_BY_THE_RECIPE = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-"""Keys of DeepSpeed's configuration for what the recipe says elsewhere."""
+"""Keys of DeepSpeed's configuration whose values the recipe sets elsewhere."""
 
 _BESIDE_CONFIG = ("config", "accelerator", "parallel_devices", "cluster_environment", "precision_plugin")
 _ALSO_BESIDE_CONFIG = ("process_group_backend", "timeout", "logging_level", "remote_device")
 
 PER_WEIGHT = "SGD Adam AdamW Adamax Adadelta Adagrad ASGD NAdam RAdam RMSprop Rprop Lion FusedAdam DeepSpeedCPUAdam"
-"""Optimizers that treat each weight alone; ZeRO hands them flat pieces of many weights laid end to end."""
+"""Optimizers that update each element of a weight independently: ZeRO gives them flat partitions of many weights."""
 _NOT_PER_WEIGHT = {
     "Adafactor": "keeps state by row and column of a matrix",
     "Muon": "looks at whole matrices",
@@ -39,14 +39,14 @@ RandLoraConfig UniLoraConfig VBLoRAConfig GraloraConfig GloraConfig HiraConfig P
 ShiraConfig C3AConfig WaveFTConfig BeftConfig BottleneckConfig AdaptionPromptConfig PromptTuningConfig
 PromptEncoderConfig
 """
-"""Tuning methods that compute the same at stage 3. Of the others most fail, and DeLoRA computes something else."""
+"""Tuning methods with the same results at stage 3. Most of the others fail, and DeLoRA computes something else."""
 
 
 def check_packages() -> None:
-    """Refuse to go on without DeepSpeed and accelerate, which transformers' part in it needs.
+    """Check that DeepSpeed is installed, and accelerate, which the DeepSpeed integration of transformers needs.
 
     Raises:
-        RecipeError: one is missing.
+        RecipeError: one of them is missing.
     """
     if missing := [name for name in ("deepspeed", "accelerate") if find_spec(name) is None]:
         raise RecipeError(
@@ -56,10 +56,10 @@ def check_packages() -> None:
 
 
 def check_arguments(strategy: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a configuration beside arguments that would be ignored.
+    """Refuse arguments that would be ignored because ``config`` is given.
 
     Raises:
-        RecipeError: it names them.
+        RecipeError: there are such arguments; the message names them.
     """
     signature = inspect.signature(strategy)
     given = signature.bind(*args, **kwargs).arguments
@@ -79,7 +79,7 @@ def check_arguments(strategy: type, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def with_settled_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration without ``"auto"``, with what torch's own optimizers need under it."""
+    """DeepSpeed's configuration without ``"auto"``, and with the settings that torch's own optimizers need."""
     found = _without_auto(config)
     found.setdefault("zero_allow_untested_optimizer", True)
     found.setdefault("zero_force_ds_cpu_optimizer", False)
@@ -99,15 +99,15 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """ZeRO's stage; 0 where nothing is split."""
+    """Stage of ZeRO; 0 where nothing is sharded."""
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
 def check_devices(config: Mapping[str, Any], ranks: int, on_cpu: bool) -> None:
-    """Refuse what ZeRO cannot do on the devices of the run.
+    """Refuse settings of ZeRO that do not work on the devices of the run.
 
     Raises:
-        RecipeError: it names the setting.
+        RecipeError: a setting does not work; the message names it.
     """
     zero = config.get("zero_optimization", {})
     if stage_of(config) == 0:
@@ -156,10 +156,10 @@ def _check_nvme(stage: int, part: str, folder: str | None) -> None:
 
 
 def check_recipe(config: Mapping[str, Any], trainer: Any, datamodule: Any = None) -> None:
-    """Compare DeepSpeed's configuration with what the recipe says of the same.
+    """Compare DeepSpeed's configuration with the recipe's values for the same settings.
 
     Raises:
-        RecipeError: it names both values.
+        RecipeError: two values differ; the message names both.
     """
     ranks = trainer.num_nodes * trainer.num_devices
     accumulate = trainer.accumulate_grad_batches
@@ -208,14 +208,14 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def check_method(stage: int, module: Any) -> None:
-    """Refuse tuning methods that ZeRO leaves without what they look at.
+    """Refuse tuning methods that need weights or gradients which ZeRO has sharded.
 
     Args:
-        stage: ZeRO's.
-        module: ``CausalLM`` or another module with a ``peft`` config; nothing is asked of any other.
+        stage: stage of ZeRO.
+        module: ``CausalLM``, or another module with a ``peft`` config; any other module passes.
 
     Raises:
-        RecipeError: it names stage and method.
+        RecipeError: the tuning method does not work at this stage; the message names both.
     """
     if stage == 3 and getattr(module, "router_aux_loss", None) is not None:
         raise RecipeError(
@@ -252,10 +252,10 @@ def check_method(stage: int, module: Any) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers that look further than at a single weight: ZeRO hands them flat pieces of many.
+    """Refuse optimizers that need the shape of a weight: ZeRO gives them flat partitions of many weights.
 
     Raises:
-        RecipeError: the optimizer would not compute what it computes elsewhere.
+        RecipeError: the optimizer's updates would differ from those without ZeRO.
     """
     name = type(optimizer).__name__
     why = _NOT_PER_WEIGHT.get(name)

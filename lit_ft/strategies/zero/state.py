@@ -1,7 +1,7 @@
-"""Weights and optimizer states out of ZeRO's flat partitions, and back: whole tensors, as without ZeRO.
+"""Conversion of weights and optimizer states between ZeRO's flat partitions and full tensors, as without ZeRO.
 
-Words: ZeRO lays the weights of a parameter group end to end and gives each rank a *partition* of them, in fp32 whatever
-the model computes in; a *piece* is what of a parameter lies in this rank's partition.
+Terms: ZeRO concatenates the weights of a parameter group and gives each rank one *partition* of them, in fp32 whatever
+dtype the model computes in; a *piece* is the part of one parameter that lies in this rank's partition.
 """
 
 from collections import defaultdict
@@ -17,46 +17,46 @@ from torch.nn.functional import pad
 from lit_ft.errors import RecipeError
 
 Order = Sequence[Sequence[nn.Parameter]]
-"""The parameters of each group of the optimizer, as it was made; states are numbered in this order."""
+"""Parameters of each optimizer group, as the optimizer was created; states are numbered in this order."""
 
 
 class Piece(NamedTuple):
-    """What of a parameter lies in this rank's partition."""
+    """Part of a parameter that lies in this rank's partition."""
 
     partition: Tensor
     """The partition, flat, fp32."""
     start: int
-    """Where the piece begins in the partition."""
+    """Index in the partition at which the piece starts."""
     first: int
-    """Which of the parameter's weights, laid out flat, is its first; past their end where it is padding only."""
+    """Index of the piece's first element in the flattened parameter; past the end if the piece is padding only."""
     numel: int
-    """Its length, padding included; 0 where this rank has nothing of the parameter."""
+    """Number of elements, padding included; 0 if this rank holds nothing of the parameter."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """What of a tensor like the parameter belongs to the piece, with 0 as padding."""
+        """Elements of a tensor of the parameter's shape that belong to the piece, flat, padded with 0."""
         flat = whole.flatten()[self.first : self.first + self.numel]
         return pad(flat, (0, self.numel - len(flat)))
 
     def within(self, flat: Tensor) -> Tensor:
-        """The piece in a tensor that is laid out as the partition is."""
+        """View of the piece in a flat tensor with the layout of the partition."""
         return flat.narrow(0, self.start, self.numel)
 
 
 def forget_gradients(engine: Any) -> None:
-    """Zero stage 3's gradient buffer after a step.
+    """Set stage 3's gradient buffer to zero after an optimizer step.
 
-    A step's first micro-batch overwrites it and later ones add to it, so that a parameter that the first does not use
-    would get the last step's gradient again.
+    The first micro-batch of a step overwrites the buffer and later ones add to it: a parameter that the first does not
+    use would get the gradient of the previous step again.
     """
     if (buffer := getattr(engine.optimizer, "grad_partitions_flat_buffer", None)) is not None:
         buffer.zero_()
 
 
-# --- whole states, for checkpoints -----------------------------------------------------------------
+# --- full states, for checkpoints ----------------------------------------------------------------
 
 
 def weights(module: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """The weights that train, whole, on the CPU, in fp32; a collective. ``{}`` on ranks that do not ``keep`` them."""
+    """Full trainable parameters by name, on the CPU, fp32; a collective. ``{}`` on ranks without ``keep``."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found: dict[str, Tensor] = {}
@@ -69,7 +69,7 @@ def weights(module: nn.Module, keep: bool) -> dict[str, Tensor]:
 
 
 def optimizer_state(engine: Any, order: Order, keep: bool) -> dict[str, Any]:
-    """The optimizer's ``state_dict`` as it would be without ZeRO; a collective. ``{}`` on ranks that do not keep it."""
+    """State dict of the optimizer as it would be without ZeRO; a collective. ``{}`` on ranks without ``keep``."""
     states: dict[int, dict[str, Any]] = {}
     if _is_on_disk(engine):
         rank_zero_warn(
@@ -81,7 +81,7 @@ def optimizer_state(engine: Any, order: Order, keep: bool) -> dict[str, Any]:
         for key, value in engine.basic_optimizer.state[piece.partition].items():
             if not isinstance(value, Tensor):
                 state[key] = value
-            elif value.shape != piece.partition.shape:  # Adam's count of steps
+            elif value.shape != piece.partition.shape:  # Adam's step counter
                 state[key] = value.detach().cpu().clone()
             else:
                 shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -93,8 +93,8 @@ def optimizer_state(engine: Any, order: Order, keep: bool) -> dict[str, Any]:
 
 
 def _put_together(piece: Piece, laid_out: Tensor, whole: Tensor) -> Tensor:
-    """Fill a tensor with the pieces of all ranks, on rank 0."""
-    # DeepSpeed's safe_get_full_optimizer_state knows the first parameter group only, at stages 1 and 2.
+    """Fill a full tensor with the pieces of all ranks; complete on rank 0 only."""
+    # DeepSpeed's safe_get_full_optimizer_state handles only the first parameter group, at stages 1 and 2.
     here = whole.flatten()[piece.first : piece.first + piece.numel]
     here.copy_(piece.within(laid_out)[: len(here)])
     dist.reduce(whole, dst=0)
@@ -112,12 +112,12 @@ def _numbered(engine: Any, order: Order) -> list[dict[str, Any]]:
     ]
 
 
-# --- and back ----------------------------------------------------------------------------------------
+# --- loading of full states ----------------------------------------------------------------------
 
 
 @torch.no_grad()
 def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: Any) -> None:
-    """Put whole weights into the model and, where it trains, into this rank's partition; a collective."""
+    """Load full weights into the model and, if it is trained, into this rank's fp32 partition; a collective."""
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
@@ -141,7 +141,7 @@ def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: Any) ->
 
 
 def load_optimizer_state(engine: Any, order: Order, saved: Mapping[str, Any]) -> None:
-    """Lay a whole optimizer state out as this rank's partitions are, and give it to the optimizer."""
+    """Convert a full optimizer state to the flat layout of this rank's partitions, and load it into the optimizer."""
     if _is_on_disk(engine) and saved["state"]:
         raise RecipeError(
             "a run cannot be resumed with optimizer states on NVMe (offload_optimizer_device=nvme); offload to cpu"
