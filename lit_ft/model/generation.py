@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lit_ft.errors import RecipeError
 from lit_ft.model.packed_attention import PACKED
-from lit_ft.render_limits import render_chat
+from lit_ft.model.render_limits import render_chat
 
 
 @contextmanager

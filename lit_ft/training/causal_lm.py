@@ -39,8 +39,8 @@ from lit_ft.model.files.finite_weights import not_finite
 from lit_ft.model.files.weight_files import check_weight_files
 from lit_ft.model.generation import generate_answers
 from lit_ft.model.packed_attention import block_masks
+from lit_ft.model.render_limits import render_chat
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch, pack_samples
-from lit_ft.render_limits import render_chat
 from lit_ft.training import router_loss
 from lit_ft.training.finite import FiniteCheck, NotFinite, check_trained_weights
 from lit_ft.training.metrics import SourceMeans, TokenMean

@@ -12,7 +12,8 @@ from lit_callbacks import ForgettingProbe, SampleGenerations
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_ft import CausalLM, ExactMatch, TextDataModule, render_limits
+from lit_ft import CausalLM, ExactMatch, TextDataModule
+from lit_ft.model import render_limits
 from lit_ft.model.generation import closing_tokens, stop_ids
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from lit_ft.data.text.formats import Chat, Message
 from lit_ft.errors import BadRow, RecipeError
-from lit_ft.render_limits import CHARACTERS, Rendering, check_length
+from lit_ft.model.render_limits import CHARACTERS, Rendering, check_length
 
 _CHATML = """\
 {%- for message in messages %}

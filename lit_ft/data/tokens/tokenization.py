@@ -28,8 +28,8 @@ from lit_ft.data.text.sources import RawRow
 from lit_ft.data.tokens.segment_encoder import TextEncoder
 from lit_ft.data.tokens.truncation import Encoded, Overlong, fit_to_length
 from lit_ft.errors import BadRow
+from lit_ft.model.render_limits import limited
 from lit_ft.packed_batch import IGNORE_INDEX
-from lit_ft.render_limits import limited
 
 NOTES = {
     "truncated": "rows are longer than data.max_length={max_length} tokens and were cut at the end "

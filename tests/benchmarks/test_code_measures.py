@@ -1,0 +1,55 @@
+"""``benchmarks.code_measures``: counts worked out by hand, and the limits that this repository keeps."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import code_measures
+from benchmarks.code_measures import measure, modules_named_after_their_subject
+
+CODE = '''from typing import Any
+
+
+class Shelf:
+    """Documented."""
+
+    def find(self, book: Any) -> Any:
+        return getattr(book, "title", None) or hasattr(book, "name") or getattr(book, "title", "")
+
+
+def undocumented() -> None:
+    pass
+'''
+
+
+def test_counts_of_a_small_package(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    (package / "room").mkdir(parents=True)
+    for name in ("one", "two"):
+        (package / "room" / f"{name}.py").write_text("VALUE = 1\n")
+    (package / "shelf.py").write_text(CODE)
+    found = measure(package)
+    assert (found.modules, found.lines) == (3, 14)
+    assert (found.most_side_by_side, found.fullest_folder) == (2, "package/room")
+    assert (found.functions, found.median_function_lines, found.long_functions) == (2, 2, 0)
+    assert (found.longest_class, found.longest_class_lines) == ("Shelf", 5)
+    assert found.any_per_thousand == pytest.approx(1000 * 2 / 14)
+    assert (found.probed_names, found.probes_per_thousand) == (2, pytest.approx(1000 * 3 / 14))
+    assert found.documented == 0.5
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no Python file"):
+        measure(tmp_path)
+
+
+def test_this_repository_keeps_its_limits() -> None:
+    for folder in code_measures.OURS:
+        found = measure(folder)
+        assert found.most_side_by_side <= 12, found.fullest_folder
+        assert found.long_functions <= 0.006 * found.functions
+        assert found.documented == 1.0
+    named, count = modules_named_after_their_subject(
+        code_measures.OUR_TESTS, [*code_measures.OURS, code_measures.BENCHMARKS]
+    )
+    assert named == count
