@@ -1,4 +1,4 @@
-"""Callbacks for any Lightning project: they need lightning and torch, and touch public Trainer API only."""
+"""Callbacks for any Lightning project: they need lightning and torch, and use the public Trainer API only."""
 
 import sys
 

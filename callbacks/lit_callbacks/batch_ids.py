@@ -1,21 +1,21 @@
-"""What a batch says of the samples that it holds."""
+"""Ids and sources of the samples in a batch."""
 
 from collections.abc import Mapping
 from typing import Any
 
 ID_KEYS = ("sample_ids", "ids", "id", "index")
-"""Where a batch that is a mapping may say which samples it holds."""
+"""Keys under which a batch that is a mapping may hold the ids of its samples, in order of preference."""
 SOURCE_KEYS = ("sample_sources", "sources", "source")
-"""Where it may say which source each of them is of."""
+"""Keys under which it may hold the source of each sample, in order of preference."""
 
 
 def batch_ids(batch: Any) -> Any:
-    """One id a sample, a list or tensor: the batch's first entry of ``ID_KEYS``; None where it has none."""
+    """One id per sample, a list or tensor: the batch's first entry of ``ID_KEYS``; None where it has none."""
     return _first(batch, ID_KEYS)
 
 
 def batch_sources(batch: Any) -> Any:
-    """One source a sample: the batch's first entry of ``SOURCE_KEYS``; None where it has none."""
+    """One source per sample: the batch's first entry of ``SOURCE_KEYS``; None where it has none."""
     return _first(batch, SOURCE_KEYS)
 
 

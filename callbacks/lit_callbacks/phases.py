@@ -1,7 +1,7 @@
-"""Which part of training is going on, told from the actions that Lightning names to ``trainer.profiler``.
+"""Current phase of training, derived from the actions that Lightning reports to ``trainer.profiler``.
 
-Callback hooks do not enclose the waiting for data, the other callbacks or the writing of a checkpoint; the profiler's
-actions do. A profiler of the user's own goes on working: every action is passed on to it.
+Callback hooks do not enclose the wait for data, the other callbacks or the writing of a checkpoint; the profiler's
+actions do. The user's own profiler keeps working: every action is passed on to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 Phase = Literal["data", "forward", "backward", "optimizer", "callbacks", "other", "validation", "checkpoint"]
 Listener = Callable[[Phase], None]
-"""Called with the phase that begins."""
+"""Function that is called with the phase that begins."""
 
 _BY_ENDING: dict[str, Phase] = {
     "train_dataloader_next": "data",
@@ -30,7 +30,7 @@ _BY_ENDING: dict[str, Phase] = {
 
 @cache
 def _told(action: str) -> tuple[Phase | None, bool, bool]:
-    """The phase that an action is of, and whether validation begins or ends with it."""
+    """Phase of an action, and whether validation begins and ends with it."""
     ending = action.rpartition(".")[2]
     phase = "callbacks" if action.startswith("[Callback]") else _BY_ENDING.get(ending)
     # Validation has no action of its own: it begins with the first of its hooks and ends with the strategy's.
@@ -50,19 +50,19 @@ _UNTOLD = (None, False, False)
 
 
 def _empty_actions(callbacks: Iterable[Callback]) -> frozenset[str]:
-    """The actions of a step in which Lightning calls a hook that a callback does not have: most of all actions."""
+    """Actions of a step in which Lightning calls a hook that no callback implements: the majority of all actions."""
     has: dict[str, bool] = {}
     for callback in callbacks:
         for hook in _STEP_HOOKS:
             action = f"[Callback]{callback.state_key}.{hook}"
-            # Asked of the instance, as Lightning does: LambdaCallback puts its hooks there.
+            # Looked up on the instance, as Lightning does: LambdaCallback sets its hooks there.
             found = getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
             has[action] = found or has.get(action, False)
     return frozenset(action for action, found in has.items() if not found)
 
 
 class _Action:
-    """What ``with`` enters, some hundred times a step: no generator, and no call that can be spared."""
+    """Context manager of one action, entered some hundred times a step: no generator, and no avoidable call."""
 
     __slots__ = ("begins", "ends", "name", "phase", "profiler")
 
@@ -94,7 +94,7 @@ class _Action:
         if error is not None:
             profiler.note(error)
         if not profiler.open or profiler.open[-1][0] is not self:
-            return  # it began before the profiler stood here
+            return  # it began before this profiler was installed
         phase = profiler.open.pop()[1]
         if profiler.validates:
             if self.ends:
@@ -109,7 +109,7 @@ class _Action:
 
 
 class _Untold:
-    """An action of no phase; the callbacks before it are over."""
+    """Context manager of an action that belongs to no phase; it ends the phase ``callbacks``."""
 
     __slots__ = ("profiler",)
 
@@ -124,18 +124,18 @@ class _Untold:
 
 
 class PhaseProfiler(Profiler):
-    """Tells listeners when another phase begins. An action within an action is its own: nothing is counted twice.
+    """Profiler that tells listeners when a phase begins. Time in nested actions counts for the inner action only.
 
-    Callbacks' hooks follow one another, and after the last of them Lightning names an action at once. So the phase
-    ``callbacks`` ends with that, and not after each hook.
+    Callback hooks follow one another, and Lightning reports another action immediately after the last of them. So the
+    phase ``callbacks`` ends with that action, and not after each hook.
     """
 
     def __init__(self, inner: Profiler, empty: frozenset[str] = frozenset()) -> None:
-        """Stand before a profiler.
+        """Wrap a profiler.
 
         Args:
-            inner: gets every action too.
-            empty: actions in which nothing happens, and no phase begins.
+            inner: the wrapped profiler, which gets every action too.
+            empty: actions in which nothing happens and no phase begins.
         """
         super().__init__()
         self.inner = inner
@@ -143,15 +143,15 @@ class PhaseProfiler(Profiler):
         self.listeners: list[Listener] = []
         self.phase: Phase = "other"
         self.failed_in: Phase | None = None
-        """The phase in which the last error was raised; it has gone through those around it since."""
+        """Phase in which the last error was raised, not the enclosing phases that it has passed through since."""
         self._error: int | None = None
-        """The id of that error."""
+        """Python ``id`` of that error."""
         self.open: list[tuple[_Action, Phase]] = []
-        """Actions, and the phases that go on after them."""
+        """Actions that have not ended, each with the phase that continues after it."""
         self.after_callbacks: Phase | None = None
-        """The phase that goes on after the callbacks, unless another of them follows."""
+        """Phase that continues after a callback hook, unless another hook follows."""
         self.validates = False
-        """Validation goes on, which has no action of its own."""
+        """Whether validation is running; it has no action of its own."""
         self._context = cache(self._new_context)
         if isinstance(inner, PassThroughProfiler):
             self.profile = self._context  # type: ignore[method-assign]
@@ -163,39 +163,39 @@ class PhaseProfiler(Profiler):
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """A context in which the action goes on, here and for the inner profiler."""
+        """Context manager of an action, for this profiler and the inner one."""
         with self._context(action_name), self.inner.profile(action_name):
             yield action_name
 
     def start(self, action_name: str) -> None:
-        """An action begins, within those that are open."""
+        """Begin an action, nested in those that have not ended."""
         self._context(action_name).__enter__()
         self.inner.start(action_name)
 
     def stop(self, action_name: str) -> None:
-        """An action ends."""
+        """End an action."""
         self.inner.stop(action_name)
         self._context(action_name).__exit__(None, None, None)
 
     def end_callbacks(self) -> None:
-        """Something else follows them."""
+        """End the phase ``callbacks``, if it is still open: another action follows."""
         if self.after_callbacks is not None:
             phase, self.after_callbacks = self.after_callbacks, None
             self.switch(phase)
 
     def note(self, error: BaseException) -> None:
-        """An error goes through an action: it was raised in the innermost."""
+        """Record the phase of an error that leaves an action; the innermost action comes first."""
         if id(error) != self._error:
             self._error, self.failed_in = id(error), self.phase
 
     def switch(self, phase: Phase) -> None:
-        """Another phase begins."""
+        """Begin a phase and tell the listeners."""
         self.phase = phase
         for listener in self.listeners:
             listener(phase)
 
     def summary(self) -> str:
-        """The inner profiler's."""
+        """Summary of the inner profiler."""
         return self.inner.summary()
 
     def describe(self) -> None:
@@ -215,7 +215,7 @@ class PhaseProfiler(Profiler):
 
 
 def watch(trainer: Any, listener: Listener) -> None:
-    """Tell ``listener`` of every phase from now on; several listeners share one profiler."""
+    """Call ``listener`` at the start of every phase from now on; several listeners share one profiler."""
     profiler = trainer.profiler
     if not isinstance(profiler, PhaseProfiler):
         profiler = trainer.profiler = PhaseProfiler(profiler, _empty_actions(trainer.callbacks))
@@ -223,7 +223,7 @@ def watch(trainer: Any, listener: Listener) -> None:
 
 
 def unwatch(trainer: Any, listener: Listener) -> None:
-    """Leave it alone again; the last listener gives the trainer its own profiler back."""
+    """Stop calling ``listener``; after the last one, the trainer gets its own profiler back."""
     profiler = trainer.profiler
     if not isinstance(profiler, PhaseProfiler) or listener not in profiler.listeners:
         return
@@ -233,6 +233,6 @@ def unwatch(trainer: Any, listener: Listener) -> None:
 
 
 def failed_in(trainer: Any) -> Phase | None:
-    """The phase in which the last error was raised, where phases are watched."""
+    """Phase in which the last error was raised; None where phases are not watched or nothing was raised."""
     profiler = trainer.profiler
     return profiler.failed_in if isinstance(profiler, PhaseProfiler) else None

@@ -1,4 +1,4 @@
-"""What callbacks and modules may be asked for beside Lightning's hooks."""
+"""Protocols that callbacks and modules may implement in addition to Lightning's hooks."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -7,25 +7,25 @@ from lightning.pytorch import LightningModule, Trainer
 
 @runtime_checkable
 class WritesAtTheEnd(Protocol):
-    """A callback that writes something when training ends, and writes it later where a killed run could not."""
+    """A callback that writes files when training ends, and can write them later if the run was killed before."""
 
     def write_final(self, trainer: Trainer, pl_module: LightningModule, only_missing: bool = False) -> None:
-        """Write it; a collective.
+        """Write the files; a collective.
 
         Args:
-            trainer: of the run.
-            pl_module: as it was trained.
-            only_missing: leave out what is there.
+            trainer: trainer of the run.
+            pl_module: the trained module.
+            only_missing: write nothing if all files exist already.
         """
 
 
 @runtime_checkable
 class RendersPrompts(Protocol):
-    """A module that renders conversations itself, as within limits on what a chat template may take."""
+    """A module that renders conversations itself, e.g. with limits on the time and memory of a chat template."""
 
     def render_prompt(self, messages: list[dict[str, Any]]) -> str:
-        """The text of a conversation, with the opening of the assistant's turn.
+        """Text of a conversation, followed by the start of the assistant's turn.
 
         Args:
-            messages: each with ``role`` and ``content``.
+            messages: messages of the conversation, each with ``role`` and ``content``.
         """

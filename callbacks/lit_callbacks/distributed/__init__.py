@@ -1,1 +1,1 @@
-"""Tensors that a strategy has sharded: full weights, and norms of gradients."""
+"""Full weights and gradient norms of models that a strategy has sharded."""

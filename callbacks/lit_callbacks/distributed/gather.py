@@ -1,4 +1,4 @@
-"""Whole weights of a model that a strategy has split over ranks."""
+"""Full weights of a model that a strategy has sharded."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -12,9 +12,9 @@ Wanted = Callable[[str, Tensor], bool]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor that is split over ranks (FSDP2 and tensor parallelism by ``DTensor``, ZeRO-3 by DeepSpeed).
+    """Full value of a tensor that may be sharded (FSDP2 and tensor parallelism by ``DTensor``, ZeRO-3 by DeepSpeed).
 
-    A collective where it is split: every rank calls it, for the same tensors in the same order.
+    A collective where it is sharded: every rank calls it, for the same tensors in the same order.
     """
     if isinstance(tensor, DTensor):
         device = tensor.device_mesh.device_type
@@ -29,20 +29,19 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def whole_numel(parameter: Tensor) -> int:
-    """How many weights a parameter has, those on other ranks included."""
+    """Number of elements of a parameter, those on other ranks included."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def whole_weights(module: nn.Module, wanted: Wanted = lambda *_: True, keep: bool = True) -> dict[str, Tensor]:
-    """A module's parameters and persistent buffers by name, whole, on the CPU; one at a time, so that no rank holds
-    more than it keeps.
+    """Full parameters and persistent buffers of a module by name, on the CPU; a collective where weights are sharded.
 
-    A collective where weights are split.
+    One tensor is gathered at a time, so that a rank holds little more than what it keeps.
 
     Args:
-        module: any.
-        wanted: which of them; the same on every rank. Buffers never require gradients.
-        keep: whether this rank wants the result; ``{}`` elsewhere.
+        module: module whose weights are gathered.
+        wanted: filter by name and tensor, the same on every rank. Buffers never require gradients.
+        keep: whether this rank gets the result; ``{}`` if not.
     """
     found: dict[str, Tensor] = {}
     for name, weight in chain(module.named_parameters(remove_duplicate=False), persistent_buffers(module)):
@@ -54,20 +53,20 @@ def whole_weights(module: nn.Module, wanted: Wanted = lambda *_: True, keep: boo
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the buffers that belong to a module's ``state_dict``: DeepSeek-V3's bias of its router, say.
+    """Names and values of the buffers in a module's ``state_dict``, e.g. the router bias of DeepSeek-V3.
 
-    Each rank has them whole, whatever splits its parameters.
+    Every rank has them in full, whatever shards its parameters.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in part._non_persistent_buffers_set:  # torch has no public way to ask
+            if name not in part._non_persistent_buffers_set:  # torch has no public way to ask for this
                 yield f"{path}.{name}" if path else name, buffer
 
 
 def reshard(module: nn.Module) -> None:
-    """Leave each rank its shards only, where FSDP2 kept whole weights after a forward pass without a backward one.
+    """Free the full weights that FSDP2 keeps after a forward pass without a backward pass, so that only shards remain.
 
-    Every rank calls it before weights are looked at: a rank that lets go of them alone waits for the others' for ever.
+    Every rank calls it before weights are read: a rank that reshards alone waits forever for the shards of the others.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -75,7 +74,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether some of a module's weights are on other ranks."""
+    """Whether a module's weights are sharded."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Norms of gradients, however a strategy has laid them over the ranks."""
+"""Gradient norms under any strategy: replicated, sharded or partly both."""
 
 import math
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ from lit_callbacks.distributed.gather import full_tensor
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """An optimizer's parameters, of all its groups."""
+    """Parameters of all groups of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def squared_norm(parameters: Sequence[Tensor], trainer: Trainer) -> Tensor:
-    """This rank's share of the squared norm of all gradients: the shares of all ranks add up to it.
+    """This rank's summand of the squared norm of all gradients; the sum over all ranks is the squared norm.
 
     Args:
-        parameters: with a gradient each.
-        trainer: knows how many ranks hold the same gradient.
+        parameters: this rank's parameters, each with a gradient.
+        trainer: trainer of the run; its world size and strategy tell how many ranks hold the same gradient.
 
     Returns:
         Scalar, fp32.
     """
-    # Some hundred gradients a step, by code that the step has driven out of the caches: nothing is asked twice, and
-    # torch's get_total_norm takes twice as long.
+    # This runs over some hundred gradients in each step, with cold CPU caches: nothing is looked up twice, and torch's
+    # get_total_norm takes twice as long.
     world_size, is_flat = trainer.world_size, isinstance(trainer.strategy, FSDPStrategy)
     alike: dict[tuple[float, torch.device], list[Tensor]] = {}
     for parameter in parameters:
@@ -47,7 +47,7 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def norms_by_name(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> dict[str, float]:
-    """Norm of each gradient of the optimizer's parameters here, over all ranks; 0 where there is none. A collective."""
+    """Gradient norm over all ranks of each parameter of an optimizer, by name; 0 without a gradient. A collective."""
     mine = {id(p) for p in parameters_of(optimizer)}
     named = {name: p for name, p in module.named_parameters() if id(p) in mine}
     if not named:
@@ -61,10 +61,10 @@ def norms_by_name(trainer: Trainer, module: LightningModule, optimizer: Optimize
 
 
 def _local_gradient(grad: Any, world_size: int, is_flat: bool) -> tuple[float, Tensor]:
-    """How many ranks hold the same part of a gradient, and this rank's part."""
+    """Number of ranks that hold the same part of a gradient, and this rank's part."""
     if isinstance(grad, DTensor):
         sizes = [grad.device_mesh.size(i) for i, place in enumerate(grad.placements) if not place.is_replicate()]
         return world_size / math.prod(sizes), grad.to_local()
     if is_flat:
-        return 1.0, grad  # FSDP1: a flat shard, a plain tensor
+        return 1.0, grad  # FSDP1: a shard of a flat parameter, as a plain tensor
     return float(world_size), grad.coalesce().values() if grad.is_sparse else grad

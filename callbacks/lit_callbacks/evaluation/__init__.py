@@ -1,1 +1,1 @@
-"""Evaluation in the middle of training, without side effects on it."""
+"""Evaluation during training, without side effects on training."""

@@ -1,4 +1,4 @@
-"""Use the model in the middle of training, and leave no trace of it."""
+"""Evaluation of the model during training without side effects on modes, random numbers or the run's success."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ _Result = TypeVar("_Result")
 
 @contextmanager
 def evaluating(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Evaluation mode without gradients, in the run's precision; modes and random numbers are as before afterwards."""
+    """Evaluation mode without gradients, in the run's precision; restores training modes and random states at exit."""
     modes = {part: part.training for part in module.modules()}
     device = trainer.strategy.root_device
     module.eval()
@@ -31,14 +31,14 @@ def evaluating(trainer: Trainer, module: LightningModule) -> Iterator[None]:
 
 
 def on_all_ranks(trainer: Trainer, what: str, do: Callable[[], _Result]) -> _Result | None:
-    """What ``do`` returns; None on every rank where it raised on any, and a warning there. A collective.
+    """Call ``do`` on every rank and return its result; None on all ranks if it raised on any. A collective.
 
-    Whatever a model or a tokenizer comes up with, the run is worth more than what is measured on it.
+    A rank on which it raised warns. An error of a model or a tokenizer in an evaluation must not end the run.
 
     Args:
-        trainer: of the run.
-        what: for the warning, what cannot be done.
-        do: called once, on this rank.
+        trainer: trainer of the run.
+        what: text of the warning: what cannot be done.
+        do: function without arguments, called once on each rank.
     """
     result: _Result | None = None
     try:
@@ -50,11 +50,11 @@ def on_all_ranks(trainer: Trainer, what: str, do: Callable[[], _Result]) -> _Res
 
 
 def written(what: str, write: Callable[[], Any]) -> bool:
-    """Whether writing went well; a warning where it did not.
+    """Whether ``write`` succeeded; an ``OSError`` becomes a warning.
 
     Args:
-        what: for the warning, what cannot be written and what to do.
-        write: called once.
+        what: text of the warning: what cannot be written and what to do.
+        write: function without arguments, called once.
     """
     try:
         write()
@@ -65,27 +65,27 @@ def written(what: str, write: Callable[[], Any]) -> bool:
 
 
 class EveryNSteps:
-    """Tells when some optimizer steps have passed, however many each batch takes."""
+    """Tells when ``n`` optimizer steps have passed, for any number of optimizer steps per batch."""
 
     def __init__(self, n: int) -> None:
         """Count from step 0.
 
         Args:
-            n: optimizer steps.
+            n: optimizer steps between two evaluations.
 
         Raises:
-            ValueError: it is not positive.
+            ValueError: ``n`` is not positive.
         """
         if n < 1:
             raise ValueError(f"every_n_steps={n} must be 1 or more")
         self.n = n
         self.last = -1
-        """The step at which it was last time."""
+        """Optimizer step of the last call of ``done``; -1 before the first."""
 
     def is_time(self, step: int) -> bool:
-        """Whether a multiple of ``n`` was passed since ``done``; with micro-batches, once."""
+        """Whether a multiple of ``n`` was passed since ``done``: once, not on each accumulated micro-batch."""
         return step // self.n > max(self.last, 0) // self.n
 
     def done(self, step: int) -> None:
-        """It was done at this step."""
+        """Record that the evaluation was done at this step."""
         self.last = step

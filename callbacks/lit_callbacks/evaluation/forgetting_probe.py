@@ -1,4 +1,4 @@
-"""What fine-tuning costs: the loss on text that has nothing to do with it."""
+"""Loss on held-out general text during fine-tuning: a measure of forgetting."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evalua
 from lit_callbacks.output.step_lines import add_lines, drop_after_step, read_lines
 
 GENERAL_TEXT = Path(__file__).with_name("general_text.txt")
-"""Paragraphs of several kinds, enough to see that something is lost, too few to compare models by."""
+"""Paragraphs of several kinds: enough text to detect forgetting, too little to compare models."""
 Loss = Callable[[Any, Sequence[Any]], tuple[Any, Any]]
-"""From the module and some texts to their summed cross-entropy in nats and their number of tokens."""
+"""Function from the module and some texts to their summed cross-entropy in nats and their number of tokens."""
 
 
 class ForgettingProbe(Callback):
-    """Measure the loss on held-out general text before training, while it goes on, and after.
+    """Measure the loss on held-out general text before, during and after training.
 
-    Logged: ``forgetting/loss``, in nats per token; kept in ``forgetting.jsonl`` (``step, loss, tokens``). The texts are
-    dealt out over the data-parallel ranks. What is lost is said at the end.
+    It is logged as ``forgetting/loss``, in nats per token, and written to ``forgetting.jsonl`` (``step, loss,
+    tokens``). The texts are distributed over the data-parallel ranks. The change of the loss is printed at the end.
     """
 
     def __init__(
@@ -34,14 +34,16 @@ class ForgettingProbe(Callback):
         loss: Loss | None = None,
         path: str | Path | None = None,
     ) -> None:
-        """Say what is read, and when.
+        """Set the texts, the interval and the loss function.
 
         Args:
-            texts: held-out texts, or a text file with an empty line between two; anything that ``loss`` takes.
-            every_n_steps: optimizer steps between two looks; None looks after each validation.
-            batch_size: texts read together.
-            loss: measures; None is the module's method ``text_loss(texts)``, which returns the same.
-            path: the file; None is ``forgetting.jsonl`` in ``trainer.default_root_dir``.
+            texts: held-out texts, or the path of a text file with an empty line between two texts. A ``loss`` function
+                may take items of another type.
+            every_n_steps: optimizer steps between two measurements; None measures after each validation.
+            batch_size: number of texts in a forward pass.
+            loss: function from the module and a list of texts to their summed cross-entropy in nats and their number of
+                tokens; None takes the module's method ``text_loss(texts)``, which returns the same.
+            path: JSONL file for the measurements; None is ``forgetting.jsonl`` in ``trainer.default_root_dir``.
 
         Raises:
             ValueError: there is no text, or a number is not positive.
@@ -61,7 +63,7 @@ class ForgettingProbe(Callback):
         self._is_off = self._is_unwritable = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the model as it came; a resumed run has done so."""
+        """Measure the model before the first step; a resumed run has done so already."""
         self._is_off = self._is_unwritable = False
         self._seen, self._looked_at = [], -1
         if self._every is not None:
@@ -71,17 +73,17 @@ class ForgettingProbe(Callback):
             self._look(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Look every n steps."""
+        """Measure every ``every_n_steps``."""
         if self._every is not None and self._every.is_time(trainer.global_step):
             self._look(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look after each validation, unless told to look every n steps."""
+        """Measure after each validation, unless ``every_n_steps`` is set."""
         if self._every is None and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._look(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look a last time, and say what came of it."""
+        """Measure a last time, and print the change of the loss."""
         if self._looked_at != trainer.global_step:
             self._look(trainer, pl_module)
         if len(self._seen) > 1 and self._seen[0]["step"] == 0:
@@ -117,7 +119,7 @@ class ForgettingProbe(Callback):
         if sums is None:
             self._is_off = True
             return
-        # Ranks that are no replicas of their own have added the same to both.
+        # All ranks of one data-parallel replica have added the same numbers to both sums.
         whole: Any = trainer.strategy.reduce(sums, reduce_op="sum")
         total, tokens = (whole * self._place(trainer)[0] / trainer.world_size).tolist()
         line = {"step": trainer.global_step, "loss": total / max(tokens, 1), "tokens": int(tokens)}
@@ -131,14 +133,14 @@ class ForgettingProbe(Callback):
         return place["num_replicas"], place["rank"]
 
     def _share(self, trainer: Trainer, module: Any, measure: Loss) -> torch.Tensor:
-        """Summed loss and tokens of this replica's texts."""
+        """Summed loss in nats and number of tokens of this replica's texts, ``(2,)``, fp32."""
         replicas, rank = self._place(trainer)
         sums = torch.zeros(
             2, dtype=torch.float32, device=trainer.strategy.root_device
         )  # bf16-true makes bf16 the default
         for start in range(0, len(self.batches), replicas):
             mine = start + rank < len(self.batches)
-            # All ranks run the model equally often: under sharding the others need this one's share of the weights.
+            # All ranks run the model equally often: under sharding the others need this rank's shard of the weights.
             total, tokens = measure(module, self.batches[start + rank if mine else 0])
             sums += mine * torch.stack([torch.as_tensor(value).float().to(sums.device) for value in (total, tokens)])
         return sums

@@ -1,4 +1,4 @@
-"""Answers to fixed prompts while the model learns."""
+"""Generated answers to fixed prompts during training."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,15 +14,15 @@ from lit_callbacks.output.step_lines import add_lines, drop_after_step
 from lit_callbacks.protocols import RendersPrompts
 
 Generate = Callable[[LightningModule, Sequence[str]], Sequence[str]]
-"""From the module and prompts to an answer each; every rank calls it, with the same prompts, at the same time."""
+"""Function from the module and prompts to one answer each; every rank calls it at once, with the same prompts."""
 
 
 class SampleGenerations(Callback):
-    """Answer the same prompts before training, every n optimizer steps and at the end.
+    """Generate answers to the same prompts before training, every n optimizer steps and at the end.
 
     Answers go to the loggers that take text, as ``samples``, and to a JSONL file (``step, prompt, answer``). All ranks
-    generate, because under sharding each holds a part of the weights; rank 0 writes. Dropout is off meanwhile, and
-    training goes on with the random numbers that it would have drawn.
+    generate, because under sharding each holds a part of the weights; rank 0 writes. Dropout is off during generation,
+    and the random numbers of training do not change.
     """
 
     def __init__(
@@ -34,17 +34,18 @@ class SampleGenerations(Callback):
         generate: Generate | None = None,
         path: str | Path | None = None,
     ) -> None:
-        """Say what is asked, and when.
+        """Set the prompts, the interval and the generation.
 
         Args:
-            prompts: texts that the model goes on with; those for the module's own ``answer`` begin with the token that
-                the module's ``tokenizer`` puts before raw text (BOS), if it does.
-            every_n_steps: optimizer steps between answers.
-            max_new_tokens: longest answer, for the module's own ``answer``.
-            chat: each prompt is a user's turn, rendered by the module's ``render_prompt`` where it has one, else by the
-                chat template of its ``tokenizer``.
-            generate: answers; None is the module's method ``answer(prompts, max_new_tokens)``.
-            path: the file; None is ``samples.jsonl`` in ``trainer.default_root_dir``.
+            prompts: texts that the model continues. For the module's own ``answer``, the token that the module's
+                ``tokenizer`` puts before raw text (BOS), if any, is put before a prompt that does not begin with it.
+            every_n_steps: optimizer steps between two generations.
+            max_new_tokens: length limit of an answer in tokens, for the module's own ``answer``.
+            chat: whether each prompt is a user's turn, rendered by the module's ``render_prompt`` where it has one,
+                else by the chat template of its ``tokenizer``.
+            generate: function from the module and the rendered prompts to one answer each, called on every rank; None
+                takes the module's method ``answer(prompts, max_new_tokens)``.
+            path: JSONL file for the answers; None is ``samples.jsonl`` in ``trainer.default_root_dir``.
 
         Raises:
             ValueError: there is no prompt, or ``every_n_steps`` is not positive.
@@ -57,7 +58,7 @@ class SampleGenerations(Callback):
         self._is_off = self._is_unwritable = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask before the first step; a resumed run has done so."""
+        """Generate before the first step; a resumed run has done so already."""
         self._is_off = self._is_unwritable = False
         self._every.last = trainer.global_step or -1
         self._write(trainer, lambda: drop_after_step(self._file(trainer), trainer.global_step))
@@ -65,12 +66,12 @@ class SampleGenerations(Callback):
             self._ask(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Ask every n steps."""
+        """Generate every ``every_n_steps``."""
         if self._every.is_time(trainer.global_step):
             self._ask(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask what came of it."""
+        """Generate after the last step."""
         if self._every.last != trainer.global_step:
             self._ask(trainer, pl_module)
 
@@ -123,7 +124,7 @@ class SampleGenerations(Callback):
 
 
 def _opening(tokenizer: Any) -> str:
-    """The token that a tokenizer puts before raw text; ``answer`` takes prompts with special tokens written out."""
+    """Token that a tokenizer puts before raw text, or ""; ``answer`` takes prompts with special tokens spelled out."""
     if tokenizer is None or tokenizer.bos_token is None:
         return ""
     return str(tokenizer.bos_token) if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
