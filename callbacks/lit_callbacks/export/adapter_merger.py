@@ -1,4 +1,4 @@
-"""Write what training made as folders that Hugging Face tools load."""
+"""Export of the adapter and the merged model to folders that Hugging Face tools load."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,19 +18,21 @@ from lit_callbacks.export.merging import check_mergeable, find_model, is_peft, s
 
 Kind = Literal["adapter", "merged"]
 Texts = Callable[[Kind, Trainer, LightningModule], Mapping[str, str]]
-"""From what a folder is for to the text files that go into it, by name: a model card, say."""
+"""Function from the kind of a folder, trainer and module to text files for it by name, e.g. a model card."""
 
 
 class AdapterMerger(Callback):
-    """Write the adapter and, if asked to, the merged model: when training ends, and on the way.
+    """Write the adapter and, optionally, the merged model: at the end of training, and optionally during it.
 
-    The module must hold a ``peft.PeftModel`` or, for full fine-tuning, a ``transformers.PreTrainedModel`` somewhere
-    (the extra ``peft``); its ``tokenizer``, where it has one, is saved with the weights. A module that writes what it
-    trains in its own way has a method ``save_adapter(folder, state_dict)``, given whole weights by name where they are
-    split over ranks; it needs neither.
-    Folders appear whole or not at all. What cannot be merged is refused when training starts. A model on the way that
-    cannot be written or is found wrong is a warning; at the end it is an error. Optimizers with two sets of weights
-    (schedule-free ones, with ``train()`` and ``eval()``) have those that answer in place meanwhile.
+    The module must contain a ``peft.PeftModel`` or, for full fine-tuning, a ``transformers.PreTrainedModel`` (the extra
+    ``peft``); its ``tokenizer``, where it has one, is saved with the weights. A module that writes its trainable
+    parameters itself needs neither: it has a method ``save_adapter(folder, state_dict)``, which gets the full weights
+    by name where they are sharded.
+
+    Folders are written atomically. A tuning method that cannot be merged is an error when training starts. During
+    training, a model that cannot be written or fails its check is a warning; at the end it is an error. Schedule-free
+    optimizers, which keep two sets of weights (``train()`` and ``eval()``), are in ``eval()`` mode while models are
+    written during training.
     """
 
     def __init__(
@@ -42,17 +44,19 @@ class AdapterMerger(Callback):
         on_best: bool = False,
         keep_last: int = 3,
     ) -> None:
-        """Choose where to write, and when.
+        """Set the folders and the times of writing.
 
         Args:
-            adapter_dir: folder for ``PeftModel.from_pretrained``; not written in full fine-tuning.
-            merged_dir: folder for ``AutoModelForCausalLM.from_pretrained``; None does not merge.
-            texts: gives text files that go into the folders, a ``README.md`` in place of PEFT's template, say.
-            every_n_steps: also write every so many optimizer steps, to ``<adapter_dir>-step-<n>`` and
-                ``<merged_dir>-step-<n>``; None does not.
-            on_best: also write when a ``ModelCheckpoint`` with a ``monitor`` saves a new best, to
-                ``<adapter_dir>-best-step-<n>`` and so on, with that checkpoint's weights.
-            keep_last: how many of each of those stay, the newest.
+            adapter_dir: folder of the adapter, for ``PeftModel.from_pretrained``; not written in full fine-tuning.
+            merged_dir: folder of the merged model, for ``AutoModelForCausalLM.from_pretrained``; None does not merge.
+            texts: function that returns text files to add to a folder, by name, e.g. a ``README.md`` that replaces
+                PEFT's template; it gets the kind of the folder (``adapter`` or ``merged``), the trainer and the module.
+            every_n_steps: optimizer steps between two models that are also written during training, to
+                ``<adapter_dir>-step-<n>`` and ``<merged_dir>-step-<n>``; None writes none.
+            on_best: whether to write a model also when a ``ModelCheckpoint`` with a ``monitor`` saves a new best
+                checkpoint, to ``<adapter_dir>-best-step-<n>`` and ``<merged_dir>-best-step-<n>``, with that
+                checkpoint's weights.
+            keep_last: number of models to keep, the newest, of those by ``every_n_steps`` and of those by ``on_best``.
 
         Raises:
             ValueError: ``every_n_steps`` or ``keep_last`` is below 1.
@@ -69,42 +73,42 @@ class AdapterMerger(Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what cannot be merged before the long work."""
+        """Raise an error for a model that cannot be merged, before training begins."""
         model = find_model(pl_module)
         if self.merged_dir is not None:
             check_mergeable(model)
         self._best, self._has_new_best, self._last_step = _best_paths(trainer), False, trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """See whether it is a new best; its weights are in place until the next batch."""
+        """Note whether the checkpoint is a new best; the model has its weights until the next batch."""
         if self.on_best and (best := _best_paths(trainer)) != self._best:
             self._best, self._has_new_best = best, True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Write the best that was saved."""
+        """Write the model of a new best checkpoint."""
         self._write_best(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write every ``every_n_steps``."""
+        """Write a model every ``every_n_steps``."""
         step, before, every = trainer.global_step, self._last_step, self.every_n_steps
         self._last_step = step
         if every is not None and step // every != before // every:
             self._write_on_the_way(trainer, pl_module, "step-")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the folders, on rank 0; the other ranks send their shares of split weights."""
+        """Write the folders, on rank 0; the other ranks send their shards."""
         self._write_best(trainer, pl_module)
         self.write_final(trainer, pl_module)
 
     def write_final(self, trainer: Trainer, pl_module: LightningModule, only_missing: bool = False) -> None:
-        """Write the folders of the end of training; a collective.
+        """Write the final adapter and merged model; a collective.
 
         Args:
-            trainer: of the run.
-            pl_module: as it was trained.
-            only_missing: leave it where all of them are there.
+            trainer: trainer of the run.
+            pl_module: the trained module.
+            only_missing: write nothing if all folders exist already.
         """
         if only_missing:
             is_adapter = (model := find_model(pl_module)) is pl_module or is_peft(model)
@@ -120,7 +124,7 @@ class AdapterMerger(Callback):
             self._write_on_the_way(trainer, pl_module, "best-step-")
 
     def _write_on_the_way(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
-        # The random numbers of the run do not depend on what is written.
+        # The random numbers of training must not depend on whether models are written.
         with torch.random.fork_rng(devices=[]), weights_that_answer(trainer, pl_module):
             try:
                 self._write(trainer, pl_module, f"-{name}{trainer.global_step}")
@@ -138,7 +142,7 @@ class AdapterMerger(Callback):
             self._write_in_shares(trainer, pl_module, model, save_sharded, suffix)
             return
         reshard(pl_module)
-        # A strategy whose ranks hold different layers gathers weights itself.
+        # A strategy whose ranks hold different layers gathers the weights itself.
         gather = getattr(trainer.strategy, "whole_weights", None)
         if is_split(model) or gather is not None:
             gather = gather or whole_weights
@@ -162,11 +166,11 @@ class AdapterMerger(Callback):
     def _write_in_shares(
         self, trainer: Trainer, pl_module: LightningModule, model: Any, save_sharded: Callable[..., None], suffix: str
     ) -> None:
-        """Let a strategy's ranks each write a part of a model that was trained in full; rank 0 puts them in place."""
+        """Let each rank write its part of a fully fine-tuned model; rank 0 moves the finished folder into place."""
         if self.merged_dir is None:
             return
         folder = self.merged_dir.with_name(self.merged_dir.name + suffix)
-        check_replaceable(folder)  # on every rank, so that none waits for one that has refused
+        check_replaceable(folder)  # on every rank, so that no rank waits for one that has raised
         if not trainer.is_global_zero:
             save_sharded(model)
             return
@@ -182,7 +186,7 @@ def _best_paths(trainer: Trainer) -> list[str]:
 
 @contextmanager
 def weights_that_answer(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Have a schedule-free optimizer's average in place, and after it the very weights of before, bit by bit."""
+    """Put schedule-free optimizers into ``eval()`` mode; at exit, restore the training weights bit by bit."""
     two_sets: list[Any] = [
         optimizer
         for optimizer in trainer.optimizers

@@ -1,8 +1,8 @@
-"""Folders of models that appear whole or not at all, and of which the newest are kept.
+"""Atomic writes of model folders, and retention of the newest.
 
-A folder is written under a hidden name, with a manifest last, and made durable before it is moved to its place. Hidden
-names, for ``merged``: ``.merged.<process>`` (being written), ``.merged.old`` (set aside, whole), ``.merged.removed``
-(being removed).
+A folder is written under a hidden name, with its manifest last, and synced to the disk before it is renamed. The hidden
+names, for a folder ``merged``: ``.merged.<process id>`` (being written), ``.merged.old`` (the complete previous folder,
+while it is replaced), ``.merged.removed`` (being removed).
 """
 
 import os
@@ -23,27 +23,27 @@ _KNOWN_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "additional_chat_templates/*.jinja"),
 )
-"""What models consist of, for folders without a manifest."""
+"""Name patterns of a model's files, for folders without a manifest."""
 
 
 def write_atomically(
     folder: Path, write: Callable[[Path], None], tokenizer: Any, texts: Mapping[str, str] | None = None
 ) -> None:
-    """Write a model's folder beside its place, then move it there; an earlier model there is replaced.
+    """Write a model folder under a temporary name next to its final path, then rename it; replaces an earlier model.
 
-    After a kill at any moment, the place holds a whole folder or nothing, and what was there before is still there,
-    under its own name or as ``.<name>.old``, which the next call puts back.
+    After a kill at any moment, the path holds a complete folder or nothing, and the earlier model still exists, under
+    its own name or as ``.<name>.old``, which the next call restores.
 
     Args:
-        folder: where to.
-        write: writes the model into the folder that it is given.
-        tokenizer: saved with it; None saves none.
-        texts: files that go with it, by name.
+        folder: path of the model folder.
+        write: function that writes the model into the folder that it is given.
+        tokenizer: tokenizer to save in the folder; None saves none.
+        texts: text files to add to the folder, by name.
 
     Raises:
-        ValueError: ``folder`` holds other things than a model.
+        ValueError: ``folder`` holds files that are not part of a model.
     """
-    folder = Path(os.path.realpath(folder))  # of a link to a folder, the folder is replaced
+    folder = Path(os.path.realpath(folder))  # for a symbolic link, its target is replaced and the link stays
     recover(folder)
     check_replaceable(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -75,11 +75,11 @@ def _replace(temporary: Path, folder: Path) -> None:
 
 
 def _remove(path: Path, folder: Path) -> None:
-    """Remove a folder; a kill meanwhile leaves nothing half under its name.
+    """Remove a folder; it is renamed first, so that a kill leaves no incomplete folder under its name.
 
     Args:
-        path: is removed; it may be missing.
-        folder: whose hidden name it gets.
+        path: folder to remove; it may be missing.
+        folder: model folder from whose name the hidden name is derived.
     """
     removed = folder.with_name(f".{folder.name}.removed")
     shutil.rmtree(removed, ignore_errors=True)
@@ -89,10 +89,10 @@ def _remove(path: Path, folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Put back what a killed replacement set aside, and remove what killed processes left.
+    """Restore the earlier model after a killed replacement, and remove the temporary folders of killed processes.
 
     Args:
-        folder: the place; it may be empty.
+        folder: path of the model folder; it may be missing.
     """
     put_back(folder)
     if not folder.parent.is_dir():
@@ -105,7 +105,7 @@ def recover(folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Put back what a killed replacement set aside, where nothing has taken its place."""
+    """Restore the earlier model after a killed replacement, unless ``folder`` exists."""
     old = folder.with_name(f".{folder.name}.old")
     if old.is_dir() and not folder.exists():
         old.rename(folder)
@@ -116,16 +116,16 @@ def _runs(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's, or no number of a process: left alone
+    except OSError:  # another user's process, or not a valid process id: do not touch its folder
         pass
     return True
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuse to replace a folder that holds anything but a model.
+    """Check that a folder holds nothing but a model, so that it may be replaced.
 
     Raises:
-        ValueError: it holds other things.
+        ValueError: it holds other files.
     """
     if not folder.exists():
         return
@@ -138,7 +138,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Files that are no part of a model: those that its manifest does not name, or that no model consists of."""
+    """Files that are not part of a model: not in the folder's manifest or, without one, not in ``_KNOWN_FILES``."""
     held = sorted(list_files(folder), key=lambda name: (name.count("/"), name))
     try:
         names: Any = read_manifest(folder)["files"]
@@ -148,14 +148,14 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def keep_newest(folder: Path, prefix: str, count: int) -> None:
-    """Remove all but the newest of the models named ``prefix`` and a number.
+    """Remove all but the newest of the models named ``prefix`` plus a number.
 
-    Folders with other things in them stay, and do not count.
+    Folders that hold other files are kept and not counted.
 
     Args:
-        folder: holds them.
-        prefix: ``adapter-step-``, say.
-        count: how many stay, by when they were written: a run that begins again may count from lower numbers.
+        folder: parent folder of the models.
+        prefix: start of their names, e.g. ``adapter-step-``.
+        count: number of models to keep, by modification time: a restarted run may have lower step numbers.
     """
     numbered = re.compile(re.escape(prefix) + r"\d+")
     models = [

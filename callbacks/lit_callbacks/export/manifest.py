@@ -1,6 +1,6 @@
 """Manifests: the files of a folder with their sizes and SHA-256 sums.
 
-A manifest is written last and atomically, so a folder that has one was written to its end.
+A manifest is written last and atomically, so a folder that has one is complete.
 """
 
 import hashlib
@@ -13,17 +13,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 MANIFEST = "manifest.json"
-"""Name of the manifest within its folder."""
+"""File name of a manifest."""
 
 VERSION = 1
-"""Version of the manifest's format."""
+"""Version of the manifest format."""
 
 _CHUNK_BYTES = 2**20
 _HEX_DIGITS_OF_SHA256 = 64
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be read or does not have the form of one."""
+    """A manifest cannot be read or is malformed."""
 
 
 class FileSum(NamedTuple):
@@ -37,24 +37,24 @@ class FileSum(NamedTuple):
 
 @dataclass(frozen=True)
 class Differences:
-    """How a folder differs from its manifest; false where it does not."""
+    """Differences between a folder and its manifest; false if there are none."""
 
     missing: list[str] = field(default_factory=list)
-    """Files that the manifest names and the folder lacks."""
+    """Files that are in the manifest and not in the folder."""
     wrong_size: list[str] = field(default_factory=list)
-    """Files that are shorter or longer than the manifest says, each with both sizes."""
+    """Files whose size differs from the manifest's, each with both sizes in bytes."""
     wrong_hash: list[str] = field(default_factory=list)
-    """Files of the right size with other bytes."""
+    """Files of the right size whose SHA-256 sum differs."""
     unknown: list[str] = field(default_factory=list)
-    """Files that the manifest does not name."""
+    """Files that are in the folder and not in the manifest."""
 
     @property
     def damaged(self) -> bool:
-        """Whether a file that the manifest names is missing or has changed; files that were added do no damage."""
+        """Whether a file of the manifest is missing or has changed; additional files do not count as damage."""
         return bool(self.missing or self.wrong_size or self.wrong_hash)
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether there is any difference."""
         return self.damaged or bool(self.unknown)
 
     def __str__(self) -> str:
@@ -88,17 +88,17 @@ def file_sums(folder: Path, names: Iterable[str] | None = None) -> dict[str, Fil
     """Sums of a folder's files by name relative to it, in order; the manifest itself is left out.
 
     Args:
-        folder: searched with its subfolders.
-        names: which files; None takes all.
+        folder: folder of the files; subfolders are included.
+        names: relative names of the files to read; None takes all.
     """
     wanted = sorted(list_files(folder) if names is None else names)
-    # hashlib lets go of the interpreter's lock, so files are read side by side.
+    # hashlib releases the global interpreter lock, so files are read in parallel.
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         return dict(zip(wanted, pool.map(lambda name: file_sum(folder / name), wanted), strict=True))
 
 
 def list_files(folder: Path) -> list[str]:
-    """Names of a folder's files relative to it, those of subfolders included, without the manifest; sorted."""
+    """Sorted names of a folder's files relative to it, subfolders included, without the manifest."""
     found = (Path(root, name).relative_to(folder).as_posix() for root, _, names in os.walk(folder) for name in names)
     return sorted(name for name in found if name != MANIFEST)
 
@@ -109,13 +109,13 @@ def write_manifest(
     names: Iterable[str] | None = None,
     sums: Mapping[str, FileSum] | None = None,
 ) -> None:
-    """Make a folder's files durable, then write their manifest atomically.
+    """Sync a folder's files to the disk, then write their manifest atomically.
 
     Args:
-        folder: complete, and written to by nobody else.
-        facts: further entries of the manifest, as JSON; ``version`` and ``files`` are its own.
-        names: which files; None takes all.
-        sums: of files whose sums are known, which are not read.
+        folder: complete folder that no other process writes to.
+        facts: further entries of the manifest, as JSON; the keys ``version`` and ``files`` are reserved.
+        names: relative names of the files to list; None lists all.
+        sums: known sums by name; these files are not read again.
     """
     known = dict(sums or {})
     wanted = [name for name in (list_files(folder) if names is None else names) if name not in known]
@@ -127,14 +127,14 @@ def write_manifest(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A manifest as it was written: ``files`` by name, each a ``FileSum``, and the facts.
+    """Content of a manifest: ``files`` by name, each a ``FileSum``, and its further entries.
 
     Args:
-        path: of the manifest, or of its folder.
+        path: path of the manifest or of its folder.
 
     Raises:
-        FileNotFoundError: there is none.
-        ManifestError: it is not one.
+        FileNotFoundError: there is no manifest.
+        ManifestError: the manifest cannot be read, is malformed, or has another version.
     """
     path = path / MANIFEST if path.is_dir() else path
     try:
@@ -152,16 +152,16 @@ def verify_manifest(folder: Path, only: Callable[[str], bool] = lambda _: True, 
     """Compare a folder's files with its manifest.
 
     Args:
-        folder: holds the manifest.
-        only: which files are compared, by name.
-        with_sums: read the files and compare their sums; else only their names and sizes are compared.
+        folder: folder with a manifest.
+        only: filter of the compared files, by name.
+        with_sums: whether to read the files and compare their SHA-256 sums too, not only names and sizes.
 
     Returns:
-        What differs; false if nothing does.
+        The differences; false if there are none.
 
     Raises:
-        FileNotFoundError: it has no manifest.
-        ManifestError: its manifest is not one.
+        FileNotFoundError: the folder has no manifest.
+        ManifestError: the manifest cannot be read, is malformed, or has another version.
     """
     wanted = {name: entry for name, entry in read_manifest(folder)["files"].items() if only(name)}
     there = [name for name in wanted if (folder / name).is_file()]
@@ -178,7 +178,7 @@ def verify_manifest(folder: Path, only: Callable[[str], bool] = lambda _: True, 
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace a file atomically: after a kill or a power cut at any moment it holds the old text or the new."""
+    """Replace a file atomically: after a kill or a power failure at any moment it holds the old or the new text."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -192,7 +192,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the system write a folder's files, its subfolders and its own entries to the disk."""
+    """Sync a folder to the disk: its files, its subfolders and its directory entries."""
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(root, name))
@@ -200,7 +200,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the system write a file, or a folder's entries, to the disk."""
+    """Sync a file, or the directory entries of a folder, to the disk (``fsync``)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -216,7 +216,7 @@ def _entry(entry: Any) -> FileSum:
 
 
 def _within(name: str) -> str:
-    """A name from a manifest, which may come from anywhere: nothing outside its folder is read."""
+    """Check that a file name lies within the manifest's folder; manifests may come from untrusted sources."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError(f"{name!r} lies outside the folder")
