@@ -1,4 +1,4 @@
-"""What a rank sends in an optimizer step under a layout: ``layout``'s formulas on the split model."""
+"""Bytes that a rank sends in an optimizer step: ``communication_formulas`` applied to the distributed model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from lit_ft.planning import communication_formulas
 from lit_ft.strategies.parallel.tensor_plan import is_block
 
 ASSUMED_TOKENS = 1024
-"""Of a row, where the data does not say."""
+"""Number of tokens of a packed batch, if the data module does not define it."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step of one data-parallel rank."""
+    """Amount of data in an optimizer step of one data-parallel rank."""
 
     rows: int
-    """Micro-batches of the trainer, which a pipeline cuts further."""
+    """Number of packed batches: the trainer's micro-batches, which a pipeline splits further."""
     tokens: int
-    """Of a row, at most."""
+    """Largest number of tokens in a packed batch."""
     targets: int
-    """Of a row: tokens that are supervised."""
+    """Largest number of supervised tokens in a packed batch."""
     is_known: bool = True
-    """Whether the data says how many tokens a row has."""
+    """Whether the data module defines the number of tokens; assumed otherwise."""
 
 
 def step_of(trainer: Any) -> Step:
-    """How much an optimizer step is, as far as the data says."""
+    """Amount of data in an optimizer step, assumed where the data module does not define it."""
     tokens = getattr(getattr(trainer, "datamodule", None), "token_budget", None)
     at_most = tokens or ASSUMED_TOKENS
     return Step(trainer.accumulate_grad_batches, at_most, at_most, tokens is not None)
@@ -39,17 +39,17 @@ def step_of(trainer: Any) -> Step:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Neighboring layers on a rank: those of a stage, or all."""
+    """Consecutive layers on a rank: those of a stage, or all."""
 
     layers: Sequence[nn.Module]
     is_first: bool
     is_last: bool
     index: int = 0
     trains_before: bool = False
-    """Whether something before its first layer trains; something trains in every stage of a pipeline."""
+    """Whether there are trainable parameters before its first layer; every stage of a pipeline has some."""
 
     def blocks(self) -> list[tuple[bool, bool]]:
-        """For each block: whether a gradient goes on to what is before it, and whether one comes from behind."""
+        """For each block: whether its input needs a gradient, and whether its output gets one."""
         found, flows = [], self.trains_before
         for layer in self.layers:
             blocks = [child for child in layer.children() if is_block(child)]
@@ -60,7 +60,7 @@ class _Piece:
         return found
 
     def back(self) -> list[nn.Module]:
-        """Layers that have a backward pass."""
+        """Layers that take part in the backward pass."""
         first = next((i for i, layer in enumerate(self.layers) if self.trains_before or _trains(layer)), None)
         return [] if first is None else list(self.layers[first:])
 
@@ -90,10 +90,10 @@ class Traffic:
     """Bytes that this rank sends in an optimizer step.
 
     Args:
-        strategy: a ``ModelParallelStrategy`` that has split the model.
-        parameters: of the LightningModule, as they are here.
-        base: the Hugging Face model in it.
-        step: how much an optimizer step is.
+        strategy: ``ModelParallelStrategy`` that has distributed the model.
+        parameters: parameters of the LightningModule on this rank.
+        base: Hugging Face model inside the LightningModule.
+        step: amount of data in an optimizer step.
     """
 
     def __init__(self, strategy: Any, parameters: Sequence[nn.Parameter], base: Any, step: Step) -> None:
@@ -101,17 +101,17 @@ class Traffic:
         self.sizes, self.pieces, self.config = strategy.sizes(), _pieces(strategy, base), base.config.get_text_config()
         self.policy = strategy._precision_policy()
         self.itemsize = (self.policy.param_dtype or base.dtype).itemsize
-        # Of all rows of the step; context parallelism leaves each rank some of the tokens.
+        # Tokens of the full step on this rank: context parallelism distributes those of a packed batch over ranks.
         self.tokens = step.rows * step.tokens // self.sizes.context
         self.stream = self.tokens * self.config.hidden_size * self.itemsize
         self.recomputed = [len(p.back()) if base.is_gradient_checkpointing else 0 for p in self.pieces]
 
     def by_dimension(self) -> dict[str, float]:
-        """Along each dimension of the mesh that has more than one rank."""
+        """Bytes sent along each dimension of the mesh with more than one rank."""
         sizes, sends = self.sizes, {}
         if sizes.pipeline > 1:
             sends["pipeline"] = self._along_pipeline(sizes.pipeline)
-        if sizes.data * sizes.context > 1:  # ranks of other tokens are to the weights what ranks of other data are
+        if sizes.data * sizes.context > 1:  # weights are sharded over context-parallel ranks too
             sends["data"] = self._over_data()
         if sizes.context > 1:
             sends["context"] = self._along_context(sizes.context)
@@ -122,7 +122,7 @@ class Traffic:
         return sends
 
     def _along_tensor(self, ranks: int) -> float:
-        """Blocks, embedding and head for each token; gradients once."""
+        """Bytes for blocks, embedding and head of each token, and for gradients once per step."""
         whole = self.strategy.sequence_parallel
         total = communication_formulas.reduced(self._gradient_parts(), ranks)
         for piece, recomputed in zip(self.pieces, self.recomputed, strict=True):
@@ -131,7 +131,7 @@ class Traffic:
             total += communication_formulas.block_bytes(self.stream, ranks, len(blocks), into, out, recomputed, whole)
             if piece.is_first:
                 total += communication_formulas.reduced(self.stream, ranks)
-            if whole:  # cut after the embedding, which costs something backward only, and gathered before the head
+            if whole:  # sharded after the embedding, which sends bytes only backward, and gathered before the head
                 ends = piece.is_last + (piece.is_first and piece.trains_before)
                 total += ends * communication_formulas.gathered(self.stream, ranks)
             if piece.is_last:
@@ -145,16 +145,16 @@ class Traffic:
         return communication_formulas.head_bytes(targets, hidden, ranks, vocabulary, self.itemsize, is_cut)
 
     def _gradient_parts(self) -> int:
-        """Bytes of gradients of which each tensor-parallel rank computes a part."""
+        """Bytes of gradients of which each tensor-parallel rank computes a partial sum."""
         children = [child for layer in decoder_layers(self.base) for child in layer.children()]
         in_blocks = {id(p) for child in children if is_block(child) for p in child.parameters()}
         parts = [p for p in self.parameters if p.requires_grad and not _is_cut(p)]
         parts = [p for p in parts if self.strategy.sequence_parallel or id(p) in in_blocks]
-        # `fully_shard` sums them before it scatters them: whole, not a data-parallel rank's share.
+        # They are summed as full tensors, not as shards of a data-parallel rank: `fully_shard` scatters them later.
         return sum(sharded(p)[1] * (self.policy.reduce_dtype or p.dtype).itemsize for p in parts)
 
     def _along_context(self, ranks: int) -> float:
-        """Keys and values of all ranks' tokens, and their gradients; the loss of each token."""
+        """Bytes for keys and values of all ranks' tokens, for their gradients, and for the loss of each token."""
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         cut = self.sizes.tensor
@@ -164,10 +164,10 @@ class Traffic:
         return total + communication_formulas.reduced(loss, ranks)
 
     def _along_pipeline(self, ranks: int) -> float:
-        """Hidden states on, their gradients back; the loss of each token to all; a tied weight's gradient once."""
+        """Bytes for hidden states, their gradients, the loss of each token, and a tied weight's gradient once."""
         here, last = {piece.index for piece in self.pieces}, ranks * len(self.pieces) - 1
         neighbors = [place for k in here for place in (k - 1, k + 1) if 0 <= place <= last and place not in here]
-        # Without FSDP's policy, hidden states travel as they are.
+        # Without FSDP's precision policy, hidden states are sent in the base model's dtype.
         dtype = self.policy.param_dtype if self.sizes.data * self.sizes.context > 1 else None
         boundary = self.stream / self.itemsize * (dtype or self.base.dtype).itemsize
         boundary /= self.sizes.tensor if self.strategy.sequence_parallel else 1
@@ -180,18 +180,18 @@ class Traffic:
         )
 
     def _along_experts(self) -> float:
-        """Tokens to the ranks that have their experts, and back."""
+        """Bytes for hidden states of tokens to the ranks of their experts, and for the outputs back."""
         width, per_token = self.config.hidden_size * self.itemsize, getattr(self.config, "num_experts_per_tok", 1)
         ranks = self.strategy.expert_parallel_size
         forward = communication_formulas.expert_bytes(self.tokens, per_token, width, ranks, back=False)
         return forward * (sum(self._layers()) + sum(self.recomputed))
 
     def _layers(self) -> tuple[int, int]:
-        """Layers here, and those of them that have a backward pass."""
+        """Number of layers on this rank, and of those that take part in the backward pass."""
         return sum(len(piece.layers) for piece in self.pieces), sum(len(piece.back()) for piece in self.pieces)
 
     def _over_data(self) -> float:
-        """Weights for each row, or once with a pipeline; gradients once."""
+        """Bytes for weights, per packed batch (with a pipeline once per step), and for gradients once per step."""
         is_piped = self.strategy.pipeline is not None
         freed = self.strategy.reshard_after_forward and not is_piped
         back = [layer for piece in self.pieces for layer in piece.back()] if freed else []
@@ -207,11 +207,12 @@ class Traffic:
 
 
 _REPLICAS = {"data_parallel", "context_parallel", "shard", "copies"}
-"""Mesh dimensions over which weights are sharded and gathered; over the others, ranks compute with their part."""
+"""Mesh dimensions over which weights are sharded and gathered; over the others, ranks compute with their shard."""
 
 
 def sharded(parameter: Any) -> tuple[int, int, bool]:
-    """Ranks that a weight is gathered from, elements that they have together, and whether experts have a mesh."""
+    """Number of ranks that a weight is gathered from, elements that they hold together, and whether it has a mesh of
+    its own, as experts do."""
     if not isinstance(parameter, DTensor):
         return 1, parameter.numel(), False
     mesh, ranks, elements = parameter.device_mesh, 1, parameter.numel()
@@ -225,11 +226,11 @@ def sharded(parameter: Any) -> tuple[int, int, bool]:
 
 
 def _is_cut(parameter: Any) -> bool:
-    """Whether a tensor-parallel rank has a part of a parameter only."""
+    """Whether a parameter is sharded over tensor-parallel ranks."""
     names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
     return "tensor_parallel" in names and not parameter.placements[names.index("tensor_parallel")].is_replicate()
 
 
 def bytes_of(parameters: Iterable[nn.Parameter]) -> int:
-    """What this rank holds of parameters."""
+    """Bytes of parameters on this rank."""
     return sum(local(p).numel() * p.element_size() for p in parameters)

@@ -1,4 +1,4 @@
-"""What a rank's memory holds under a strategy that splits the weights: counted, and where it says so, estimated."""
+"""Memory of a rank under a strategy that shards the weights: counted, except where it is marked as estimated."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
@@ -18,34 +18,34 @@ class Memory:
     """Bytes on one rank."""
 
     weights: float
-    """Its own, whether they train or not."""
+    """This rank's weights, trainable and frozen."""
     gathered: float
-    """Of weights that ``fully_shard`` holds whole at a time."""
+    """Full weights that ``fully_shard`` holds at the same time."""
     gradients: float
-    """Whole where they wait for other micro-batches, else as split as the weights."""
+    """Gradients: full if they accumulate over micro-batches, else sharded like the weights."""
     optimizer: float
-    """Its state after a step; ``nan`` where that cannot be told without weights."""
+    """Optimizer state after a step; ``nan`` if it cannot be computed without the weights' values."""
     layer_inputs: float
-    """Estimated: what comes into each layer, for all micro-batches that wait for their backward pass. With activation
-    checkpointing that is what a layer keeps; without, it keeps several times that."""
+    """Estimated: inputs of all layers, for all micro-batches that wait for their backward pass. With activation
+    checkpointing a layer keeps no more than its input; without, it keeps several times as much."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all fields."""
         return sum(astuple(self))
 
 
 def memory_of(
     strategy: Any, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Module], make_optimizer: Any, inputs: float
 ) -> Memory:
-    """What this rank holds.
+    """Memory of this rank.
 
     Args:
-        strategy: an ``FSDPStrategy`` or ``ModelParallelStrategy`` that has split the model.
-        parameters: of the model, as they are here; they may be on the meta device.
-        layers: the decoder layers here.
-        make_optimizer: makes the optimizer from a list of parameters.
-        inputs: of ``layer_inputs``.
+        strategy: ``FSDPStrategy`` or ``ModelParallelStrategy`` that has distributed the model.
+        parameters: parameters of the model on this rank; they may be on the meta device.
+        layers: decoder layers of this rank.
+        make_optimizer: function that creates the optimizer from a list of parameters.
+        inputs: bytes of the layers' inputs, as ``layer_inputs`` returns them.
     """
     accumulates = strategy.lightning_module.trainer.accumulate_grad_batches > 1
     trained = [p for p in parameters if p.requires_grad]
@@ -64,7 +64,7 @@ def _is_piped(strategy: Any) -> bool:
 
 
 def _together(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of what the ranks that share weights hold of them together."""
+    """Bytes of parameters before they were sharded over data-parallel ranks."""
     return sum(sharded(p)[1] * p.element_size() for p in parameters)
 
 
@@ -74,18 +74,18 @@ def _gathered(strategy: Any, parameters: Sequence[nn.Parameter], layers: Sequenc
     if not strategy.reshard_after_forward or _is_piped(strategy):
         return sum(whole.values())
     of_layers = [sum(whole.pop(id(p), 0) for p in layer.parameters()) for layer in layers]
-    return sum(whole.values()) + sum(sorted(of_layers)[-2:])  # the next layer comes while one is computed
+    return sum(whole.values()) + sum(sorted(of_layers)[-2:])  # the next layer is gathered while one is computed
 
 
 def layer_inputs(strategy: Any, layers: int, hidden: int, itemsize: int, step: Step) -> float:
-    """Bytes of what comes into layers, for all micro-batches between their forward and their backward pass.
+    """Bytes of the layers' inputs, for all micro-batches between their forward and their backward pass.
 
     Args:
-        strategy: that has split the model.
-        layers: on this rank.
-        hidden: size of a hidden state.
-        itemsize: bytes of each of its elements.
-        step: for the tokens of a row.
+        strategy: strategy that has distributed the model.
+        layers: number of layers on this rank.
+        hidden: number of elements of a hidden state.
+        itemsize: bytes of an element.
+        step: amount of data in an optimizer step.
     """
     sizes = strategy.sizes() if hasattr(strategy, "sizes") else None
     ranks = 1 if sizes is None else sizes.context * (sizes.tensor if strategy.sequence_parallel else 1)
@@ -98,14 +98,14 @@ def layer_inputs(strategy: Any, layers: int, hidden: int, itemsize: int, step: S
 
 
 def optimizer_bytes(make: Callable[[list[nn.Parameter]], Optimizer], trained: Sequence[nn.Parameter]) -> float:
-    """Bytes of an optimizer's state after a step, taken on the meta device.
+    """Bytes of an optimizer's state after one step, which runs on the meta device.
 
     Args:
-        make: makes the optimizer from a list of parameters.
-        trained: of which this rank's shards count.
+        make: function that creates the optimizer from a list of parameters.
+        trained: trainable parameters, of which only this rank's shards count.
 
     Returns:
-        ``nan`` for an optimizer that does not run there.
+        Bytes; ``nan`` for an optimizer that does not run on the meta device.
     """
     shards = [nn.Parameter(torch.empty_like(local(p), device="meta")) for p in trained]
     for shard in shards:
@@ -113,7 +113,7 @@ def optimizer_bytes(make: Callable[[list[nn.Parameter]], Optimizer], trained: Se
     try:
         optimizer = make(shards)
         optimizer.step()
-    except Exception:  # of other packages: they may look at values, or want names
+    except Exception:  # optimizers of other packages may read values, or need parameter names
         return float("nan")
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return float(sum(value.numel() * value.element_size() for value in states))

@@ -1,6 +1,6 @@
-"""When each rank of a pipeline does what: torch's own order of work, with durations.
+"""Timeline of a pipeline step: the order of work of each rank, as torch computes it, with start and end times.
 
-Communication takes no time here, and all stages are equal; what is left of a step is computing and waiting.
+It assumes that communication takes no time and that all stages take equally long; ranks compute or wait.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from lit_ft.errors import RecipeError
 from lit_ft.strategies.parallel.pipeline_parallel import stages_of, stages_per_rank
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
-"""A forward pass; a backward pass, whole, or for a stage's inputs and for its weights apart."""
+"""Kinds of work: a forward pass, a full backward pass, and its two halves: gradients of inputs, and of weights."""
 
 DURATIONS: Mapping[str, float] = MappingProxyType({FORWARD: 1, BACKWARD: 2, INPUT: 1, WEIGHT: 1})
-"""A backward pass has two products for each of the forward pass. Where weights are frozen it has little more than one,
-and WEIGHT is next to nothing."""
+"""Durations in forward passes. A backward pass has two matrix products for each one of the forward pass. If weights are
+frozen it has little more than one, and WEIGHT takes almost no time."""
 
 
 class Work(NamedTuple):
@@ -32,18 +32,18 @@ class Work(NamedTuple):
 
 
 def order(schedule: str, ranks: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
-    """For each rank what it does, as (kind, stage, micro-batch), in torch's order.
+    """Work of each rank as (kind, stage, micro-batch), in torch's order.
 
     Args:
-        schedule: a name in ``pipeline.SCHEDULES``.
-        ranks: of the pipeline.
-        micro_batches: of a row.
+        schedule: name in ``pipeline_parallel.SCHEDULES``.
+        ranks: number of pipeline ranks.
+        micro_batches: number of micro-batches that a packed batch is split into.
 
     Raises:
-        RecipeError: the schedule does not take so many.
+        RecipeError: the schedule does not support this number of micro-batches.
     """
     per_rank = stages_per_rank(schedule)
-    # torch computes the order of all ranks from what one says of itself.
+    # torch computes the order of all ranks from the stages of one rank.
     stages = [
         SimpleNamespace(stage_index=k, num_stages=per_rank * ranks, group_size=ranks, group_rank=0, submod=None)
         for k in stages_of(0, ranks, schedule)
@@ -61,7 +61,7 @@ def _work_of(actions: Sequence[Any], is_in_order: bool) -> list[tuple[str, int, 
     for action in actions:
         for part in () if action is None else action.sub_actions or (action,):
             kind, micro_batch = part.computation_type.value, part.microbatch_index
-            if kind == FORWARD and is_in_order:  # torch 2.13 numbers 1F1B's on the last rank from 1
+            if kind == FORWARD and is_in_order:  # torch 2.13 counts 1F1B's micro-batches on the last rank from 1
                 micro_batch, forwards = forwards, forwards + 1
             if kind in DURATIONS:
                 found.append((kind, part.stage_index, micro_batch))
@@ -71,16 +71,16 @@ def _work_of(actions: Sequence[Any], is_in_order: bool) -> list[tuple[str, int, 
 def timetable(
     schedule: str, ranks: int, micro_batches: int, durations: Mapping[str, float] = DURATIONS
 ) -> list[list[Work]]:
-    """For each rank its work with times, each piece as early as it can be.
+    """Work of each rank with start and end times, each as early as possible.
 
     Args:
-        schedule: a name in ``pipeline.SCHEDULES``.
-        ranks: of the pipeline.
-        micro_batches: of a row.
-        durations: of each kind of work.
+        schedule: name in ``pipeline_parallel.SCHEDULES``.
+        ranks: number of pipeline ranks.
+        micro_batches: number of micro-batches that a packed batch is split into.
+        durations: duration of each kind of work, in forward passes.
 
     Raises:
-        RecipeError: the schedule does not take so many.
+        RecipeError: the schedule does not support this number of micro-batches.
     """
     waiting = [list(reversed(of_rank)) for of_rank in order(schedule, ranks, micro_batches)]
     last = stages_per_rank(schedule) * ranks - 1
@@ -94,7 +94,7 @@ def timetable(
                 free = done[-1].end if done else 0.0
                 start = max([free, *(ends[need] for need in _needs(kind, stage, micro_batch, last))])
                 done.append(Work(kind, stage, micro_batch, start, start + durations[kind]))
-                # What the stage before waits for is the same of a whole backward pass and of its first half.
+                # The previous stage waits for gradients of inputs: both BACKWARD and INPUT compute them.
                 ends[INPUT if kind == BACKWARD else kind, stage, micro_batch] = done[-1].end
         assert len(ends) > before, "torch's order waits for itself"
     return table
@@ -109,14 +109,14 @@ def _needs(kind: str, stage: int, micro_batch: int, last: int) -> list[tuple[str
 
 
 def idle_share(table: Sequence[Sequence[Work]]) -> float:
-    """Share of the step in which ranks wait, over all ranks."""
+    """Fraction of the step's time that ranks wait, averaged over ranks."""
     length = max(work.end for of_rank in table for work in of_rank)
     busy = sum(work.end - work.start for of_rank in table for work in of_rank)
     return 1 - busy / (length * len(table))
 
 
 def most_in_flight(of_rank: Sequence[Work]) -> int:
-    """Most (stage, micro-batch) pairs of a rank that are computed forward and not yet all the way back."""
+    """Largest number of (stage, micro-batch) pairs of a rank between forward pass and completed backward pass."""
     most = now = 0
     for work in of_rank:
         now += {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}.get(work.kind, 0)

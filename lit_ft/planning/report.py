@@ -1,4 +1,4 @@
-"""What each rank holds under a layout, and what it sends: facts of the split model, and their text."""
+"""Report of a parallel layout: parameters and layers of each rank, and the bytes that it sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds, and what it sends in an optimizer step."""
+    """Contents of one rank, and the bytes that it sends in an optimizer step."""
 
     rank: int
     layers: str
-    """Places of its layers, with the ends of the model."""
+    """Indices of its layers, and whether it holds embedding and head."""
     parameters: int
     trained: int
     sends: dict[str, float]
-    """Bytes, by the mesh dimension that they are sent along."""
+    """Bytes sent, by mesh dimension."""
 
 
 def rank_share(strategy: Any, module: Any, base: Any, step: Step) -> Share:
-    """What this rank holds and sends.
+    """Contents of this rank, and the bytes that it sends.
 
     Args:
-        strategy: a ``ModelParallelStrategy`` that has split the model.
-        module: the LightningModule.
-        base: the Hugging Face model in it.
-        step: how much an optimizer step is.
+        strategy: ``ModelParallelStrategy`` that has distributed the model.
+        module: LightningModule.
+        base: Hugging Face model inside it.
+        step: amount of data in an optimizer step.
     """
     parameters = list(module.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -62,12 +62,12 @@ def _span(places: range) -> str:
 
 
 def format_layout(strategy: Any, shares: Sequence[Share], step: Step) -> str:
-    """A layout in some lines: mesh, schedule, and a line for each rank of the pipeline.
+    """Format a layout as text: mesh, schedule, and one line for each pipeline rank.
 
     Args:
-        strategy: a ``ModelParallelStrategy`` that has split the model.
-        shares: of all ranks, or of some of each pipeline rank's; the most is shown.
-        step: what the bytes are of.
+        strategy: ``ModelParallelStrategy`` that has distributed the model.
+        shares: contents of all ranks, or of some ranks of each stage; the line shows their maximum.
+        step: amount of data in an optimizer step.
     """
     pipeline_ranks = strategy.sizes().pipeline
     kinds = list(shares[0].sends)
@@ -78,7 +78,7 @@ def format_layout(strategy: Any, shares: Sequence[Share], step: Step) -> str:
 
 
 def by_stage(shares: Sequence[Share], world: int, pipeline_ranks: int) -> list[tuple[str, list[Share]]]:
-    """Ranks of each place in the pipeline, as text, and their shares."""
+    """Group shares by pipeline rank: each group's ranks, as text, and its shares."""
     size = world // pipeline_ranks
     places = [range(start, start + size) for start in range(0, world, size)]
     return [(_span(place), [share for share in shares if share.rank in place]) for place in places]
@@ -117,7 +117,7 @@ def _line(ranks: str, shares: Sequence[Share], kinds: Sequence[str]) -> tuple[st
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int = 2) -> list[str]:
-    """Cells in columns, the first ``left`` of them to the left, numbers to the right."""
+    """Align cells in columns: the first ``left`` columns to the left, the others, which are numbers, to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     sides = [str.ljust] * left + [str.rjust] * (len(widths) - left)
     return ["  ".join(pad(cell, w) for pad, cell, w in zip(sides, line, widths, strict=True)) for line in lines]

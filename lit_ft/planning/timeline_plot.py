@@ -1,4 +1,4 @@
-"""A pipeline's schedule as a picture: a row for each rank, a box for each micro-batch."""
+"""Plot of a pipeline's timeline: a line for each rank, a box for each micro-batch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +9,16 @@ from lit_ft.planning.pipeline_timeline import BACKWARD, FORWARD, INPUT, WEIGHT, 
 _NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, inputs", WEIGHT: "backward, weights"}
 _COLOURS = {FORWARD: "#4c78a8", BACKWARD: "#f58518", INPUT: "#f58518", WEIGHT: "#54a24b"}
 _NUMBERED_BOXES = 160
-"""In a row; more have no room for numbers."""
+"""Largest number of boxes on a rank's line for which each box has room for its number."""
 
 
 def draw(table: Sequence[Sequence[Work]], path: Path, title: str) -> None:
-    """Write a picture; a rank's later stages are paler.
+    """Write a timeline as an image; a rank's second stage is drawn paler than its first.
 
     Args:
-        table: of ``timetable``.
-        path: of the picture; its ending says the format.
-        title: over it.
+        table: work of each rank, as ``timetable`` returns it.
+        path: path of the image; its suffix selects the format.
+        title: title of the plot.
 
     Raises:
         RecipeError: matplotlib is missing, or the file cannot be written.

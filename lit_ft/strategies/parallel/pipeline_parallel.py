@@ -1,11 +1,12 @@
-"""Pipeline parallelism: each rank holds some layers, and micro-batches flow through them on a schedule of torch's.
+"""Pipeline parallelism: each rank holds some layers, and micro-batches pass through them on one of torch's schedules.
 
-A micro-batch here is a part of a row, some of its samples end to end, of any length: what a stage receives is as long
-as the samples are. All ranks of a pipeline see the same row, so each knows the shape of what comes.
+A micro-batch of the pipeline is a part of a packed batch, some of its samples, of any length: the tensors that a stage
+receives vary in length. All ranks of a pipeline see the same packed batch, so each knows the shapes in advance.
 
-Lightning's loop computes a loss, zeroes gradients and then goes backward; a schedule does forward and backward in
-one. The gradients that it makes are therefore kept aside, and the loss's ``backward`` puts them in place, times the
-gradient of the loss: accumulation, clipping and logging work as they do without a pipeline.
+Lightning's loop computes a loss, sets gradients to zero and then calls ``backward``; a schedule runs forward and
+backward passes together. The gradients of the schedule are therefore stored separately, and the loss's ``backward``
+adds them to the parameters, multiplied by the gradient of the loss: accumulation, clipping and logging work as without
+a pipeline.
 """
 
 import copy
@@ -38,24 +39,24 @@ SCHEDULES = (
     "DualPipeV",
 )
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Those that take gradients of inputs and of weights apart."""
+"""Schedules that compute the gradients of inputs and of weights separately."""
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 def stages_per_rank(schedule: str) -> int:
-    """How many stages a schedule gives each rank: one or two."""
+    """Number of stages that a schedule gives each rank: 1 or 2."""
     return 1 if issubclass(get_schedule_class(schedule), PipelineScheduleSingle) else 2
 
 
 def stages_of(rank: int, ranks: int, schedule: str) -> list[int]:
-    """The stages of a rank: one, or two that are apart (looped) or mirrored (V)."""
+    """Indices of a rank's stages: one, or two, which are ``ranks`` apart (looped) or mirrored (V)."""
     if stages_per_rank(schedule) == 1:
         return [rank]
     return [rank, 2 * ranks - 1 - rank] if schedule in _V_SHAPED else [rank, ranks + rank]
 
 
 def edges_of(base: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Names of the decoder's parts before its layers and after them, from Hugging Face's ``pp_plan``."""
+    """Names of the decoder's modules before and after its layers, from Hugging Face's ``pp_plan``."""
     prefix = f"{base.base_model_prefix}."
     names = [name.removeprefix(prefix) for name in base.pp_plan or () if name.startswith(prefix)]
     place = names.index("layers")
@@ -63,13 +64,13 @@ def edges_of(base: PreTrainedModel) -> tuple[list[str], list[str]]:
 
 
 def drop_layers(base: PreTrainedModel, keep: Sequence[range], is_first: bool, is_last: bool) -> None:
-    """Let go of what other ranks hold; names stay as they are.
+    """Drop the modules that other ranks hold; the names of the others do not change.
 
     Args:
-        base: changed in place.
-        keep: places of the layers that stay.
-        is_first: whether the embedding stays.
-        is_last: whether the norm after the layers and the head stay.
+        base: Hugging Face model, changed in place.
+        keep: indices of the layers to keep.
+        is_first: whether to keep the embedding.
+        is_last: whether to keep the final norm and the head.
     """
     decoder = getattr(base, base.base_model_prefix)
     before, after = edges_of(base)
@@ -83,7 +84,7 @@ def drop_layers(base: PreTrainedModel, keep: Sequence[range], is_first: bool, is
 
 
 class _Entry(nn.Module):
-    """Stands in for the layers before a stage: gives what the rank before has sent."""
+    """Replacement for the layers before a stage: returns the hidden states received from the previous stage."""
 
     received: Tensor
 
@@ -92,18 +93,19 @@ class _Entry(nn.Module):
 
 
 class StageModule(nn.Module):
-    """Some neighboring layers of a model, with the embedding before the first, and norm and head after the last.
+    """Pipeline stage: consecutive layers, with the embedding in the first stage, and final norm and head in the last.
 
-    It shares its parts with the model, which keeps all names.
+    It shares its submodules with the model, whose parameter names do not change.
 
     Args:
-        module: computes ``hidden_states(row, decoder)`` and ``token_loss(hidden, row)``, as ``lit_ft.CausalLM`` does.
-        base: the Hugging Face model in it, without what other ranks hold.
-        index: of this stage.
-        stages: how many there are.
-        layers: places of its layers.
-        end: what becomes of the last layer's result, ``(1, T, H)``.
-        full_loss: computes the loss of all tokens from that of this rank's (context parallelism).
+        module: LightningModule with ``hidden_states(row, decoder)`` and ``token_loss(hidden, row)``, as
+            ``lit_ft.CausalLM`` has.
+        base: Hugging Face model inside it, without the modules that other ranks hold.
+        index: index of this stage.
+        stages: number of stages of the pipeline.
+        layers: indices of this stage's layers.
+        end: function applied to the last layer's hidden states, which returns ``(1, T, H)``.
+        full_loss: function from the loss of this rank's tokens to that of all tokens (context parallelism).
     """
 
     def __init__(
@@ -126,22 +128,22 @@ class StageModule(nn.Module):
         for name in ([] if self.is_first else before) + ([] if self.is_last else after):
             setattr(self.decoder, name, PipelineIdentityLayer())
         self.head = base.get_output_embeddings() if self.is_last else None
-        self._module = [module]  # in a list, so that it is no part of this one
+        self._module = [module]  # in a list, so that it is not registered as a submodule
         self.row_parts: Sequence[PackedBatch] = ()
         self.results: dict[int, TokenLoss] = {}
 
     def forward(self, received: Tensor, place: Tensor) -> Tensor:
-        """One micro-batch: hidden states ``(1, T, H)`` for the next stage, or its summed loss.
+        """Compute one micro-batch: hidden states ``(1, T, H)`` for the next stage, or the summed loss.
 
         Args:
-            received: hidden states of the stage before; nothing of interest for the first.
-            place: of the micro-batch in ``row_parts``, ``(1,)``.
+            received: hidden states of the previous stage; ignored by the first stage.
+            place: index of the micro-batch in ``row_parts``, ``(1,)``.
         """
         row = self.row_parts[int(place)]
         decoder = self.decoder
         if not self.is_first:
             self.entry.received = received
-            # Whatever a model does to its input embeddings (gemma and granite scale them) it did on the first stage.
+            # The first stage has done what a model does to its input embeddings (gemma and granite scale them).
             nothing = received.detach().new_zeros(1, 1, 1).expand(1, row["input_ids"].shape[1], received.shape[-1])
             decoder = lambda input_ids, **options: self.decoder(inputs_embeds=nothing, **options)  # noqa: E731
         (module,) = self._module
@@ -156,16 +158,16 @@ class StageModule(nn.Module):
     def next_logits(
         self, received: Tensor | None, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> Tensor:
-        """A padded batch on its way through the stages, as ``generate`` has it.
+        """Compute this stage for a padded batch of ``generate``.
 
         Args:
-            received: hidden states of the stage before, ``(B, T, H)``; None for the first.
-            input_ids: ``(B, T)``.
-            attention_mask: ``(B, T)``, 1 on real tokens.
-            position_ids: ``(B, T)``.
+            received: hidden states of the previous stage, ``(B, T, H)``; None for the first stage.
+            input_ids: token ids, ``(B, T)``.
+            attention_mask: mask, ``(B, T)``, 1 on tokens and 0 on padding.
+            position_ids: positions, ``(B, T)``.
 
         Returns:
-            Hidden states for the next stage, ``(B, T, H)``, or logits of the token to come, ``(B, 1, V)``.
+            Hidden states for the next stage, ``(B, T, H)``, or logits of the next token, ``(B, 1, V)``.
         """
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if received is not None:
@@ -188,10 +190,10 @@ def _part_of(decoder: Any, layers: range) -> Any:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, for micro-batches of different lengths, reducing gradients once in an accumulation window."""
+    """torch's stage, for micro-batches of different lengths, and with one gradient reduction per optimizer step."""
 
     shapes: Sequence[tuple[int, ...]] = ()
-    """Of what is received for each micro-batch."""
+    """Shape of the tensor that is received for each micro-batch."""
     is_within_window = False
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -212,7 +214,7 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for infos in (self.args_recv_info, self.grad_recv_info):
-            for info in infos.get(bwd_chunk_id, ()):  # torch would keep every buffer to the end of the step
+            for info in infos.get(bwd_chunk_id, ()):  # torch would keep every buffer until the end of the step
                 if (buffer := getattr(info, "buffer", None)) is not None:
                     info.buffer = buffer.detach().new_empty(0)
 
@@ -220,8 +222,8 @@ class _Stage(PipelineStage):
         if not self.is_within_window:
             super().perform_reduce_grad(grad_scale_factor)
 
-    # torch 2.11 warms connections up, also of a rank with itself, which gloo cannot; and it compares shapes with those
-    # that a stage was made with.
+    # torch 2.11 warms up connections, also of a rank with itself, which gloo does not support; and it compares shapes
+    # with those that a stage was created with.
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
@@ -232,7 +234,7 @@ class _Stage(PipelineStage):
     def _validate_fwd_outputs(self, *_: Any) -> None:
         pass
 
-    # torch 2.13 asserts a backward pass where neighboring stages of a rank hand over in `eval`.
+    # torch 2.13 asserts a backward pass if consecutive stages on one rank exchange tensors in `eval`.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
@@ -243,17 +245,17 @@ class _Stage(PipelineStage):
 
 
 class Pipeline:
-    """Takes the place of a module's ``forward``: from a row to its loss, over all stages.
+    """Replacement for a module's ``forward`` that computes the loss of a packed batch through all stages.
 
     Args:
-        stages: this rank's.
-        count: of all stages.
-        mesh: the pipeline's dimension.
+        stages: stages of this rank.
+        count: number of stages of the pipeline.
+        mesh: mesh of the pipeline dimension.
         schedule: name of a schedule of ``torch.distributed.pipelining``.
-        micro_batches: parts that a row is cut into.
-        boundary: what stages exchange, an empty ``(1, 0, H)`` of the right dtype and device.
-        vocabulary: logits of a token.
-        multiple: tokens of a micro-batch are made a multiple of.
+        micro_batches: number of micro-batches that a packed batch is split into.
+        boundary: empty tensor ``(1, 0, H)`` with the dtype and device of what stages exchange.
+        vocabulary: number of logits of a token.
+        multiple: number that the tokens of a micro-batch are padded to a multiple of.
         sequence_shards: number of ranks that the hidden sequence is split over between layers.
         local_tokens: selects this rank's tokens of a micro-batch (context parallelism).
     """
@@ -278,11 +280,11 @@ class Pipeline:
         self.parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters() if p.requires_grad))
         self.count, self.schedule_name, self.dtype, self.vocabulary = count, schedule, boundary.dtype, vocabulary
         self.last_rank = self._owner(count - 1)
-        # The loop's `backward` reaches the bridge through this; it is no parameter.
+        # Leaf tensor through which the loop's `backward` reaches `_Bridge`; it is not a parameter.
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._made: list[Tensor | None] = []
 
-        # Shapes change with every micro-batch; these say how many tensors there are, and of what kind.
+        # Shapes change with every micro-batch; these examples define the number of tensors, their rank and dtype.
         place = torch.empty(1, dtype=torch.int64, device="meta")
         hidden = torch.empty((1, 1, self.width), dtype=boundary.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
@@ -307,9 +309,9 @@ class Pipeline:
         )
 
     def __call__(self, row: PackedBatch) -> TokenLoss:
-        """The loss of a row, on every rank of the pipeline.
+        """Compute the loss of a packed batch, on every rank of the pipeline.
 
-        Where gradients are wanted they are computed too, and come into place when the loss goes backward.
+        If gradients are enabled they are computed too, and ``backward`` of the loss adds them to the parameters.
         """
         parts = [
             packed_batch.pad_to_multiple(part, self.multiple) for part in packed_batch.split(row, self.micro_batches)
@@ -335,7 +337,7 @@ class Pipeline:
         position_ids: Tensor | None = None,
         **_: Any,
     ) -> CausalLMOutput:
-        """What a whole model's ``forward`` gives to ``generate``, without a cache: on every rank, ``(B, 1, V)``."""
+        """Logits of the next token for ``generate``, ``(B, 1, V)``, on every rank; no key-value cache is used."""
         here, group = {stage.index: stage for stage in self.stages}, self.mesh.get_group()
         flowing: Tensor | None = None
         for index in range(self.count):
@@ -354,18 +356,18 @@ class Pipeline:
         return CausalLMOutput(logits=logits)
 
     def _owner(self, index: int) -> int:
-        """Global rank of a stage's owner."""
+        """Global rank that holds a stage."""
         ranks = range(self.mesh.size())
         place = next(r for r in ranks if index in stages_of(r, self.mesh.size(), self.schedule_name))
         return dist.get_global_rank(self.mesh.get_group(), place)
 
     def within_window(self, is_within: bool) -> None:
-        """Say whether more micro-batches of the optimizer step come, so that gradients need not be reduced yet."""
+        """Set whether more micro-batches of the optimizer step follow, so that gradients are not reduced yet."""
         for stage in self._torch_stages:
             stage.is_within_window = is_within
 
     def drop_gradients(self) -> None:
-        """Let go of the gradients of a step that was taken."""
+        """Free the gradients after an optimizer step."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -376,7 +378,7 @@ class Pipeline:
         step(*first, target=target, return_outputs=False, place=places)
 
     def _share_result(self, tokens: int) -> TokenLoss:
-        found = torch.zeros(2 + tokens, dtype=torch.float32, device=self.device)  # precision may make bf16 the default
+        found = torch.zeros(2 + tokens, dtype=torch.float32, device=self.device)  # the default dtype may be bf16
         for stage in self.stages:
             if stage.is_last:
                 results = [stage.results[place] for place in range(self.micro_batches)]
@@ -399,7 +401,7 @@ class Pipeline:
 
 @contextmanager
 def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
-    """Within it, parameters have no gradients; those made meanwhile are in the list that it gives, afterwards."""
+    """Context that starts without gradients; at its end, the list that it yields holds the new ones."""
     earlier = [p.grad for p in parameters]
     made: list[Tensor | None] = []
     for parameter in parameters:
@@ -413,7 +415,7 @@ def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | Non
 
 
 class _Bridge(torch.autograd.Function):
-    """A value whose backward pass hands its gradient to a function."""
+    """Identity whose backward pass calls a function with the gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, put_in_place: Callable[[Tensor], None]) -> Tensor:

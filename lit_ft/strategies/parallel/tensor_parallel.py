@@ -1,13 +1,15 @@
-"""Tensor and sequence parallelism: each rank computes with its slices of a layer's matrices, on plain tensors.
+"""Tensor and sequence parallelism: each rank computes with its shards of a layer's matrices, on plain tensors.
 
-A decoder layer's attention and MLP are its blocks; what runs between them is the residual stream. Within a block every
-value and every gradient is one rank's part: copied in and summed on the way out, once forward and once backward
-(Shoeybi et al. 2019, arXiv:1909.08053, section 3). With sequence parallelism the residual stream is cut along the
-sequence, and the two become all-gather and reduce-scatter, which move as much (Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.2). Which matrix is cut which way is Hugging Face's plan (``tp_plan``).
+A decoder layer's attention and MLP are its blocks; the hidden states between them are the residual stream. Inside a
+block every value and every gradient is one rank's part: the input is copied to all ranks and the output is summed over
+them, once forward and once backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3). With sequence parallelism the
+residual stream is sharded along the sequence, and copy and sum become all-gather and reduce-scatter, which send as many
+bytes (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). Hugging Face's plan (``tp_plan``) defines along which
+dimension each matrix is sharded.
 
 Parameters are ``DTensor`` for optimizer and checkpoints; a forward pass sees their local tensors, so that no operator
-in it pays for dispatch. ``to_local(grad_placements=...)`` says of each gradient whether it is whole or a part.
+has the overhead of ``DTensor`` dispatch. ``to_local(grad_placements=...)`` declares whether a gradient is full or one
+rank's part of a sum.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,27 +33,28 @@ _SEQUENCE = Shard(1)
 
 
 class TensorParallel:
-    """Cuts a model over the ranks of a mesh dimension.
+    """Sharding of a model's matrices over the ranks of a mesh dimension.
 
     Args:
-        mesh: one dimension.
-        sequence_parallel: cut the residual stream along the sequence; rows need a multiple of the ranks in tokens.
-        loss_parallel: leave logits cut along the vocabulary.
+        mesh: mesh of one dimension.
+        sequence_parallel: shard the residual stream along the sequence; the number of tokens of a packed batch must
+            be a multiple of the number of ranks.
+        loss_parallel: keep logits sharded along the vocabulary.
     """
 
     def __init__(self, mesh: DeviceMesh, sequence_parallel: bool = False, loss_parallel: bool = True) -> None:
         self.mesh, self.size = mesh, mesh.size()
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
-        self._cut: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are cut once
+        self._cut: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are sharded once
 
-    # --- moving between layouts ------------------------------------------------------------------
+    # --- conversions between layouts -------------------------------------------------------------
 
     def _move(self, x: Tensor, have: Placement, want: Placement, gradient: Placement, **of_whole: Any) -> Tensor:
         whole = DTensor.from_local(x, self.mesh, [have], run_check=False, **of_whole)
         return whole.redistribute(placements=[want]).to_local(grad_placements=[gradient])
 
     def _copy_in(self, x: Tensor) -> Tensor:
-        """Nothing forward, the sum of the ranks' gradients backward."""
+        """Identity in the forward pass, sum of the gradients over ranks in the backward pass."""
         return self._move(x, Replicate(), Replicate(), Partial()) if x.requires_grad else x
 
     def _sum_out(self, x: Tensor) -> Tensor:
@@ -66,18 +69,18 @@ class TensorParallel:
         plan: Plan,
         settle: Callable[[nn.Module], Any] = lambda _: None,
     ) -> None:
-        """Cut a model.
+        """Shard a model in place.
 
         Args:
-            base: the model; parts of it may be missing here.
-            layers: its decoder layers that are here.
-            plan: how.
-            settle: called with a module before it is cut.
+            base: Hugging Face model; layers of other pipeline stages may be missing.
+            layers: decoder layers of this rank.
+            plan: style of each module.
+            settle: function that is called with a module before it is sharded, to cast its weights.
         """
         for layer in layers:
             settle(layer)
             self.cut_layer(layer, plan)
-            self._cut.clear()  # it has the whole weights; layers share none
+            self._cut.clear()  # its keys are the full weights, which can be freed: layers share none
         settle(base)
         if isinstance(embedding := base.get_input_embeddings(), nn.Embedding | ModulesToSaveWrapper):
             self.cut_embedding(embedding)
@@ -90,11 +93,11 @@ class TensorParallel:
 
     @property
     def _in_stream(self) -> Placement:
-        """What a rank computes of the gradients of weights that every rank has whole, between the blocks."""
+        """Placement of the gradients of replicated weights between the blocks (norms)."""
         return Partial() if self.sequence_parallel else Replicate()
 
     def cut_layer(self, layer: nn.Module, plan: Plan) -> None:
-        """Cut the blocks of a decoder layer; what is not cut is on every rank."""
+        """Shard the blocks of a decoder layer; the other weights stay on every rank."""
         for child in layer.children():
             if is_block(child):
                 self._cut_block(child, plan)
@@ -137,7 +140,7 @@ class TensorParallel:
         self._keep_own(block, Replicate())
 
     def _cut_unit(self, unit: nn.Module, plan: Plan) -> None:
-        """Cut a module whose values and gradients are all parts."""
+        """Shard a module inside which every value and gradient is one rank's part."""
         for linear in linears(unit):
             style = plan.styles.get(linear)
             if style in (COLUMNS, ROWS):
@@ -146,7 +149,7 @@ class TensorParallel:
                 self._keep_own(linear, Partial())
 
     def _cut_linear(self, linear: nn.Module, style: str) -> None:
-        """Cut a linear layer, and its adapter with it: of ``W + B A`` columns cut W and B, rows cut W and A."""
+        """Shard a linear layer ``W + B A`` with its adapter: "colwise" shards W and B, "rowwise" shards W and A."""
         cut = 0 if style == COLUMNS else 1
         for name, part in linear.named_modules():
             is_whole = f".{name}".find(".lora_A." if style == COLUMNS else ".lora_B.") >= 0
@@ -155,7 +158,7 @@ class TensorParallel:
                     continue
                 at = Replicate() if is_whole or (style == ROWS and key == "bias") else Shard(min(cut, weight.ndim - 1))
                 self._set(part, key, at)
-            # Each rank adds its share of a bias that is added to a sum.
+            # The ranks' outputs are summed, so each rank adds 1 / size of the bias.
             share = 1 / self.size if style == ROWS else 1.0
             if part._parameters:
                 _compute_on_local(part, Partial(), {"bias": share})
@@ -163,7 +166,7 @@ class TensorParallel:
     # --- experts ---------------------------------------------------------------------------------
 
     def _share_out_experts(self, experts: Any) -> None:
-        """Give each rank some experts whole; all see all tokens, and what they answer is summed."""
+        """Assign full experts to ranks; every rank sees all tokens, and the outputs are summed over ranks."""
         own = experts.num_experts // self.size
         for key, weight in list(experts._parameters.items()):
             assert weight is None or weight.shape[0] == experts.num_experts
@@ -175,12 +178,12 @@ class TensorParallel:
 
         def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             is_own = index // own == rank
-            # An expert of another rank is the one past the last, with weight 0: the model's own code skips it.
+            # Experts of other ranks get the index after the last own one, and weight 0: the model's own code skips it.
             index = torch.where(is_own, index % own, own)
             weights = self._copy_in(weights).masked_fill(~is_own, 0.0)
             answer = forward(self._copy_in(hidden), index, weights, *args, **kwargs)
             trains = any(weight.requires_grad for weight in experts.parameters())
-            if trains and not is_own.any():  # every rank needs gradients, which may be reduced together
+            if trains and not is_own.any():  # each rank needs gradients: their reduction may be a collective
                 answer = answer + sum(weight.to_local().sum() * 0 for weight in experts.parameters())
             return self._sum_out(answer)
 
@@ -189,17 +192,17 @@ class TensorParallel:
     # --- embedding and head ----------------------------------------------------------------------
 
     def cut_embedding(self, embedding: nn.Module) -> None:
-        """Give each rank the embeddings of some tokens."""
+        """Shard the embedding along the vocabulary."""
         for table in _without_wrapper(embedding):
             self._set(table, "weight", Shard(0))
             rows, start = len(table.weight.to_local()), self._start(table.weight)
-            if table.padding_idx is not None:  # its embedding does not train, on the rank that has it
+            if table.padding_idx is not None:  # its embedding gets no gradient, on the rank that holds it
                 table.padding_idx = table.padding_idx - start if start <= table.padding_idx < start + rows else None
             _compute_on_local(table, Shard(0))
             _wrap_lookup(table, start, rows, self._sum_out)
 
     def cut_head(self, head: nn.Module) -> None:
-        """Give each rank the logits of some tokens."""
+        """Shard the head along the vocabulary, so that each rank computes the logits of some tokens."""
         for linear in _without_wrapper(head):
             self._cut_linear(linear, COLUMNS)
             vocabulary = next(weight for name, weight in linear.named_parameters() if "lora_" not in name).shape[0]
@@ -216,7 +219,7 @@ class TensorParallel:
     def _start(self, weight: Any) -> int:
         return self.mesh.get_local_rank() * -(-weight.shape[0] // self.size)
 
-    # --- into blocks and out of them -------------------------------------------------------------
+    # --- inputs and outputs of blocks ------------------------------------------------------------
 
     def _enter(self, x: Tensor) -> Tensor:
         x = _as_computed(x)
@@ -226,15 +229,15 @@ class TensorParallel:
         return self._move(x, Partial(), _SEQUENCE, _SEQUENCE) if self.sequence_parallel else self._sum_out(x)
 
     def _enter_whole(self, x: Tensor) -> Tensor:
-        """Into a block that computes on whole values, as far as its parts do not."""
+        """Input of a block that computes on full values, except in those of its modules that are sharded."""
         return self._move(x, _SEQUENCE, Replicate(), Replicate()) if self.sequence_parallel else x
 
     def _leave_whole(self, x: Tensor) -> Tensor:
         return self._move(x, Replicate(), _SEQUENCE, _SEQUENCE) if self.sequence_parallel else x
 
     def shard_sequence(self, layer: nn.Module) -> None:
-        """Cut the residual stream before the first layer of all."""
-        # By a hook: transformers does not checkpoint a layer whose `forward` is not its class's.
+        """Shard the residual stream along the sequence, before the first layer of the model."""
+        # With a hook: transformers applies no activation checkpointing to a layer whose `forward` was replaced.
         begin = _on_hidden(self._begin)
         layer.register_forward_pre_hook(lambda _, args, kwargs: begin(args, kwargs), with_kwargs=True)
 
@@ -247,12 +250,12 @@ class TensorParallel:
         return self._leave_whole(hidden)
 
     def gather_sequence(self, hidden: Tensor) -> Tensor:
-        """The whole, ``(1, T, H)``, of what the last layer gives."""
+        """Full hidden states, ``(1, T, H)``, from this rank's part of the last layer's output."""
         return self._enter_whole(hidden)
 
     @contextmanager
     def as_one_process(self) -> Iterator[None]:
-        """Within it the model takes and gives whole tensors of any length, as ``generate`` does."""
+        """Context in which the model's inputs and outputs are full tensors of any length, as in ``generate``."""
         flags = self.sequence_parallel, self.loss_parallel
         self.sequence_parallel = self.loss_parallel = False
         try:
@@ -271,7 +274,7 @@ class TensorParallel:
     # --- gradients -------------------------------------------------------------------------------
 
     def sum_parts(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum gradients of which each rank has computed a part, all in one message for each dtype."""
+        """Sum partial gradients over ranks, with one all-reduce for each dtype."""
         parts: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
         for parameter in parameters:
             gradient: Any = parameter.grad
@@ -289,7 +292,7 @@ class TensorParallel:
     # --- parameters ------------------------------------------------------------------------------
 
     def keep(self, module: nn.Module, gradient: Placement) -> None:
-        """Leave a module's weights whole on every rank, and say whether their gradients are whole or parts."""
+        """Keep a module's weights replicated on every rank; ``gradient`` is the placement of their gradients."""
         for part in module.modules():
             self._keep_own(part, gradient)
 
@@ -304,7 +307,8 @@ class TensorParallel:
         weight = module._parameters[key]
         assert weight is not None
         if weight not in self._cut:
-            # No communication: every rank has the whole, as a rule mapped from the same file. Cloned to let go of it.
+            # No communication: every rank has the full weight, usually mapped from the same file. The clone allows
+            # the full weight to be freed.
             part = distribute_tensor(weight.data, self.mesh, [placement], src_data_rank=None)
             part = DTensor.from_local(
                 part.to_local().clone(), self.mesh, [placement], run_check=False, shape=part.shape, stride=part.stride()
@@ -314,20 +318,20 @@ class TensorParallel:
 
 
 def _as_computed(x: Tensor) -> Tensor:
-    """In the dtype that autocast is going to compute in, so that what is sent is half as much."""
+    """Cast to the dtype that autocast will compute in, so that half as many bytes are sent."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _without_wrapper(module: nn.Module) -> list[Any]:
-    """The layer itself, or the frozen and the trained copy that PEFT keeps of it."""
+    """The layer itself, or PEFT's frozen and trainable copies of it."""
     if isinstance(module, ModulesToSaveWrapper):
         return [module.original_module, *module.modules_to_save.values()]
     return [module]
 
 
 def _wrap(module: nn.Module, before: Any = None, after: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Put functions around a module's ``forward``, within its hooks."""
+    """Call functions before and after a module's ``forward``, inside its hooks."""
     forward = module.forward
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -342,7 +346,7 @@ def _wrap(module: nn.Module, before: Any = None, after: Callable[[Tensor], Tenso
 
 
 def _on_hidden(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Apply a function to the hidden states among a module's arguments: the first."""
+    """Apply a function to a module's hidden states, its first argument."""
 
     def apply(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
@@ -354,12 +358,12 @@ def _on_hidden(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], tup
 
 
 def _compute_on_local(module: nn.Module, gradient: Placement, factors: Mapping[str, float] | None = None) -> None:
-    """Show a module's ``forward`` the local tensors of its own parameters.
+    """Replace a module's own parameters by their local tensors during ``forward``.
 
     Args:
-        module: its parameters are ``DTensor``.
-        gradient: of parameters that every rank has whole: what one rank computes of it.
-        factors: on parameters, by name.
+        module: module whose parameters are ``DTensor``.
+        gradient: placement of the gradients of replicated parameters.
+        factors: factors that parameters are multiplied by, by name.
     """
     forward = module.forward
 
