@@ -1,4 +1,4 @@
-"""Whether a merged model, read back from its files, is the model that was trained."""
+"""Checks that a merged model, read back from its files, equals the trained model."""
 
 import copy
 from dataclasses import dataclass
@@ -12,35 +12,35 @@ from torch import Tensor
 from lit_callbacks.distributed.gather import persistent_buffers
 
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference of a logit by dtype of the merged weights, as a share of the largest logit. Rounding each
-weight once to a dtype with n bits of mantissa moves it by up to 2^-n of itself: 2^-24, 2^-11, 2^-8."""
+"""Bound of the largest logit difference, relative to the largest logit, by dtype of the merged weights. Rounding a
+weight once to a dtype with n bits of mantissa changes it by up to 2^-n of itself: 2^-24, 2^-11, 2^-8."""
 
 DEQUANTIZED_BOUND = 1e-1
-"""The same where the base was trained on in 8 or 4 bits: kernels of 8 bits round activations too, a dequantized
+"""The same bound for a dequantized 8-bit or 4-bit base model: 8-bit kernels round activations too, a dequantized
 model does not."""
 
 MOST_LOST = 0.5
-"""Largest share of what training changed that rounding the merged weights to a base's bits may take back. The weights
-of a 4-bit base lie on its grid: changes of less than half a step all vanish."""
+"""Largest share of the trained change that quantizing the merged weights again may lose. The weights of a 4-bit base
+model lie on its quantization grid: changes of less than half a grid step all vanish."""
 
 PROMPTS = ("The capital of France is", "def add(a, b):\n    return", "今天天气很好，我们")
 
 
 class MergeFailed(RuntimeError):
-    """The merged model is not what was trained; nothing was written."""
+    """The merged model differs from the trained model; nothing was written."""
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """How far the merged model is from base and adapter."""
+    """Difference between the merged model and the base model with its adapter."""
 
     largest_difference: float
-    """Of any logit."""
+    """Largest absolute difference of a logit."""
     largest_logit: float
     divergence: float
-    """Kullback-Leibler divergence of the next token's distribution, in nats, mean over positions."""
+    """Kullback-Leibler divergence of the next-token distribution, in nats, mean over positions."""
     bound: float
-    """What ``largest_difference`` must stay below; infinite where it is only measured."""
+    """Upper bound of ``largest_difference``; infinite where it is only measured."""
 
     def __str__(self) -> str:
         bound = "" if self.bound == float("inf") else f", bound {self.bound:.1e}"
@@ -51,9 +51,9 @@ class MergeReport:
 
 
 def sample_ids(model: Any, tokenizer: Any = None) -> list[Tensor]:
-    """Token ids of some prompts, each ``(1, tokens)``; arbitrary ids where there is no tokenizer.
+    """Token ids of some prompts, each ``(1, tokens)``, int64; arbitrary ids without a tokenizer.
 
-    The embedding's last rows are among them: those of tokens that were added.
+    They include the last ids of the vocabulary, which added tokens have.
     """
     rows = model.get_input_embeddings().weight.shape[0]
     rows = rows if tokenizer is None else min(rows, len(tokenizer))
@@ -65,20 +65,20 @@ def sample_ids(model: Any, tokenizer: Any = None) -> list[Tensor]:
 
 @torch.no_grad()
 def logits_of(model: Any, ids: list[Tensor]) -> Tensor:
-    """Logits of all positions of all prompts, ``(tokens, vocabulary)``, fp32."""
+    """Logits at all positions of all prompts, ``(tokens, vocabulary)``, fp32."""
     return torch.cat([model(input_ids=prompt).logits[0].float() for prompt in ids])
 
 
 def compare(wanted: Tensor, got: Tensor, tolerance: float) -> MergeReport:
-    """Compare logits ``(tokens, vocabulary)``.
+    """Compare the logits of a merged model with those of the trained model.
 
     Args:
-        wanted: of base and adapter.
-        got: of the merged model.
-        tolerance: largest difference, as a share of the largest logit; one of BOUNDS, or infinite to measure only.
+        wanted: logits of the base model with its adapter, ``(tokens, vocabulary)``.
+        got: logits of the merged model, ``(tokens, vocabulary)``.
+        tolerance: largest difference, relative to the largest logit; infinite to measure only.
 
     Raises:
-        MergeFailed: they are not finite, or differ by more.
+        MergeFailed: the merged model's logits are not finite, differ by more, or have another shape.
     """
     if wanted.shape != got.shape:
         raise MergeFailed(
@@ -96,21 +96,21 @@ def compare(wanted: Tensor, got: Tensor, tolerance: float) -> MergeReport:
 
 
 def share_lost(wanted: Tensor, got: Tensor, untrained: Tensor) -> float:
-    """How much of what training did to the logits is not in the merged model: 0 for none, 1 for as much as all.
+    """Share of the trained change of the logits that the merged model lacks: 0 is none, 1 is as much as all of it.
 
     Args:
-        wanted: logits of base and adapter, ``(tokens, vocabulary)``.
-        got: of the merged model.
-        untrained: of the base alone.
+        wanted: logits of the base model with its adapter, ``(tokens, vocabulary)``.
+        got: logits of the merged model, ``(tokens, vocabulary)``.
+        untrained: logits of the base model alone, ``(tokens, vocabulary)``.
     """
     return float((got - wanted).norm() / (untrained - wanted).norm())
 
 
 def check_kept(lost: float, report: MergeReport) -> None:
-    """Refuse a merge into quantized weights that forgets what was learned.
+    """Check that a merge into quantized weights keeps at least half of the trained change.
 
     Raises:
-        MergeFailed: more than half is lost.
+        MergeFailed: more than ``MOST_LOST`` is lost.
     """
     if not lost <= MOST_LOST:
         raise MergeFailed(
@@ -121,22 +121,22 @@ def check_kept(lost: float, report: MergeReport) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a merged model's tensors must be: the base's names and shapes, in the dtypes that were saved."""
+    """Expected tensors of a merged model: names and shapes of the base model, dtypes of the saved model."""
 
     model_class: Any
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     is_tied: bool
-    """Whether the base's head is its embedding."""
+    """Whether the base model's output head and input embedding are tied."""
     is_packed: bool = False
-    """Whether it holds weights in 4 or 8 bits, whose shapes are their own."""
+    """Whether it holds packed 4-bit or 8-bit weights, whose shapes differ from the unquantized ones."""
 
     @classmethod
     def of(cls, base: Any) -> "Layout":
-        """The layout of a base, taken before anything is merged: merging may change its config.
+        """Layout of a base model, read before the merge: merging may change its config.
 
         Args:
-            base: a ``transformers.PreTrainedModel``, with or without adapter layers in it.
+            base: a ``transformers.PreTrainedModel``, with or without adapter layers.
         """
         with torch.device("meta"):
             reference = type(base)(copy.deepcopy(base.config))
@@ -144,7 +144,7 @@ class Layout:
         return cls(type(base), shapes, {}, bool(getattr(base.config, "tie_word_embeddings", False)))
 
     def saved_as(self, merged: Any) -> "Layout":
-        """The layout with the dtypes of a merged model, and with its shapes where it holds packed weights."""
+        """This layout with the dtypes of a merged model, and with its shapes if it holds packed weights."""
         state, is_packed = merged.state_dict(), bool(getattr(merged, "is_quantized", False))
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()} if is_packed else self.shapes
         dtypes = {name: tensor.dtype for name, tensor in state.items()}
@@ -152,11 +152,11 @@ class Layout:
 
 
 def read_back(folder: Path, layout: Layout) -> Any:
-    """Load a merged model from its files, as anyone would, and compare it with the base's layout.
+    """Load a merged model from its files with ``from_pretrained``, and compare it with the base model's layout.
 
     Raises:
-        MergeFailed: a tensor is missing, too many, empty, of another shape or dtype, or not finite; the head is tied
-            in the config and not in the files.
+        MergeFailed: the files do not load; a tensor is missing, unexpected, empty, not finite, or of another shape or
+            dtype; or the config ties the output head and the files hold two tensors.
     """
     _fail_if(_wrong_in_files(folder, layout))
     placement = {"device_map": {"": "cpu"}} if layout.is_packed else {}
@@ -181,7 +181,7 @@ def read_back(folder: Path, layout: Layout) -> Any:
 
 
 def _wrong_in_files(folder: Path, layout: Layout) -> list[str]:
-    """Tensor by tensor, what is wrong with each alone."""
+    """Errors of single tensors in the files: empty, of another dtype, or not finite."""
     from safetensors import safe_open
 
     dtypes = set(layout.dtypes.values()) | (_STATISTICS if layout.is_packed else set())
@@ -201,7 +201,7 @@ def _wrong_in_files(folder: Path, layout: Layout) -> list[str]:
 
 
 _STATISTICS = {torch.uint8, torch.int8, torch.float32}
-"""Dtypes of what belongs to packed weights; bitsandbytes writes it beside them."""
+"""Dtypes of the quantization state that bitsandbytes writes beside packed weights."""
 
 
 def _look_at_the_head(model: Any) -> None:
@@ -221,7 +221,7 @@ def _look_at_the_head(model: Any) -> None:
 
 def _as_it_was_saved(model: Any) -> Any:
     for module in model.modules():
-        # bitsandbytes repacks 4-bit weights on CPUs with AVX512-BF16, and computes with another rounding after.
+        # bitsandbytes repacks 4-bit weights on CPUs with AVX512-BF16, after which results are rounded differently.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model
@@ -231,7 +231,7 @@ def check_same(got: Any, wanted: Any) -> None:
     """Compare the tensors of a model that was read back with those that were written, bit by bit.
 
     Raises:
-        MergeFailed: some differ.
+        MergeFailed: some tensors differ.
     """
     held = wanted.state_dict()
     _fail_if(
@@ -240,14 +240,14 @@ def check_same(got: Any, wanted: Any) -> None:
 
 
 def check_buffers(got: Any, wanted: dict[str, Tensor]) -> None:
-    """Compare persistent buffers of a model that was read back with the base's, bit by bit; no merge changes them.
+    """Compare the persistent buffers of a merged model with the base model's, bit by bit; no merge changes them.
 
     Args:
-        got: the model.
-        wanted: the base's, by name.
+        got: merged model that was read back from its files.
+        wanted: persistent buffers of the base model by name.
 
     Raises:
-        MergeFailed: some differ.
+        MergeFailed: some buffers differ or are missing.
     """
     held = dict(persistent_buffers(got))
     _fail_if(

@@ -1,4 +1,4 @@
-"""A trained model as files: its adapter, and the adapter merged into the base."""
+"""Export of a trained model: its adapter, or the adapter merged into the base model."""
 
 import copy
 import warnings
@@ -29,15 +29,15 @@ from lit_callbacks.export.merge_check import (
 
 
 def unsplit(model: Any, keep: bool, gather: Callable[..., dict[str, Tensor]] = whole_weights) -> Any:
-    """A copy, on this rank's CPU, of a model that is split over ranks; a collective.
+    """Full copy of a sharded model on this rank's CPU; a collective.
 
     Args:
-        model: a ``PeftModel`` or ``PreTrainedModel``.
-        keep: whether this rank wants it; None elsewhere.
-        gather: collects its weights and persistent buffers by name.
+        model: a sharded ``PeftModel`` or ``PreTrainedModel``.
+        keep: whether this rank gets the copy; None if not.
+        gather: function that gathers the full weights and persistent buffers by name.
 
     Raises:
-        MergeFailed: some of them were not collected.
+        MergeFailed: some weights of the base model are on no rank.
     """
     weights = gather(model, keep=keep)
     if not keep:
@@ -49,7 +49,7 @@ def unsplit(model: Any, keep: bool, gather: Callable[..., dict[str, Tensor]] = w
     if missing := sorted(known - own.keys()):
         raise MergeFailed(f"{', '.join(missing[:3])} of the base are on no rank; nothing was written")
     whole = type(base).from_pretrained(None, config=copy.deepcopy(base.config), state_dict=own, dtype=base.dtype)
-    # transformers writes a model under the names of the files that it was read from, which were the base's.
+    # transformers saves tensors under the names in the files that the model was loaded from: the base model's.
     whole._weight_conversions = getattr(base, "_weight_conversions", None)
     whole.generation_config, whole.name_or_path = base.generation_config, base.name_or_path
     if not is_peft(model):
@@ -68,7 +68,7 @@ def _name_in_base(name: str) -> str:
 
 
 def _buffers_of_base(base: nn.Module) -> dict[str, Tensor]:
-    """Copies of a base's persistent buffers by their published names, without those of adapters (VeRA's factors)."""
+    """Copies of a base model's persistent buffers by name, without those of adapters (the factors of VeRA)."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [name for name, part in base.named_modules() if isinstance(part, BaseTunerLayer)]
@@ -84,7 +84,7 @@ def find_model(module: nn.Module) -> Any:
     """The ``PeftModel`` within a module, else its ``PreTrainedModel``, else the module if it has ``save_adapter``.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the module has none of these.
     """
     for wanted in (is_peft, is_pretrained):
         for candidate in module.modules():
@@ -126,11 +126,11 @@ def save_adapter(
     """Write a ``PeftModel``'s adapter, with the tokenizer, for ``PeftModel.from_pretrained``.
 
     Args:
-        model: holds the adapter.
-        folder: where to; an earlier folder there is replaced.
-        tokenizer: saved with it.
-        texts: files that go with it, by name.
-        write: writes the adapter, in place of ``model.save_pretrained``.
+        model: model with the adapter.
+        folder: path of the adapter folder; an earlier model there is replaced.
+        tokenizer: tokenizer to save in the folder; None saves none.
+        texts: text files to add to the folder, by name.
+        write: function that writes the adapter into a given folder; None is ``model.save_pretrained``.
     """
     write_atomically(folder, write or model.save_pretrained, tokenizer, texts)
 
@@ -145,21 +145,21 @@ def save_merged(
 ) -> None:
     """Write a model with its adapter merged, for ``AutoModelForCausalLM.from_pretrained``.
 
-    The model itself is left as it is: a copy on the CPU is merged. Before the folder appears, the files are read
-    back, and the logits of what was read are compared with those of base and adapter on some prompts.
+    The model itself does not change: a copy on the CPU is merged. Before the folder gets its final name, the files are
+    read back, and the logits of the read model are compared with those of the base model and adapter on some prompts.
 
     Args:
         model: a ``PeftModel`` or ``PreTrainedModel``.
-        folder: where to; an earlier folder there is replaced.
-        tokenizer: saved with it, chat template included.
-        dtype: of the saved weights; None keeps theirs.
-        quantized_base: of a base in 4 or 8 bits: dequantize it and merge into that, or keep it quantized and round
-            the merged weights again. What it costs is measured and said.
-        texts: files that go with it, by name.
+        folder: path of the merged model; an earlier model there is replaced.
+        tokenizer: tokenizer to save in the folder, chat template included; None saves none.
+        dtype: dtype of the saved weights; None keeps the model's.
+        quantized_base: treatment of a 4-bit or 8-bit base model: ``dequantize`` it and merge into the result, or
+            ``keep`` it quantized and quantize the merged weights again. The loss of accuracy is measured and printed.
+        texts: text files to add to the folder, by name.
 
     Raises:
-        ValueError: the tuning method cannot be merged, or ``quantized_base`` does not fit the base.
-        MergeFailed: the merged model is not the trained one; nothing is left in ``folder``'s place.
+        ValueError: the tuning method cannot be merged, or ``quantized_base`` does not fit the base model.
+        MergeFailed: the merged model differs from the trained one; ``folder`` is not written.
     """
     check_mergeable(model, dtype, quantized_base)
 
@@ -181,9 +181,9 @@ def _write_merged(
     trained = copy.deepcopy(model).cpu().eval()
     base = trained.get_base_model()
     if base.config._attn_implementation not in ("eager", "sdpa"):
-        base.set_attn_implementation("sdpa")  # attention of a device or of a training loop, which takes other arguments
+        base.set_attn_implementation("sdpa")  # others may need an accelerator, or arguments of the training loop
     if dtype is not None and not getattr(base, "is_quantized", False):
-        # Merged in the wider of both dtypes and rounded once: what is compared is then that rounding alone.
+        # Merge in the wider of both dtypes and round once, so that the comparison measures that rounding only.
         _cast(trained, torch.promote_types(base.dtype, dtype), narrow=False)
     layout, ids = Layout.of(base), sample_ids(base, tokenizer)
     buffers = _buffers_of_base(base)
@@ -195,14 +195,14 @@ def _write_merged(
         trained = _dequantized(trained, dtype or base.dtype)
     _part_embeddings(trained.get_base_model())
     with warnings.catch_warnings():
-        # What PEFT warns of, rounding and parted embeddings, is measured and said below.
+        # PEFT warns of rounding and of untied embeddings; both are measured and printed below.
         warnings.filterwarnings("ignore", message=".*rounding errors.*|.*no longer tied.*")
         merged = trained.merge_and_unload(safe_merge=True)
     merged = merged if dtype is None else _cast(merged, dtype)
     merged.save_pretrained(folder)
     layout, merged_dtype = layout.saved_as(merged), merged.dtype
     mib, in_memory = merged.get_memory_footprint() / 2**20, logits_of(merged, ids) if quantized_base == "keep" else None
-    del base, trained, merged  # what is read back takes their place in memory
+    del base, trained, merged  # free their memory for the model that is read back
 
     again = read_back(folder, layout)
     check_buffers(again, buffers)
@@ -225,14 +225,14 @@ def _write_merged(
 
 
 def _cast(model: Any, dtype: torch.dtype, narrow: bool = True) -> Any:
-    """Bring a model's floating-point parameters into a dtype, but for those that its class keeps in fp32.
+    """Cast a model's floating-point parameters to a dtype, except those that its class keeps in fp32.
 
-    Buffers keep theirs: a router's bias in bf16 would choose other experts.
+    Buffers keep their dtype: a router bias in bf16 would select other experts.
 
     Args:
-        model: changed in place.
-        dtype: the dtype to have.
-        narrow: whether wider parameters are rounded; adapters in fp32 on a bf16 base, say.
+        model: model to cast in place.
+        dtype: target dtype.
+        narrow: whether parameters of a wider dtype are rounded too, e.g. fp32 adapters on a bf16 base model.
     """
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter in model.named_parameters():
@@ -244,7 +244,7 @@ def _cast(model: Any, dtype: torch.dtype, narrow: bool = True) -> Any:
 
 
 def _dequantized(model: Any, dtype: torch.dtype) -> Any:
-    """The adapter on the dequantized base; PEFT's layers for quantized weights cannot be merged into others."""
+    """Move the adapter to the dequantized base model: PEFT cannot merge its layers for quantized weights into it."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     adapter, config = get_peft_model_state_dict(model, save_embedding_layers=False), model.active_peft_config
@@ -261,9 +261,9 @@ def _dequantized(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _part_embeddings(base: Any) -> None:
-    """Give a tied head weights of its own where an adapter changes one side: a merge would change both.
+    """Untie the output head from the embedding where an adapter changes only one of them: a merge would change both.
 
-    Trainable tokens change both sides themselves.
+    Trainable tokens change both, so they stay tied.
     """
     sides = base.get_input_embeddings(), base.get_output_embeddings()
     if sides[1] is None or not any(
@@ -276,10 +276,11 @@ def _part_embeddings(base: Any) -> None:
 
 
 def check_mergeable(model: Any, dtype: torch.dtype | None = None, quantized_base: str | None = None) -> None:
-    """Refuse what ``save_merged`` cannot merge.
+    """Check that ``save_merged`` can merge a model.
 
     Raises:
-        ValueError: the tuning method adds no weights, or ``quantized_base`` or ``dtype`` does not fit the base.
+        ValueError: there is no model of peft or transformers, the tuning method cannot be merged, or ``quantized_base``
+            or ``dtype`` does not fit the base model.
     """
     if not is_peft(model) and not is_pretrained(model):
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Ends of a run: signals, failed ranks and lost nodes."""
+"""Controlled end of a run after signals, failed ranks and lost nodes."""

@@ -1,4 +1,4 @@
-"""Stop on Ctrl-C or SIGTERM without losing anything."""
+"""Graceful stop on Ctrl-C or SIGTERM: finish the optimizer step and save a checkpoint first."""
 
 import os
 import signal
@@ -16,18 +16,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 SAME_SIGNAL_SECONDS = 1.0
-"""A signal that comes again sooner is the same one: launchers and schedulers may send it twice."""
+"""Seconds within which a repeated signal counts as the same one: launchers and schedulers may send it twice."""
 
 
 class StopRequested(Exception):
-    """Raised out of ``trainer.fit`` once the run is saved."""
+    """Exception that ``trainer.fit`` raises once the checkpoint is saved."""
 
     def __init__(self, signal_number: int, checkpoint: str) -> None:
-        """Keep what a command line reports.
+        """Store the signal and the checkpoint for the command line.
 
         Args:
-            signal_number: the signal that asked to stop.
-            checkpoint: path of the file that ``fit(ckpt_path=...)`` resumes from.
+            signal_number: number of the signal that requested the stop.
+            checkpoint: path of the checkpoint, for ``fit(ckpt_path=...)``.
         """
         super().__init__(f"stopped by {signal.Signals(signal_number).name}; saved {checkpoint}")
         self.signal_number = signal_number
@@ -35,19 +35,19 @@ class StopRequested(Exception):
 
     @property
     def exit_code(self) -> int:
-        """128 + signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
+        """128 + signal number, the convention of shells: 130 for Ctrl-C, 143 for SIGTERM."""
         return 128 + self.signal_number
 
 
 class StoppedAtOnce(SystemExit):
-    """Raised in the main thread by a second signal, and by the first where there is nothing to save."""
+    """Exception in the main thread on a second signal, or on the first if there is nothing to save."""
 
     def __init__(self, signal_number: int, reason: str) -> None:
-        """Exit with 128 + signal.
+        """Set the exit code, 128 + signal number.
 
         Args:
-            signal_number: the signal.
-            reason: why nothing is saved.
+            signal_number: number of the signal.
+            reason: reason why nothing is saved.
         """
         super().__init__(128 + signal_number)
         self.exit_code = 128 + signal_number
@@ -55,24 +55,24 @@ class StoppedAtOnce(SystemExit):
 
 
 class GracefulStop(Callback):
-    """Finish the optimizer step, save a checkpoint, then stop, when asked to by SIGINT or SIGTERM.
+    """On SIGINT (Ctrl-C) or SIGTERM, finish the optimizer step, save a checkpoint, then stop.
 
-    A signal sets a flag. The ranks agree on it at the end of each optimizer step and nowhere else, whichever got the
-    signal: no collective runs in a signal handler, and no half-accumulated gradient is lost, so that a resumed run
-    equals one that was not stopped. Validation in a ``fit`` is finished first. Before the first step, and in
-    ``validate``, ``test`` and ``predict``, there is nothing to save: the process ends at once. After the last step the
-    run finishes what it writes at its end. A second signal ends the process at once, always.
+    A signal only sets a flag. At the end of each optimizer step, and only there, the ranks agree whether any of them
+    got a signal: no collective runs in a signal handler, and no partly accumulated gradient is lost, so that a resumed
+    run equals an uninterrupted one. A running validation of ``fit`` is finished first. Before the first step, and in
+    ``validate``, ``test`` and ``predict``, there is nothing to save: the process ends at once. After the last step, the
+    run finishes its final writes. A second signal always ends the process at once.
 
-    From ``setup`` to ``teardown`` Lightning's own handler of SIGTERM, which broadcasts, is out of use; SLURM's signal
-    to requeue is answered, by Lightning, at the end of an optimizer step.
+    From ``setup`` to ``teardown``, Lightning's own SIGTERM handler, which broadcasts, is disabled; Lightning handles
+    SLURM's requeue signal at the end of an optimizer step.
     """
 
     def __init__(self, checkpoint: str | Path | None = None) -> None:
-        """Choose where to save.
+        """Set the checkpoint's path.
 
         Args:
-            checkpoint: the file to write; None is ``last.ckpt`` in the checkpoint callback's folder, or in
-                ``trainer.default_root_dir`` where there is none.
+            checkpoint: path of the checkpoint to write; None is ``last.ckpt`` in the folder of the checkpoint callback,
+                or in ``trainer.default_root_dir`` without one.
         """
         self.checkpoint = checkpoint
         self._trainer: Trainer
@@ -90,7 +90,7 @@ class GracefulStop(Callback):
     # --- signals -------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take over the signals."""
+        """Install the signal handlers."""
         if self._previous:
             return
         self._reset()
@@ -99,7 +99,7 @@ class GracefulStop(Callback):
             rank_zero_warn("GracefulStop sees no signals: training runs outside the main thread")
             return
         # Lightning's SIGTERM handler broadcasts, whatever the other ranks do at that moment, and its handler of SLURM's
-        # signal saves within an optimizer step. There is no public way to leave them out.
+        # signal saves within an optimizer step. There is no public way to disable them.
         trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
         for number in {signal.SIGINT, signal.SIGTERM, _requeue_signal(trainer) or signal.SIGTERM}:
             self._previous[number] = signal.signal(number, self._receive)
@@ -113,7 +113,7 @@ class GracefulStop(Callback):
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if os.getpid() != self._process:  # a worker that was forked from this process ends with it
+        if os.getpid() != self._process:  # a forked worker process, which ends with its parent
             return
         if number == _requeue_signal(self._trainer):
             self._received = self._received or number
@@ -143,26 +143,26 @@ class GracefulStop(Callback):
         return "finishing this optimizer step, saving, then stopping"
 
     def _say(self, text: str) -> None:
-        # Not print: the main thread may be within one.
+        # Not print: the signal may have interrupted a print of the main thread.
         if self._trainer.is_global_zero:
             os.write(2, f"\n{text}\n".encode())
 
     # --- places to stop ------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note from which step training goes on."""
+        """Store the step at which training starts or resumes."""
         self._step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Stop before the next batch."""
+        """Stop before the next batch, if the checkpoint is saved."""
         self._is_training = True
         self._leave()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save here if any rank was asked to stop, and the optimizer has just stepped."""
-        if trainer.global_step == self._step:  # a gradient is half accumulated
+        """Save a checkpoint at the end of an optimizer step, if any rank got a signal."""
+        if trainer.global_step == self._step:  # gradient accumulation is not complete
             return
         self._step = trainer.global_step
         if (number := self._agreed_signal(trainer)) == _requeue_signal(trainer):
@@ -171,26 +171,26 @@ class GracefulStop(Callback):
         elif number:
             path = str(self.checkpoint or self._default_path(trainer))
             if isinstance(trainer.checkpoint_callback, ModelCheckpoint):
-                trainer.checkpoint_callback.last_model_path = path  # else the resumed run writes last-v1.ckpt beside it
+                trainer.checkpoint_callback.last_model_path = path  # else the resumed run writes last-v1.ckpt too
             trainer.save_checkpoint(path)
             self._stop = StopRequested(number, path)
 
     def _agreed_signal(self, trainer: Trainer) -> int:
-        """The same on all ranks; 0 where none has received one."""
+        """Signal number that all ranks agree on; 0 if none has received a signal."""
         received: Any = torch.tensor(self._received or 0, device=trainer.strategy.root_device)
         return int(trainer.strategy.reduce(received, reduce_op="max"))
 
     def _leave(self) -> None:
-        # Not in on_train_batch_end: the step's metrics are logged after that hook.
+        # Not called in on_train_batch_end: the step's metrics are logged after that hook.
         if self._stop is not None:
             raise self._stop
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop before validation."""
+        """Stop before validation, if the checkpoint is saved."""
         self._leave()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop at the end of the epoch."""
+        """Stop at the end of the epoch, if the checkpoint is saved."""
         self._leave()
 
     @staticmethod
@@ -199,26 +199,26 @@ class GracefulStop(Callback):
         return Path(folder or trainer.default_root_dir) / "last.ckpt"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on the run finishes."""
+        """Note that the last step is done: a signal no longer stops the run."""
         self._is_finishing = True
         if self._received is not None:
             self._say(f"{signal.Signals(self._received).name} came after the last step: {self._plan()}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         self._restore()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         self._restore()
 
 
 def _nothing() -> None:
-    """Stands in for Lightning's registration of signal handlers."""
+    """Replacement of Lightning's registration of signal handlers; does nothing."""
 
 
 def _requeue_signal(trainer: Trainer) -> int | None:
-    """The signal at which Lightning saves and requeues a SLURM job; None elsewhere."""
+    """Signal on which Lightning saves and requeues a SLURM job; None outside of ``fit`` and of such jobs."""
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     is_requeued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     return environment.requeue_signal if is_requeued and trainer.state.fn == TrainerFn.FITTING else None

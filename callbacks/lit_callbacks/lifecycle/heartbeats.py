@@ -1,4 +1,4 @@
-"""Heartbeats of the ranks of a run, through the store that their process group was built with."""
+"""Heartbeats of the ranks of a run, exchanged through the store of their process group."""
 
 import queue
 import re
@@ -11,42 +11,42 @@ from typing import Any
 import torch.distributed as dist
 
 FAILURE = "lit_callbacks/failure"
-"""The store's key under which the first rank that fails says with which exit code the others end, and why."""
+"""Key in the store for the exit code and the reason that the first failing rank gives."""
 OVER = "over"
-"""The last heartbeat of a rank whose run is over."""
+"""Last heartbeat of a rank whose run is over."""
 HEARD = "heard"
-"""The heartbeat of a rank that knows of a failure."""
+"""Heartbeat of a rank that knows of a failure."""
 
 
 def is_about_another_rank(error: BaseException) -> bool:
-    """Whether an error of a collective only means that another rank is gone or late."""
+    """Whether a collective's error only means that another rank is gone or late."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and re.search("gloo/|NCCL|c10d|TCPStore", str(error)) is not None
     )
 
 
 class Heartbeats:
-    """A thread that writes this rank's heartbeat to the store, and reads failures and the heartbeats of others.
+    """Thread that writes this rank's heartbeat to the store, and reads failures and the heartbeats of other ranks.
 
-    Only this thread talks to the store: a request to a server that is stopped, or whose node is lost, never returns.
-    Rank 0 reads the heartbeats of all ranks, the others that of rank 0.
+    Only this thread uses the store: a request to a server that is stopped, or whose node is lost, never returns. Rank 0
+    reads the heartbeats of all ranks, the other ranks read that of rank 0.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, poll_seconds: float, stage: int = 0) -> None:
         """Start the thread.
 
         Args:
-            store: of the process group; used by this thread alone.
-            rank: of this process.
+            store: connection to the store of the process group that only this thread uses.
+            rank: global rank of this process.
             world_size: number of ranks.
-            poll_seconds: between two heartbeats.
-            stage: number of trainer calls before this one; each has heartbeats of its own.
+            poll_seconds: seconds between two heartbeats.
+            stage: number of trainer calls before this one; each call has its own heartbeat keys.
         """
         self.rank, self.world_size = rank, world_size
         self.seen: dict[int, str] = {}
-        """The last heartbeat of each rank that is read; this rank's own changes whenever the store has answered."""
+        """Last heartbeat of each rank that is read; this rank's own changes each time the store has answered."""
         self.failure: tuple[int, str] | None = None
-        """Exit code and reason that the first rank to fail has given."""
+        """Exit code and reason that the first failing rank has given."""
         self.is_store_gone = False
         self._store, self._poll_seconds, self._stage = store, poll_seconds, stage
         self.seen[rank] = "0"
@@ -55,13 +55,13 @@ class Heartbeats:
         threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def publish(self, code: int, reason: str, seconds: float, silent: Sequence[int] = ()) -> tuple[int, str]:
-        """Say why the run fails, unless another rank has done so; returns what the first has said.
+        """Publish a failure, unless another rank was first; returns exit code and reason of the first failure.
 
         Args:
-            code: exit code with which the others end.
-            reason: in a line.
-            seconds: to wait for the store.
-            silent: ranks that are not waited for until they know.
+            code: exit code for the other ranks.
+            reason: reason of the failure, one line.
+            seconds: longest wait for the store.
+            silent: ranks that rank 0 does not wait for, because they give no heartbeat.
         """
 
         def request() -> tuple[int, str]:
@@ -73,10 +73,10 @@ class Heartbeats:
         return self._ask(request, seconds) or self.failure or (code, reason)
 
     def silent_ranks(self, seconds: float) -> list[int]:
-        """Ranks whose heartbeat stands still while this one's goes on; empty where the store does not answer.
+        """Ranks without a new heartbeat over four polls; empty if the store does not answer or a failure is known.
 
         Args:
-            seconds: to wait for the store, beside the time that it takes to watch.
+            seconds: longest wait for the store, in addition to the four polls.
         """
 
         def request() -> list[int]:
@@ -84,7 +84,7 @@ class Heartbeats:
             for _ in range(4):
                 time.sleep(self._poll_seconds)
                 self._exchange()
-                if self.failure is not None:  # somebody knows better
+                if self.failure is not None:  # another rank has published the cause
                     return []
             after = self._read_all()
             return [r for r, beat in before.items() if r != self.rank and beat == after[r] != OVER]
@@ -92,10 +92,10 @@ class Heartbeats:
         return self._ask(request, seconds + 4 * self._poll_seconds) or []
 
     def leave(self, seconds: float) -> None:
-        """Say that this rank's run is over, and end the thread.
+        """Publish that this rank's run is over, and end the thread.
 
         Args:
-            seconds: to wait at most.
+            seconds: longest wait for the store and, on rank 0, for the other ranks.
         """
 
         def request() -> bool:
@@ -107,7 +107,7 @@ class Heartbeats:
         self._ask(request, seconds)
 
     def _wait_for_others(self, beats: set[str], seconds: float, silent: Sequence[int] = ()) -> None:
-        """On rank 0, which may hold the store: to the others, a store that is gone is a failure without a reason."""
+        """Wait on rank 0, which may hold the store: to the other ranks, its loss is a failure without a reason."""
         deadline = time.monotonic() + seconds
         while self.rank == 0 and time.monotonic() < deadline:
             if all(beat in beats for rank, beat in self._read_all().items() if rank not in (self.rank, *silent)):
@@ -115,7 +115,7 @@ class Heartbeats:
             time.sleep(0.02)
 
     def _ask(self, request: Callable[[], Any], seconds: float) -> Any:
-        """What the thread gets for a request; None where the store is gone or does not answer in time."""
+        """Run a request in the thread and return its result; None if the store is gone or does not answer in time."""
         future: Future[Any] = Future()
         self._requests.put((request, future))
         deadline = time.monotonic() + seconds
@@ -140,7 +140,7 @@ class Heartbeats:
     def _try(self, exchange: Callable[[], None]) -> None:
         try:
             exchange()
-        except RuntimeError:  # torch raises nothing more particular where a store's server has gone
+        except RuntimeError:  # torch has no more specific error for a store whose server is gone
             self.is_store_gone = True
 
     def _exchange(self) -> None:
@@ -159,7 +159,7 @@ class Heartbeats:
         return {rank: self._read(self._key(rank)) for rank in range(self.world_size)}
 
     def _read(self, key: str) -> str:
-        # `get` waits for a key that is not there; this makes it, and changes none that is.
+        # `get` waits for a missing key; this creates it, and does not change an existing one.
         return bytes(self._store.compare_set(key, "", "")).decode()
 
     def _key(self, rank: int) -> str:
@@ -167,19 +167,19 @@ class Heartbeats:
 
 
 class Silence:
-    """For how long each rank has given no heartbeat, in seconds that this process was awake."""
+    """Time since the last new heartbeat of each rank, in seconds in which this process was running."""
 
     def __init__(self) -> None:
-        """Start with nobody silent."""
+        """Start with no silent ranks."""
         self._last: dict[int, str] = {}
         self._seconds: dict[int, float] = {}
 
     def update(self, seen: dict[int, str], seconds: float) -> None:
-        """Count the time since the last call.
+        """Add the time since the last call to the silent ranks, and reset the others.
 
         Args:
-            seen: the last heartbeat of each rank.
-            seconds: since the last call.
+            seen: last heartbeat of each rank.
+            seconds: seconds since the last call.
         """
         for rank, beat in list(seen.items()):
             is_silent = beat == self._last.get(rank) and beat != OVER
@@ -187,9 +187,9 @@ class Silence:
             self._last[rank] = beat
 
     def of(self, rank: int) -> float:
-        """Seconds since a rank's heartbeat has changed."""
+        """Seconds since the last change of a rank's heartbeat."""
         return self._seconds.get(rank, 0.0)
 
     def longest(self) -> tuple[int, float]:
-        """The rank that has been silent longest, and for how many seconds."""
+        """Rank that has been silent longest, and its seconds of silence."""
         return max(self._seconds.items(), key=lambda item: item[1], default=(0, 0.0))

@@ -1,4 +1,4 @@
-"""When one rank of a run fails, hangs or is lost, the others end too, and say why."""
+"""Watchdog that ends all ranks of a run, with the reason, when one of them fails, hangs or is lost."""
 
 import atexit
 import os
@@ -18,26 +18,26 @@ from lit_callbacks.lifecycle.heartbeats import OVER, Heartbeats, Silence, is_abo
 
 
 class RankFailureWatchdog(Callback):
-    """End every rank within seconds of the first that fails, and within the timeout of one that is silent.
+    """End all ranks within seconds after one fails, and within a timeout after one stops giving heartbeats.
 
-    A rank that waits in a collective for one that will never come waits until the process group's timeout, half an
-    hour by default, and its process may outlive the run. Here the rank that fails tells the others through the store
-    that the process group was built with. Ranks that can tell nothing more (stopped, killed, their node lost) are
-    noticed by their heartbeat, and so is rank 0, which holds the store. What waits in a collective cannot be
-    interrupted: it is given ``grace_seconds`` to fail by itself, then its process exits, and with it those that
-    Lightning has started from it.
+    A rank in a collective waits for a lost rank until the timeout of the process group, half an hour by default, and
+    its process may outlive the run. With this callback, a failing rank tells the others through the store of the
+    process group. Ranks that can no longer do so (stopped, killed, node lost) are detected by their missing heartbeat,
+    and so is rank 0, which holds the store. A collective cannot be interrupted: a rank that waits in one has
+    ``grace_seconds`` to fail by itself, then its process exits, together with the processes that Lightning has started
+    from it.
     """
 
     def __init__(
         self, grace_seconds: float = 5.0, poll_seconds: float = 0.5, timeout_seconds: float | None = None
     ) -> None:
-        """Set the times.
+        """Set the intervals and the timeout.
 
         Args:
-            grace_seconds: from the news of a failure elsewhere to the end of this process.
-            poll_seconds: between two heartbeats.
-            timeout_seconds: from a rank's last heartbeat to the end of the other processes; None is the timeout of
-                the process group.
+            grace_seconds: seconds between the notice of a failure on another rank and the exit of this process.
+            poll_seconds: seconds between two heartbeats.
+            timeout_seconds: seconds between a rank's last heartbeat and the exit of the other processes; None is the
+                timeout of the process group.
         """
         self.grace_seconds, self.poll_seconds, self.timeout_seconds = grace_seconds, poll_seconds, timeout_seconds
         self._stage = 0
@@ -47,10 +47,10 @@ class RankFailureWatchdog(Callback):
         self._said = ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Watch, in a run of several ranks."""
+        """Start the heartbeats and the watchdog thread, in a run of several ranks."""
         if trainer.world_size > 1 and dist.is_available() and dist.is_initialized() and self._over is None:
-            # torch has no public way to the store of a group that somebody else has made. A connection of its own,
-            # because a thread that waits keeps the other one busy.
+            # torch has no public access to the store of an existing process group. The thread gets its own connection,
+            # because a request that waits blocks a shared one.
             store: Any = distributed_c10d._get_default_store()
             timeout = self.timeout_seconds or store.timeout.total_seconds()
             self._limit = max(timeout - self.grace_seconds - 4 * self.poll_seconds, timeout / 2)
@@ -61,11 +61,11 @@ class RankFailureWatchdog(Callback):
             threading.Thread(target=self._watch, args=(trainer, self._over), daemon=True).start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The run is over: other ranks may leave when they like."""
+        """Publish that this rank's run is over, so that its silence is no failure."""
         self._rest()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tell the other ranks, unless one of them was first or all of them stop together."""
+        """Publish the failure, unless another rank was first or all ranks stop together."""
         if self._over is None or isinstance(exception, StopRequested):
             self._rest()
             return
@@ -75,14 +75,14 @@ class RankFailureWatchdog(Callback):
         failure = self._heartbeats.publish(code, reason, self.grace_seconds, silent)
         if not failure[1].startswith(f"rank {trainer.global_rank} "):
             self._say(trainer.global_rank, failure[1])
-        # Other callbacks may save, and a traceback is yet to come; but a rank that fails must end.
+        # Other callbacks may still save, and the traceback is not printed yet; but a failed rank must end.
         threading.Thread(target=self._end_if_stuck, args=(trainer, failure), daemon=True).start()
         atexit.register(self._end_children, trainer, self.grace_seconds)
 
     def _cause(self, rank: int, exception: BaseException) -> tuple[int, str, list[int]]:
         if isinstance(exception, StoppedAtOnce):
             return exception.exit_code, f"rank {rank} was {exception.reason}", []
-        # The rank that is to explain_distributed_error may not be able to say so itself.
+        # The rank that caused the error may not be able to publish it.
         silent = self._heartbeats.silent_ranks(self.grace_seconds) if is_about_another_rank(exception) else []
         if (news := self._news()) is not None:
             return *news, silent
@@ -99,7 +99,7 @@ class RankFailureWatchdog(Callback):
         rank, silence, last = trainer.global_rank, Silence(), time.monotonic()
         while not over.wait(self.poll_seconds):
             now = time.monotonic()
-            # A process that was stopped itself, as by Ctrl-Z, knows nothing of the others meanwhile.
+            # A process that was stopped itself, e.g. by Ctrl-Z, has missed the heartbeats of that time.
             silence.update(self._heartbeats.seen, min(now - last, max(2 * self.poll_seconds, self._limit / 4)))
             last = now
             if (failure := self._news()) is not None and not over.wait(self.grace_seconds):
@@ -112,7 +112,7 @@ class RankFailureWatchdog(Callback):
                 self._end(trainer, self._heartbeats.publish(1, reason, 2 * self.poll_seconds, [silent]))
 
     def _news(self) -> tuple[int, str] | None:
-        """Exit code and reason of a failure elsewhere."""
+        """Exit code and reason of a failure on another rank; None if there is none."""
         beats = self._heartbeats
         if beats.failure is None and beats.is_store_gone and beats.seen.get(0) != OVER:
             return 1, "rank 0, which holds the store of the process group, has gone"
@@ -134,7 +134,7 @@ class RankFailureWatchdog(Callback):
 
     @staticmethod
     def _end_children(trainer: Trainer, seconds: float) -> None:
-        """End the processes that Lightning has started from this one: a stopped one would stay for ever."""
+        """End the processes that Lightning has started from this one: a stopped one would never exit."""
         launcher: Any = trainer.strategy.launcher
         processes = getattr(launcher, "procs", [])
         if not _waited(lambda: all(process.poll() is not None for process in processes), seconds):
@@ -142,7 +142,7 @@ class RankFailureWatchdog(Callback):
 
 
 def _waited(until: Callable[[], bool], seconds: float) -> bool:
-    """Wait until something is so; returns False where it is not within some seconds."""
+    """Wait until a condition holds; returns False if it does not within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not until():
         if time.monotonic() > deadline:
@@ -165,4 +165,4 @@ def _no_sign_of_life(ranks: list[int], seconds: float | None = None) -> str:
 
 
 FailTogether = RankFailureWatchdog
-"""Its name before 0.2; it goes with that release."""
+"""Former name, to be removed in release 0.2."""
