@@ -1,4 +1,4 @@
-"""Chat templates: the tokenizer's own, one from the recipe, or one of four built in."""
+"""Chat templates: the tokenizer's own, one given by the recipe, or one of four built-in ones."""
 
 import json
 import os
@@ -53,10 +53,14 @@ BUILT_IN = {"chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA, "plain": _PLA
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
-    """Give the tokenizer a chat template: the name of a built-in one, Jinja text, or a file of it.
+    """Set the tokenizer's chat template.
+
+    Args:
+        tokenizer: changed in place.
+        template: name of a built-in template, Jinja text, or a file of it; None keeps the tokenizer's own.
 
     Raises:
-        RecipeError: it is none of these, or the tokenizer lacks a token that a built-in one is made of.
+        RecipeError: it is none of these, or the tokenizer lacks a special token of a built-in template.
     """
     if template is None:
         return
@@ -81,14 +85,14 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) 
 
 
 class ChatTemplate:
-    """The template of a tokenizer, and what it does, found by rendering probes."""
+    """A tokenizer's chat template, with its properties, which are found by rendering test conversations."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None = None) -> None:
-        """Look at a tokenizer's template.
+        """Compile a tokenizer's template and render a test conversation.
 
         Args:
-            tokenizer: with a ``chat_template``.
-            options: variables that the template takes, e.g. ``{"enable_thinking": False}``.
+            tokenizer: tokenizer with a ``chat_template``.
+            options: variables for the template, e.g. ``{"enable_thinking": False}``.
 
         Raises:
             RecipeError: there is no template, or it does not render a question and an answer.
@@ -135,10 +139,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, generation: bool = False
     ) -> str:
-        """The text of a conversation, and with ``generation`` the opening of the assistant's turn.
+        """Render the text of a conversation, with ``generation`` followed by the generation prompt.
 
         Raises:
-            RecipeError: the template takes more time or memory than one conversation may.
+            RecipeError: the template exceeds the limits on time, memory or length of one conversation.
         """
         with self._rendering:
             text = self._render(messages, tools, generation)
@@ -160,10 +164,10 @@ class ChatTemplate:
 
     @cached_property
     def ending(self) -> str:
-        """What closes the assistant's turn, through the last of its special tokens; empty where there is none.
+        """Text that closes the assistant's turn, up to its last special token; empty where there is none.
 
-        The token that generation stops at may stand behind another one (``<|END_RESPONSE|><|END_OF_TURN_TOKEN|>``).
-        Tokens that vanish once another turn follows close the whole text, not the turn.
+        The token that stops generation may follow another one (``<|END_RESPONSE|><|END_OF_TURN_TOKEN|>``).
+        Tokens that are absent once another turn follows close the full text, not the turn.
         """
         run = self._adjacent_specials.search(self.closing)
         if run is None:
@@ -177,28 +181,28 @@ class ChatTemplate:
             return self.render([_QUESTION, _ANSWER, _QUESTION]).partition(_ANSWER["content"])[2]
         except RecipeError:
             raise
-        except Exception:  # whatever a foreign template raises: it takes one question and one answer
+        except Exception:  # a template may raise anything: this one takes a single question and answer only
             return ""
 
     @cached_property
     def end_of_turn(self) -> str:
-        """The special token that the assistant's turn ends with; empty where there is none."""
+        """Special token that ends the assistant's turn; empty where there is none."""
         return self._special.findall(self.ending)[-1] if self.ending else ""
 
     @cached_property
     def opening(self) -> str:
-        """What stands between a question and its answer; a generation prompt may be another."""
+        """Text between a question and its answer; the generation prompt may differ from it."""
         through, before = self.render([_QUESTION, _ANSWER]), self.render([_QUESTION])
         return through.removeprefix(before).partition(_ANSWER["content"])[0]
 
     @cached_property
     def generation_prompt(self) -> str:
-        """What follows a question at inference."""
+        """Text that follows a question at inference."""
         return self.render([_QUESTION], generation=True).removeprefix(self.render([_QUESTION]))
 
     @cached_property
     def renders_tools(self) -> bool:
-        """Whether declared tools, calls and results all show in the text."""
+        """Whether the rendered text contains declared tools, tool calls and tool results."""
         name, value, result = "probe_tool", "probe_value", "probe_result"
         schema = {"type": "object", "properties": {"probe_argument": {"type": "string"}}}
         tools = [{"type": "function", "function": {"name": name, "description": "probe", "parameters": schema}}]
@@ -217,16 +221,16 @@ class ChatTemplate:
             text = self.render(messages, tools)
         except RecipeError:
             raise
-        except Exception:  # whatever a foreign template raises: it does not render tools
+        except Exception:  # a template may raise anything: this one does not render tools
             return False
         return all(part in text for part in ("probe_argument", value, result))
 
     def cut_after_end_of_turn(self, text: str) -> tuple[str, bool]:
-        """An assistant turn's text through its last end-of-turn token, and whether it has one.
+        """Cut an assistant turn's text after its end-of-turn token; return it, and whether it has such a token.
 
-        What a template writes after that token belongs to nobody's turn, nor does white space where there is none.
-        A turn with calls may end in its own way: with Gemma 4's ``<tool_call|><|tool_response>``, for one, at the last
-        of which generation stops.
+        Text that a template writes after that token is part of no turn, nor is trailing white space where there is no
+        such token. A turn with tool calls may end differently: for example with Gemma 4's
+        ``<tool_call|><|tool_response>``, where generation stops at the last token.
         """
         if self.ending and text.endswith(self.closing):
             return text[: len(text) - len(self.closing) + len(self.ending)], True
@@ -239,10 +243,10 @@ class ChatTemplate:
         return text[: (at_end_of_turn or ends[-1:])[0]], True
 
     def check_seen(self, messages: Sequence[Message], text: str) -> None:
-        """Refuse a rendering that leaves out what a user or a system prompt says.
+        """Refuse a rendering that leaves out the text of a user turn or a system prompt.
 
         Raises:
-            BadRow: some is missing.
+            BadRow: the text of a turn is missing.
         """
         for number, message in enumerate(messages, 1):
             if message["role"] in ("system", "developer", "user") and message["content"].strip() not in text:
@@ -253,19 +257,19 @@ class ChatTemplate:
 
 
 def spell_out_tools(chat: Chat) -> Chat:
-    """A conversation with its functions, calls and results as text, for templates that show none.
+    """Write a conversation's functions, tool calls and tool results as text, for templates that cannot render them.
 
-    Calls and results are tagged as Hermes and Qwen tag them.
+    Calls and results have the tags that Hermes and Qwen use.
     """
     messages: list[Message] = []
     marks: dict[int, bool] = {}
     if chat.tools and (chat.messages[0]["role"] == "assistant" or chat.marks.get(0)):
-        # The functions are no part of what is trained on.
+        # The list of functions must not be supervised.
         messages.append({"role": "system", "content": ""})
     for i, message in enumerate(chat.messages):
         if message["role"] == "tool":
             result = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if chat.messages[i - 1]["role"] == "tool":  # several results are one turn, as several calls are
+            if chat.messages[i - 1]["role"] == "tool":  # several results form one turn, as several calls do
                 messages[-1]["content"] += f"\n{result}"
                 marks[len(messages) - 1] = marks.get(len(messages) - 1, False) or chat.marks.get(i, False)
                 continue

@@ -1,7 +1,7 @@
-"""Raw rows to examples: one function per data format.
+"""Conversion of raw rows to examples: one function per data format.
 
-A new format is a function here, an entry in ``FORMATS`` and a test. A function raises ``BadRow`` with
-what is wrong and what was expected; who calls it knows the file and the line.
+A new format needs a function here, an entry in ``FORMATS`` and a test. A function raises ``BadRow`` with
+the problem and the expected value; its caller adds the file and the line.
 """
 
 import json
@@ -14,11 +14,11 @@ from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
 
 Message = dict[str, Any]
-"""One turn as Hugging Face chat templates take it: ``role``, ``content``, ``tool_calls``, ..."""
+"""One turn in the form of Hugging Face chat templates: ``role``, ``content``, ``tool_calls``, ..."""
 
 
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message under which data sets and templates keep what an assistant thinks before it answers."""
+"""Keys of a message that hold the assistant's thinking before its answer."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that may be called."""
     marks: dict[int, bool] = field(default_factory=dict)
-    """Turns that the row itself says to train on, or not."""
+    """Turns that the row marks as supervised or unsupervised, by their index."""
 
 
 @dataclass
@@ -37,14 +37,14 @@ class Text:
     """Raw text, closed by the end-of-sequence token."""
 
     text: str
-    """Supervised."""
+    """Supervised text."""
     prompt: str = ""
-    """Comes before it, not supervised."""
+    """Unsupervised text before it."""
 
 
 @dataclass
 class Tokens:
-    """Token ids as they are."""
+    """Token ids that a row holds itself."""
 
     ids: list[int]
     labels: list[int]
@@ -58,7 +58,7 @@ Example = Chat | Text | Tokens
 
 
 def alpaca(row: RawRow) -> Chat:
-    """``instruction``, ``output``; optional ``input``, ``system``, ``history`` (pairs of earlier turns).
+    """Read ``instruction`` and ``output``; optional ``input``, ``system``, ``history`` (pairs of earlier turns).
 
     A non-empty ``input`` follows the instruction after a newline, in the user turn.
     """
@@ -77,7 +77,7 @@ def alpaca(row: RawRow) -> Chat:
 
 
 def sharegpt(row: RawRow) -> Chat:
-    """``conversations`` of ``from`` and ``value``; optional ``system``, ``tools``.
+    """Read ``conversations`` of ``from`` and ``value``; optional ``system``, ``tools``.
 
     ``from``: human, gpt, system, function_call (value: JSON with name and arguments, or a list of such), observation.
     """
@@ -118,7 +118,7 @@ _SHAREGPT_ROLES = {
 
 
 def messages(row: RawRow) -> Chat:
-    """``messages`` as OpenAI has them: ``role``, ``content``, ``tool_calls``; optional ``tools``, and marks.
+    """Read ``messages`` in OpenAI's form: ``role``, ``content``, ``tool_calls``; optional ``tools`` and marks.
 
     ``train: false`` or ``weight: 0`` leaves an assistant turn unsupervised, ``train: true`` supervises any turn.
     """
@@ -126,12 +126,12 @@ def messages(row: RawRow) -> Chat:
 
 
 def completion(row: RawRow) -> Text:
-    """``text``: every token supervised, closed by the end-of-sequence token."""
+    """Read ``text``: every token is supervised, and the end-of-sequence token is appended."""
     return Text(_string(row.get("text"), "'text'", empty=False))
 
 
 def prompt_completion(row: RawRow) -> Text | Chat:
-    """``prompt`` and ``completion``: two texts, or two lists of messages; the completion is supervised."""
+    """Read ``prompt`` and ``completion``: two texts, or two lists of messages; the completion is supervised."""
     prompt, answer = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(answer, list):
         chat = _chat([*prompt, *answer], row.get("tools"), "prompt and completion")
@@ -145,7 +145,7 @@ def prompt_completion(row: RawRow) -> Text | Chat:
 
 
 def tokenized(row: RawRow) -> Tokens:
-    """``input_ids``, untouched; optional ``labels`` (-100 where not supervised) or a mask (1 where supervised).
+    """Read ``input_ids``, unchanged; optional ``labels`` (-100 where not supervised) or a mask (1 where supervised).
 
     Positions where an ``attention_mask`` is 0 are padding and are left out.
     """
@@ -181,7 +181,7 @@ _TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 
 
 class Format(NamedTuple):
-    """How a format is read, and what tells it apart."""
+    """Reader of a format, and the columns that identify it."""
 
     read: Callable[[RawRow], Example]
     columns: frozenset[str]
@@ -198,7 +198,7 @@ FORMATS: dict[str, Format] = {
 
 
 def find_format(row: RawRow) -> str:
-    """The format all of whose columns the row has; else the first of whose columns it has some.
+    """Find the format of a row: the first whose columns are all present, else the first with some of them.
 
     Raises:
         BadRow: no format fits.
@@ -219,7 +219,7 @@ def find_format(row: RawRow) -> str:
 
 
 def renamed(row: RawRow, columns: Mapping[str, str] | None) -> RawRow:
-    """The row under the names that a format knows; ``columns`` says what each is called in the row."""
+    """Rename the columns of a row; ``columns`` maps a format's name to the name in the row."""
     if not columns:
         return row
     theirs = set(columns.values())
@@ -391,7 +391,7 @@ def _json(text: str, what: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    # Of a value of any size and depth: repr has no end to the one, and no stack for the other.
+    # Not repr of a container: it may be very long, or nested deeper than the recursion limit.
     return repr(value)[:80] if isinstance(value, str | int | float) else _kind(value)
 
 

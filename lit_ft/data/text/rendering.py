@@ -1,9 +1,9 @@
-"""Examples to pieces of text: which are supervised, proven by rendering prefixes.
+"""Conversion of examples to pieces of text, each supervised or not.
 
-A conversation is rendered prefix by prefix, so that no template needs generation marks: what the turns
-before an answer render to (with the generation prompt) is not supervised, the answer's text and its
-end-of-turn token are. Each piece is tokenized on its own, exactly as at inference, where the prompt's
-tokens are given and the answer's are produced.
+A conversation is rendered prefix by prefix, so that no template needs generation marks: the rendered turns
+before an answer (with the generation prompt) are not supervised, the answer's text and its
+end-of-turn token are. Each piece is tokenized separately, exactly as at inference, where the prompt's
+tokens are given and the answer's are generated.
 """
 
 import os
@@ -20,7 +20,7 @@ Supervise = Literal["assistant", "last", "all"]
 
 
 def prompt_and_answer(chat: Chat, template: ChatTemplate) -> tuple[str, Message, Message]:
-    """What the model sees before its last answer, the turn it answers, and that answer."""
+    """Prompt of the last answer as the model sees it, the turn before that answer, and the answer."""
     last = _answers(chat)[-1]
     chat = _with_tools(chat, template, [])
     prompt = _before(chat, last, template)
@@ -28,26 +28,26 @@ def prompt_and_answer(chat: Chat, template: ChatTemplate) -> tuple[str, Message,
 
 
 def text_pieces(text: Text, closing: str) -> list[Piece]:
-    """Raw text, and the token that a sequence closes with."""
+    """Pieces of raw text: the prompt, and the text with the end-of-sequence token ``closing``."""
     return [(text.prompt, False), (text.text + closing, True)]
 
 
 def chat_samples(
     chat: Chat, template: ChatTemplate, supervise: Supervise, closing: str, notes: list[str]
 ) -> list[list[Piece]]:
-    """Cut a conversation into supervised and unsupervised text.
+    """Split a conversation into supervised and unsupervised text.
 
     Args:
-        chat: the conversation.
-        template: renders it.
-        supervise: assistant is every assistant turn that is not marked otherwise; last is the last one;
-            all is every token through the last answer.
-        closing: the end-of-sequence token, for templates that close an assistant's turn with none.
-        notes: is given the names of what was not as expected.
+        chat: conversation to split.
+        template: chat template that renders it.
+        supervise: supervised turns: assistant is every assistant turn that is not marked otherwise; last is the last
+            assistant turn; all is every token up to the end of the last answer.
+        closing: end-of-sequence token, for templates that do not close an assistant's turn with a special token.
+        notes: list that names of ``tokenization.NOTES`` are appended to.
 
     Returns:
-        One sample, or several where the template rewrites earlier turns once more follow (as templates do
-        that drop earlier thinking): then each answer comes with the prompt that it has at inference. None
+        One sample, or several where the template changes earlier turns when more follow (for example, templates
+        that drop earlier thinking): then each answer has the prompt that it has at inference. Empty
         where nothing is supervised.
 
     Raises:
@@ -93,7 +93,7 @@ def _render(chat: Chat, turns: int, template: ChatTemplate, generation: bool = F
 
 
 def _before(chat: Chat, i: int, template: ChatTemplate) -> str:
-    """What stands before the text of a turn: before an answer, what the model sees at inference."""
+    """Rendered text before the content of a turn; before an answer, the prompt of inference."""
     if _is_answer(chat, i):
         try:
             return _render(chat, i, template, generation=True)
@@ -105,17 +105,17 @@ def _before(chat: Chat, i: int, template: ChatTemplate) -> str:
 
 
 def _thinking_put_back(message: Message, opener: str, turn: str) -> str:
-    """An answer as it follows a generation prompt that opens its thinking, where the template writes it without.
+    """Restore the thinking of an answer, where the generation prompt opens it and the template leaves it out.
 
-    Templates drop the thinking of finished turns, the last one included, though the model has to produce it.
+    Templates drop the thinking of finished turns, including the last one, although the model has to generate it.
 
     Args:
-        message: the answer.
-        opener: what the generation prompt has more than the turn, e.g. ``<think>\\n``.
-        turn: the answer as the template writes it.
+        message: assistant message.
+        opener: text of the generation prompt that the rendered turn does not have, e.g. ``<think>\\n``.
+        turn: answer as the template renders it.
 
     Returns:
-        What the answer says after ``opener``; empty if it does not begin with it, or if nothing is left out.
+        Content of the answer after ``opener``; empty if it does not begin with it, or if nothing is left out.
     """
     begin, content = opener.strip(), message["content"].lstrip()
     if not begin or not content.startswith(begin) or "tool_calls" in message or not _leaves_out(message, turn):
@@ -125,10 +125,10 @@ def _thinking_put_back(message: Message, opener: str, turn: str) -> str:
 
 
 def _left_out(chat: Chat, i: int, before: str, turn: str, template: ChatTemplate) -> list[str]:
-    """Names of the notes about what a template does not write of an answer."""
+    """Names of ``tokenization.NOTES`` for the parts of an answer that the template leaves out."""
     message, notes = chat.messages[i], []
     if _leaves_out(message, turn):
-        # A generation prompt may have the answer's first words, those that open its thinking.
+        # The generation prompt may contain the beginning of the answer, which opens its thinking.
         earlier = _render(chat, i, template)
         opened = before[len(earlier) :] if before.startswith(earlier) else ""
         if _leaves_out(message, opened + turn):
@@ -140,7 +140,7 @@ def _left_out(chat: Chat, i: int, before: str, turn: str, template: ChatTemplate
 
 
 def _leaves_out(message: Message, turn: str) -> bool:
-    """Whether some of an answer is not in its turn; white space may differ, as templates that move thinking do."""
+    """Whether part of an answer is missing in its rendered turn; white space is ignored."""
     names = [call["function"]["name"] for call in message.get("tool_calls", [])]
     if any(turn.count(name) < names.count(name) for name in names):
         return True
@@ -182,19 +182,19 @@ def _supervised_turns(chat: Chat, supervise: Supervise) -> list[int]:
 
 
 def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, notes: list[str]) -> tuple[str, str]:
-    """The unsupervised text before a turn, that of inference where the template goes on like that; and the turn."""
+    """Split the text up to a turn into the unsupervised text before it, if possible the prompt of inference, and it."""
     if through.startswith(before):
         return before, through[len(before) :]
     earlier = _render(chat, i, template)
     if through.startswith(earlier):
-        # No further than the template's opening: an answer may begin as what the generation prompt has there.
+        # Not beyond the template's opening: an answer may begin with the same text as the generation prompt.
         opened = _common([before, through, earlier + template.opening])
         if goes_on := _thinking_put_back(chat.messages[i], before[len(opened) :], through[len(opened) :]):
             notes.append("thinking put back")
             return before, goes_on + template.closing
         notes.append("other opening")
         return opened, through[len(opened) :]
-    # As Mistral's, which writes a system prompt into the last turn while that is the user's.
+    # Mistral's template, for example, writes a system prompt into the last turn if it is the user's.
     opened, generation = _begin(chat, i, template), before.removeprefix(earlier)
     if before.startswith(earlier) and opened.endswith(template.opening) and template.opening.startswith(generation):
         return before, through[len(opened) - len(template.opening) + len(generation) :]
@@ -205,11 +205,11 @@ def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, 
 
 
 def _begin(chat: Chat, i: int, template: ChatTemplate) -> str:
-    """What stands before the text of a turn, found by giving it another text."""
+    """Rendered text before the content of a turn, found by rendering the turn with another content."""
     message = chat.messages[i]
     other = {**message, "content": "b" if message["content"].lstrip().startswith("a") else "a"}
     return _common([_render(Chat([*chat.messages[:i], m], chat.tools), i + 1, template) for m in (message, other)])
 
 
 def _common(texts: list[str]) -> str:
-    return os.path.commonprefix(texts)  # noqa: RUF071 (characters are what is wanted)
+    return os.path.commonprefix(texts)  # noqa: RUF071 (a prefix of characters, not of path parts)

@@ -1,7 +1,7 @@
-"""Where rows come from: files, folders, globs, saved data sets and the hub, read lazily, row by row.
+"""Readers of data sources: files, folders, globs, saved data sets and the hub, read lazily, row by row.
 
 JSON, CSV and text are read here, so that an error names the file and the line and no value changes its
-type on the way; Parquet, saved data sets and the hub go through the ``datasets`` library.
+type; the ``datasets`` library reads Parquet, saved data sets and the hub.
 """
 
 import csv
@@ -29,9 +29,9 @@ FormatName = Literal[
 ]
 
 TEXT_FILES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".md")
-"""Suffixes read here; each may be followed by .gz."""
+"""Suffixes of the files that are read here; each may be followed by .gz."""
 DEEPEST = 100
-"""Lists and objects within each other; deeper ones break templates and process pools."""
+"""Maximum nesting of lists and objects; deeper ones break templates and process pools."""
 SUFFIXES = (*TEXT_FILES, *(f"{suffix}.gz" for suffix in TEXT_FILES), ".parquet")
 
 
@@ -42,23 +42,23 @@ class Source:
     path: str
     """File (.json, .jsonl, .csv, .tsv, .txt, .parquet, .bin/.idx), folder or glob of them, saved data set, hub id."""
     name: Optional[str] = None
-    """Names its loss curve; by default the file's name without suffix."""
+    """Name of its loss curve; by default the file's name without suffix."""
     format: FormatName = "auto"
-    """Format of its rows; auto goes by the columns of the first."""
+    """Format of its rows; auto chooses by the columns of the first row."""
     weight: Optional[float] = None
-    """Share of the samples that are drawn from it, against the other sources' weights; see data.mixing."""
+    """Weight with which samples are drawn from it, relative to the other sources' weights; see data.mixing."""
     max_rows: Optional[int] = None
-    """Read only so many rows, from the top."""
+    """Number of rows to read, from the first on; by default all."""
     split: str = "train"
     """Split of a hub data set or a saved DatasetDict."""
     subset: Optional[str] = None
-    """Configuration of a hub data set."""
+    """Subset (configuration) of a hub data set."""
     columns: Optional[dict[str, str]] = None
-    """For each column that the format needs, what it is called here, e.g. {instruction: question}."""
+    """Column names of this data set, by the names that the format needs, e.g. {instruction: question}."""
     system: Optional[str] = None
-    """System prompt for rows that bring none of their own; data.system by default."""
+    """System prompt for rows that have none; data.system by default."""
     document: Literal["line", "file"] = "line"
-    """What a row of a .txt or .md file is: each line, or the whole file."""
+    """Unit of text that is a row of a .txt or .md file: each line, or the full file."""
 
     def __post_init__(self) -> None:
         if self.max_rows is not None and self.max_rows < 1:
@@ -66,7 +66,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """Its name, for curves and reports; on one line and without control characters, as it goes into all of them."""
+        """Name for loss curves and reports, on one line and without control characters."""
         return printable(self._own_name, one_line=True)
 
     @property
@@ -75,7 +75,7 @@ class Source:
 
     @property
     def index_prefix(self) -> Path | None:
-        """Where ``.bin`` and ``.idx`` of an indexed data set lie, without the suffix; None for anything else."""
+        """Path of the ``.bin`` and ``.idx`` files of an indexed data set, without suffix; None for other sources."""
         path = Path(self.path).expanduser()
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         is_indexed = self.format == "indexed" or (not path.is_dir() and Path(f"{prefix}.idx").is_file())
@@ -89,12 +89,12 @@ class Source:
 
     @property
     def is_on_hub(self) -> bool:
-        """Whether the path names a data set of the hub."""
+        """Whether the path names a data set on the hub."""
         is_name = self.path.count("/") <= 1 and not self.path.startswith((".", "~", "/")) and not has_magic(self.path)
         return is_name and not self.path.endswith(SUFFIXES) and not Path(self.path).exists()
 
     def files(self) -> list[Path]:
-        """The files that hold the rows, sorted by path.
+        """Files that hold the rows, sorted by path.
 
         Raises:
             RecipeError: there are none.
@@ -112,7 +112,7 @@ class Source:
             found = sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
         else:
             raise RecipeError(f"{self.path!r} does not exist; give a file, a folder, a glob, or a hub data set's name")
-        # A folder often holds a README of the data beside the data.
+        # A data folder often has a README, which is not data.
         files = [
             file for file in found if file.name.endswith(SUFFIXES) and file.stem.lower() not in ("readme", "license")
         ]
@@ -125,14 +125,14 @@ class Source:
         return files
 
     def rows(self, skip: int = 0, streaming: bool = False) -> Iterator[tuple[str, RawRow | BadRow]]:
-        """Each row with its place (file and line, or row number); one that does not parse is a ``BadRow``.
+        """Iterate over pairs of a location (file and line, or row number) and a row; ``BadRow`` if it does not parse.
 
         Args:
-            skip: rows left out at the top.
-            streaming: read a hub data set from there, without a copy on disk.
+            skip: number of rows to leave out at the beginning.
+            streaming: read a hub data set over the network, without a copy on disk.
 
         Raises:
-            RecipeError: a file as a whole cannot be read.
+            RecipeError: a file cannot be read at all.
         """
         if self._saved is not None or self.is_on_hub:
             rows: Iterator[tuple[str, RawRow | BadRow]] = _arrow_rows(self.path, self.dataset(streaming))
@@ -141,10 +141,10 @@ class Source:
         return islice(rows, skip, self.max_rows)
 
     def dataset(self, streaming: bool = False) -> Any:
-        """The data set that ``datasets`` makes of a saved folder or a hub name.
+        """Load a saved folder or a hub data set with the ``datasets`` library.
 
         Raises:
-            RecipeError: it cannot be had, or lacks the split.
+            RecipeError: it cannot be loaded, or lacks the split.
         """
         import datasets
 
@@ -158,11 +158,11 @@ class Source:
                 raise RecipeError(f"{self.path}: has no split {self.split!r}; its splits are {', '.join(data)}")
             return data[self.split]
         try:
-            # Ask once: where the hub does not answer, `datasets` would ask again and again for half a minute.
+            # One request first: where the hub does not answer, `datasets` would retry for half a minute.
             if not is_offline_mode():
                 HfApi().dataset_info(self.path, timeout=10)
             return datasets.load_dataset(self.path, self.subset, split=self.split, streaming=streaming)
-        except Exception as error:  # from no name server to a wrong name: all mean that it cannot be had
+        except Exception as error:  # from a failed name resolution to a wrong name: it cannot be loaded
             why = str(error).strip().split("\n")[0].rstrip(".:")[:160]
             raise RecipeError(
                 f"{self.path!r} is no file or folder here, and cannot be had from the hub ({why}); mend the path, or "
@@ -170,7 +170,7 @@ class Source:
             ) from error
 
     def content(self) -> list[Path]:
-        """The files whose content decides the rows: for a hub data set, those that it was downloaded to."""
+        """Files whose content decides the rows; for a hub data set, its downloaded files."""
         if self.is_on_hub:
             return [Path(entry["filename"]) for entry in self.dataset().cache_files]
         if self._saved is not None:
@@ -189,7 +189,7 @@ class Source:
 
 
 def _check_saved(folder: Path) -> None:
-    """Refuse a saved data set that names files elsewhere: `datasets` joins them to the folder as they are."""
+    """Refuse a saved data set that names files outside its folder: `datasets` does not check their paths."""
     for state in folder.rglob("state.json"):
         try:
             names = [str(entry["filename"]) for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
@@ -202,7 +202,7 @@ def _check_saved(folder: Path) -> None:
 
 
 def _arrow_rows(path: str, rows: Any) -> Iterator[tuple[str, RawRow | BadRow]]:
-    # Columns of images, audio and video would be opened, or downloaded, from wherever a row says.
+    # Without decode(False), columns of images, audio and video would open or download any path that a row names.
     with explained(f"{path}: cannot be read", "mend or remove it"):
         numbered = enumerate((rows if hasattr(rows, "decode") else rows.to_iterable_dataset()).decode(False), 1)
     while True:
@@ -214,7 +214,7 @@ def _arrow_rows(path: str, rows: Any) -> Iterator[tuple[str, RawRow | BadRow]]:
 
 
 def _without_padding(value: Any) -> Any:
-    """Drop what Arrow adds: each struct of a column has the keys of all, with None where a row had none."""
+    """Drop keys that Arrow adds: each struct of a column has the keys of all rows, with None where a row has none."""
     if isinstance(value, dict):
         return {key: _without_padding(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -264,7 +264,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
-    """A document that is a list, or one object a line: told apart by the first character, whatever the suffix."""
+    """Read a JSON list, or one object per line; the first character tells which, not the suffix."""
     with _open(file) as stream:
         start = stream.read(2**12).lstrip()[:1]
     return _document_rows(file) if start == b"[" else _line_rows(file)
@@ -322,7 +322,7 @@ def _checked(row: Any) -> RawRow | BadRow:
 
 
 def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow]]:
-    # Not through pandas or Arrow: they would read an answer of 042 as the number 42, and "NA" as nothing.
+    # Not with pandas or Arrow: they would read an answer of 042 as the number 42, and "NA" as a missing value.
     csv.field_size_limit(sys.maxsize)
     with _open(file) as stream:
         reader = csv.reader(_decoded(file, stream), delimiter=delimiter, strict=True)

@@ -1,9 +1,9 @@
-"""Tokenized sources on disk: never stale, never half-written, made once for all ranks.
+"""Token cache on disk, shared by all ranks, with atomic writes.
 
-A cache entry is a folder named after a fingerprint of everything that decides its content. It is
-written beside its place and renamed when complete. A file lock lets one process write and all others
-wait: no rank waits in a collective, which would time out, and a killed writer's lock is free at once.
-Sums of its files are compared before it is used: an entry with a flipped bit is written anew.
+A cache entry is a folder named by a fingerprint of everything that decides its content. It is
+written under a temporary name and renamed when complete. A file lock lets one process write while all others
+wait: no rank waits in a collective, which would time out, and the lock of a killed writer is released at once.
+Checksums of its files are compared before it is used: a damaged entry is written again.
 """
 
 import errno
@@ -29,18 +29,18 @@ from lit_ft.errors import RecipeError
 
 SECONDS_BEFORE_SAYING_SO = 5
 SUMS = "sums.json"
-"""In an entry: a sum of each of its other files."""
+"""File of an entry with the checksums of its other files."""
 _CHUNK_BYTES = 2**22
 
 
 def default_folder() -> Path:
-    """``LIT_FT_CACHE``, or ``lit_ft`` in the user's cache folder."""
+    """Default folder of the cache: ``LIT_FT_CACHE``, or ``lit_ft`` in the user's cache folder."""
     given = os.environ.get("LIT_FT_CACHE")
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_ft"
 
 
 def fingerprint(source_digest: str, tokenization: Tokenization, **more: Any) -> str:
-    """Name of the entry: a digest of the rows' content, of how they become tokens, and of the code that does it."""
+    """Name of an entry: a digest of the rows' content, the tokenization settings, and the code that tokenizes."""
     tokenizer = tokenization.tokenizer
     settings = {f.name: getattr(tokenization, f.name) for f in fields(tokenization) if f.name != "tokenizer"}
     code = (
@@ -67,12 +67,12 @@ def fingerprint(source_digest: str, tokenization: Tokenization, **more: Any) -> 
 
 
 def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
-    """The folder of a cache entry; written by the first process that asks.
+    """Folder of a cache entry; the first process that needs the entry writes it.
 
     Args:
-        folder: of the cache.
-        key: the entry's fingerprint.
-        write: fills a folder with the entry.
+        folder: folder of the cache.
+        key: fingerprint of the entry.
+        write: function that writes the entry's files into a folder.
 
     Raises:
         RecipeError: the cache cannot be written.
@@ -107,7 +107,7 @@ def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
 
 
 def damage_of(place: Path) -> str:
-    """What is wrong with an entry, all of whose bytes are read; empty if nothing is."""
+    """Damage of an entry, found by reading all its bytes, as text; empty if there is none."""
     try:
         wanted = json.loads((place / SUMS).read_text(encoding="utf-8"))
         found = _sums_of(place)
@@ -120,7 +120,7 @@ def damage_of(place: Path) -> str:
 
 
 def _sums_of(place: Path) -> dict[str, str]:
-    """An XXH3 sum of each file: against accidents, at the speed of memory, where SHA-256 would slow every start."""
+    """XXH3 checksum of each file: it finds accidental damage at memory speed; SHA-256 would slow every start."""
     import xxhash  # comes with datasets
 
     sums = {}
@@ -135,7 +135,7 @@ def _sums_of(place: Path) -> dict[str, str]:
 
 
 def _remove(place: Path) -> None:
-    """Remove an entry; other processes that have mapped its files keep them."""
+    """Remove an entry; other processes that have mapped its files can still read them."""
     removed = place.with_name(f"{place.name}.removed")
     shutil.rmtree(removed, ignore_errors=True)
     place.rename(removed)

@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed data sets: ``PREFIX.bin`` holds token ids, ``PREFIX.idx`` says where each sequence lies.
+"""Megatron-LM's indexed data sets: ``PREFIX.bin`` holds token ids, ``PREFIX.idx`` the offset of each sequence.
 
 The layout is that of ``megatron.core.datasets.indexed_dataset`` (version 1), little-endian::
 
@@ -19,20 +19,20 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = "<QBQQ"
 _DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _LARGEST_UINT16_VOCABULARY = 65_500
-"""Megatron's ``DType.optimal_dtype`` takes uint16 below it, int32 from it on."""
+"""Vocabulary size from which Megatron's ``DType.optimal_dtype`` chooses int32 in place of uint16."""
 
 
 def read_documents(prefix: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Map an indexed data set.
+    """Memory-map an indexed data set.
 
     Args:
         prefix: path of the two files without ``.bin`` and ``.idx``.
 
     Returns:
-        All token ids, and for each document that is not empty where it begins and ends, ``(documents, 2)``, int64.
+        All token ids, ``(tokens,)``, and the begin and end of each non-empty document, ``(documents, 2)``, int64.
 
     Raises:
-        RecipeError: a file is missing, or is not what it should be.
+        RecipeError: a file is missing, damaged, or of another format.
     """
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for file in (index, tokens):
@@ -66,14 +66,14 @@ def read_documents(prefix: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 class IndexedWriter:
-    """Writes documents one after the other, as Megatron's ``IndexedDatasetBuilder`` does."""
+    """Writer of indexed data sets, one document at a time, like Megatron's ``IndexedDatasetBuilder``."""
 
     def __init__(self, prefix: Path, vocabulary: int) -> None:
         """Open ``PREFIX.bin``.
 
         Args:
             prefix: path of the two files without suffix.
-            vocabulary: number of token ids, which decides between two and four bytes a token.
+            vocabulary: number of token ids, which decides between two and four bytes per token.
         """
         self.prefix = prefix
         self.dtype = np.dtype(np.uint16 if vocabulary < _LARGEST_UINT16_VOCABULARY else np.int32)

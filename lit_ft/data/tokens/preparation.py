@@ -1,4 +1,4 @@
-"""One source, ready to train on: read, checked, tokenized, cached, with a line for all that was done to it."""
+"""Preparation of one source for training: reading, checks, tokenization, caching, and messages about changed rows."""
 
 import json
 import os
@@ -24,31 +24,31 @@ from lit_ft.errors import BadRow, RecipeError
 OnBadRow = Literal["error", "skip"]
 
 ROWS_PER_BATCH = 500
-"""Rows that a process tokenizes at a time."""
+"""Number of rows that a process tokenizes at a time."""
 BAD_ROWS_NAMED = 5
-"""How many skipped rows are named; all are counted."""
+"""Number of skipped rows that are named in a message; all are counted."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A source's samples and its history."""
+    """Samples of a source, and a record of what was done to its rows."""
 
     source: Source
     arrays: TokenArrays
     rows: int
-    """Rows that were read."""
+    """Number of rows that were read."""
     notes: Counter[str] = field(default_factory=Counter)
-    """What was done to rows, counted; see ``encoding.NOTES``."""
+    """Counts by the names of ``tokenization.NOTES``."""
     bad: list[str] = field(default_factory=list)
-    """The first rows that were skipped, each with its place and what is wrong."""
+    """First skipped rows, each with its location and the problem."""
     bad_rows: int = 0
     lines: list[str] = field(default_factory=list)
-    """What a user is told."""
+    """Messages for the user."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """How sources become samples: the options of the data that decide it."""
+    """Options that decide how the rows of a source become samples."""
 
     tokenizer: Any
     system: str | None = None
@@ -59,13 +59,13 @@ class Preparation:
     on_bad_row: OnBadRow = "error"
     cache_dir: str | None = None
     workers: int | None = None
-    """Processes that tokenize; None is one per CPU core for data that is worth it."""
+    """Number of processes that tokenize; None is one per CPU core for files of over 5 MB, else this process."""
 
     def tokenization(self, source: Source) -> Tokenization:
-        """How a source's rows become tokens.
+        """Build the tokenization of a source; its format may be found from its first row.
 
         Raises:
-            RecipeError: it has no row, or the first fits no format.
+            RecipeError: the source has no row, or its first row fits no format.
         """
         return Tokenization(
             tokenizer=self.tokenizer,
@@ -97,7 +97,7 @@ class Preparation:
         raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed")
 
     def refuse(self, place: str, message: Any) -> None:
-        """Stop at a row that cannot be used, unless such rows are to be skipped.
+        """Raise for a row that cannot be used, unless such rows are skipped.
 
         Raises:
             RecipeError: ``on_bad_row`` is ``error``.
@@ -106,10 +106,10 @@ class Preparation:
             raise RecipeError(f"{place}: {message} (data.on_bad_row=skip leaves such rows out, and counts them)")
 
     def check(self, places: list[str], encoded: Encoded) -> list[str]:
-        """What is wrong with the rows that cannot be used, with their places.
+        """Problems of the rows that cannot be used, each with its location.
 
         Raises:
-            RecipeError: there are some, and they are not to be skipped.
+            RecipeError: such rows exist and are not skipped, or a row is too long and ``overlong`` is ``error``.
         """
         if encoded.too_long:
             row, tokens = encoded.too_long[0]
@@ -123,10 +123,10 @@ class Preparation:
         return [f"{places[row]}: {message}" for row, message in encoded.bad]
 
     def prepare(self, source: Source) -> Prepared:
-        """Read and tokenize a source, or map what an earlier run made of the same rows.
+        """Read and tokenize a source, or map its entry in the token cache.
 
         Raises:
-            RecipeError: something cannot be read, or a row cannot be used, or nothing is left.
+            RecipeError: a file cannot be read, a row cannot be used, or no sample is left.
         """
         if source.index_prefix is not None:
             return self._map_indexed(source, source.index_prefix)
@@ -152,10 +152,10 @@ class Preparation:
         return prepared
 
     def try_out(self, source: Source) -> None:
-        """Find what is wrong with a source that is not read as a whole, from its first rows.
+        """Check a streamed source by its first rows.
 
         Raises:
-            RecipeError: something cannot be read, or a row cannot be used.
+            RecipeError: a file cannot be read, or a row cannot be used.
         """
         tokenization = self.tokenization(source)
         head = list(islice(source.rows(streaming=True), ROWS_PER_BATCH))
@@ -249,12 +249,15 @@ class Preparation:
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_pieces(spans: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Spans of up to ``max_length``, each beginning with the token that the one before ends with; and their rows."""
+    """Split spans into pieces of up to ``max_length`` tokens; return the row of each piece, and the pieces.
+
+    Each piece begins with the last token of the piece before: a sample's first token is never a target.
+    """
     step = max(max_length - 1, 1)
     counts = np.maximum(-(-(spans[:, 1] - spans[:, 0] - 1) // step), 1)
     rows = np.repeat(np.arange(len(spans)), counts)

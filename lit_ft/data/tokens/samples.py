@@ -1,4 +1,4 @@
-"""The tokenized data: flat arrays on disk, and a view of some samples of several sources."""
+"""Tokenized data: flat arrays, in memory or memory-mapped from disk, and a view of samples of several sources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ from lit_ft.packed_batch import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class TokenArrays:
-    """Token ids and labels of one source, laid end to end; memory-mapped where they lie on disk."""
+    """Concatenated token ids and labels of one source; memory-mapped if they are on disk."""
 
     ids: np.ndarray
     """``(tokens,)``, any integer type."""
     labels: np.ndarray
     """``(tokens,)``, unshifted; ``IGNORE_INDEX`` where not supervised."""
     offsets: np.ndarray
-    """``(samples, 2)``, int64: where sample i begins and ends."""
+    """``(samples, 2)``, int64: begin and end of each sample."""
     rows: np.ndarray
-    """``(samples,)``, int64: the row of the source that a sample comes from, from 0."""
+    """``(samples,)``, int64: row number of each sample in its source, from 0."""
     supervised: np.ndarray
     """``(samples,)``, int64, targets per sample; a sample's first token is never one."""
 
@@ -42,7 +42,14 @@ ARRAYS = ("ids", "labels", "offsets", "rows", "supervised")
 
 
 def collect(ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray, rows: np.ndarray | None = None) -> TokenArrays:
-    """Samples that lie end to end."""
+    """Build ``TokenArrays`` from concatenated samples.
+
+    Args:
+        ids: token ids, ``(tokens,)``.
+        labels: labels, ``(tokens,)``, unshifted.
+        lengths: tokens per sample, ``(samples,)``.
+        rows: row number of each sample, ``(samples,)``; None numbers them from 0.
+    """
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     is_target = np.asarray(labels) != IGNORE_INDEX
     is_target[ends[:-1][lengths > 0]] = False
@@ -52,34 +59,34 @@ def collect(ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray, rows: np.n
 
 
 def write_arrays(folder: Path, arrays: TokenArrays) -> None:
-    """Save to a folder that ``read_arrays`` maps."""
+    """Save arrays to a folder, for ``read_arrays``."""
     for name in ARRAYS:
         np.save(folder / f"{name}.npy", getattr(arrays, name))
 
 
 def read_arrays(folder: Path) -> TokenArrays:
-    """Map what ``write_arrays`` saved; nothing is read before it is used."""
-    # As plain arrays over the mapping: each slice of a np.memmap costs more than laying out a sample.
+    """Memory-map arrays that ``write_arrays`` saved; data is read when it is used."""
+    # Views as plain arrays: a slice of a np.memmap costs more than packing a sample.
     return TokenArrays(**{name: np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in ARRAYS})
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Some samples of some sources, in the sources' order."""
+    """View of selected samples of one or several sources."""
 
     parts: Sequence[TokenArrays]
     names: tuple[str, ...]
-    """The sources' names, each the name of a loss curve."""
+    """Names of the sources' loss curves; empty where there is one source."""
     source: np.ndarray
-    """``(samples,)``: which part a sample is of."""
+    """``(samples,)``: source number of each sample, an index into ``parts``."""
     index: np.ndarray
-    """``(samples,)``: its place there."""
+    """``(samples,)``: index of each sample within its part."""
     lengths: np.ndarray = field(init=False)
     """``(samples,)``, tokens per sample."""
     supervised: np.ndarray = field(init=False)
     """``(samples,)``, targets per sample."""
     rows: np.ndarray = field(init=False)
-    """``(samples,)``: the row of its source that a sample comes from."""
+    """``(samples,)``: row number of each sample in its source."""
 
     def __post_init__(self) -> None:
         for name in ("lengths", "supervised", "rows"):
@@ -96,11 +103,11 @@ class Samples:
         return self.parts[self.source[index]][self.index[index]]
 
     def take(self, chosen: np.ndarray) -> "Samples":
-        """Those samples only; ``chosen`` is a mask or holds indices."""
+        """Select samples; ``chosen`` is a mask or an array of indices."""
         return Samples(self.parts, self.names, self.source[chosen], self.index[chosen])
 
     def ids(self, chosen: Sequence[int]) -> list[str]:
-        """``source:row`` of each, ``row`` alone where there is one source; its later pieces end in ``.1`` and so on."""
+        """Ids of samples: ``source:row``, or ``row`` where there is one source; later pieces of a row add ``.1`` etc."""
         ids = []
         for i in chosen:
             part = int(self.source[i])
@@ -111,11 +118,11 @@ class Samples:
         return ids
 
     def sources_of(self, chosen: Sequence[int]) -> list[str]:
-        """The name of each one's source, empty where there is one source."""
+        """Source name of each sample, empty where there is one source."""
         return [self.names[self.source[i]] if self.names else "" for i in chosen]
 
     def digests(self) -> np.ndarray:
-        """``(samples,)``, uint64: equal for samples of equal ids and labels."""
+        """Digest of each sample, ``(samples,)``, uint64; equal for samples of equal ids and labels."""
         return np.array([_digest(*self[i]) for i in range(len(self))], dtype=np.uint64)
 
 
@@ -127,7 +134,7 @@ def _digest(ids: np.ndarray, labels: np.ndarray) -> int:
 
 
 def join(parts: Sequence[TokenArrays], names: Sequence[str]) -> Samples:
-    """All samples of some sources."""
+    """Combine all samples of several sources."""
     source = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     index = np.concatenate([np.arange(len(part)) for part in parts] or [np.zeros(0, dtype=np.int64)])
     return Samples(parts, tuple(names), source, index)

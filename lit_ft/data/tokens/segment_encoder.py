@@ -1,4 +1,4 @@
-"""Pieces of text to token ids and labels."""
+"""Encoding of pieces of text to token ids and labels."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -12,23 +12,23 @@ from lit_ft.packed_batch import IGNORE_INDEX
 
 
 class TextEncoder:
-    """Pieces of text to ids.
+    """Encoder of pieces of text.
 
-    Most tokenizers encode a text piece by piece as they do at inference. Those of the SentencePiece
-    kind write a space before each piece; their texts are encoded whole, and offsets say whose a token is.
+    Most tokenizers encode each piece separately, as at inference. SentencePiece tokenizers add a space before each
+    piece; with them the full text is encoded, and character offsets assign each token to a piece.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Look at a tokenizer; its padding and truncation are switched off.
+        """Switch off the tokenizer's padding and truncation, and find its special tokens.
 
         Args:
-            tokenizer: a fast one.
+            tokenizer: fast tokenizer, changed in place.
         """
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocabulary = max(tokenizer.get_vocab().values()) + 1
-        """Token ids reach up to it; some may be unused."""
+        """Highest token id plus 1; some ids may be unused."""
         special = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = _any_of(token.content for token in special.values())
         self._ids = {
@@ -42,20 +42,20 @@ class TextEncoder:
         self.is_piecewise = bool(tokenizer.decode([*two[0], *two[1]]) == "one\ntwo")
 
     def has_special(self, text: str) -> bool:
-        """Whether some of the text would be read as a special token."""
+        """Whether part of the text would be encoded as a special token."""
         return self._special.search(text) is not None
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode(self, samples: Sequence[Sequence[Piece]]) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Ids and labels of all samples, end to end, and the tokens of each."""
+        """Encode samples; return their concatenated ids and labels, ``(tokens,)``, int32, and the tokens per sample."""
         ids, flags, lengths = (self._by_piece if self.is_piecewise else self._by_offset)(samples)
         flat = np.array(ids, dtype=np.int32)
         return flat, np.where(np.array(flags, dtype=bool), flat, np.int32(IGNORE_INDEX)), lengths
 
     def _by_piece(self, samples: Sequence[Sequence[Piece]]) -> tuple[list[int], np.ndarray, list[int]]:
-        # Special tokens stand alone in any text, and what stands between them is often the same: encode it once.
+        # Special tokens are never merged with other text, and the text between them often repeats: encode it once.
         parts = [[self._alone.split(text) for text, _ in sample] for sample in samples]
         known: dict[str, list[int]] = {"": []}
         known.update((token, [id_]) for token, id_ in self._ids.items())
@@ -79,15 +79,15 @@ class TextEncoder:
         ids = [encoding.ids for encoding in encodings]
         lengths = list(map(len, ids))
         flat = list(chain.from_iterable(ids))
-        # All texts end to end, each with one character more: a token of no character may be at the end.
+        # All texts concatenated, each with one extra character: a token without characters may be at the end.
         pieces = [piece for sample in samples for piece in (*sample, ("\0", False))]
         flags = np.array([flag for _, flag in pieces], dtype=bool)
         of_character = np.repeat(flags, np.array([len(text) for text, _ in pieces], dtype=np.int64))
         begins = np.cumsum([0, *(len(text) + 1 for text in texts)])[:-1]
         offsets = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
         starts, ends = np.fromiter(offsets, np.int64).reshape(-1, 2).T + np.repeat(begins, lengths)
-        # A word that takes in the space before an answer is of the answer. A special token that takes in the space
-        # behind it is where it starts: it ends an answer, or opens its turn.
+        # A token that includes the space before an answer belongs to the answer. A special token that includes the
+        # space after it belongs to the piece where it starts: it ends an answer, or opens its turn.
         at_end = of_character[np.maximum(ends - 1, starts)]
         if self._right_stripping:
             at_end &= ~np.isin(flat, self._right_stripping)

@@ -1,6 +1,6 @@
-"""Rows to token ids and labels, in batches through the fast tokenizer, in worker processes.
+"""Tokenization of rows in batches with the fast tokenizer, in this process or in worker processes.
 
-``Tokenization`` says everything that decides what a row's tokens are; the token cache takes its
+``Tokenization`` holds all settings that decide the tokens of a row; the token cache takes its
 fingerprint from it.
 """
 
@@ -53,15 +53,15 @@ NOTES = {
     "spelled out as text",
     "special tokens in text": "rows spell special tokens in their text, which are read as such",
 }
-"""What each note says, after a number; in braces, settings and names of the run."""
+"""Message of each note, printed after a count; names in braces are replaced by settings of the run."""
 
 
 @dataclass
 class Tokenization:
-    """Everything that decides what a row's tokens and labels are."""
+    """All settings that decide the tokens and labels of a row."""
 
     tokenizer: PreTrainedTokenizerBase
-    """Its ``chat_template`` is the one that is used."""
+    """Tokenizer, with the ``chat_template`` to use."""
     format: str
     """A key of ``FORMATS``."""
     columns: dict[str, str] | None = None
@@ -72,27 +72,27 @@ class Tokenization:
     template_options: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A compiled template cannot go to another process, which makes its own.
+        # A compiled template cannot be pickled; each process compiles its own.
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template; asked for by conversations alone."""
+        """Chat template; only conversations need it."""
         return ChatTemplate(self.tokenizer, self.template_options)
 
     @cached_property
     def encoder(self) -> "TextEncoder":
-        """The tokenizer, as it is used here."""
+        """Encoder of text pieces with the tokenizer."""
         return TextEncoder(self.tokenizer)
 
     @cached_property
     def opening(self) -> int | None:
-        """The token that the tokenizer opens raw text with, if it does."""
+        """Beginning-of-sequence id that the tokenizer puts before raw text; None if it adds none."""
         first = self.tokenizer("")["input_ids"][:1]
         return first[0] if first and first[0] == self.tokenizer.bos_token_id else None
 
     def describe(self, notes: Counter[str], rows: int) -> list[str]:
-        """The notes as lines."""
+        """Messages for the notes, one line each."""
         closing = self.tokenizer.eos_token
         words = {"max_length": self.max_length, "overlong": self.overlong, "closing": closing}
         words["template"] = f"the chat template of {self.tokenizer.name_or_path!r}"
@@ -100,10 +100,10 @@ class Tokenization:
         return [f"{notes[name]:,} of {rows:,} {NOTES[name].format(**words)}" for name in NOTES if notes[name]]
 
     def example(self, row: RawRow | BadRow) -> Example:
-        """What a row says.
+        """Convert a row to an example, with the system prompt of the settings where it has none.
 
         Raises:
-            BadRow: it does not follow its format.
+            BadRow: the row does not follow its format.
         """
         if isinstance(row, BadRow):
             raise row
@@ -141,7 +141,7 @@ class Tokenization:
     def _tokens(
         self, examples: dict[int, Any], bad: dict[int, str]
     ) -> tuple[np.ndarray, np.ndarray, list[int], list[int]]:
-        """The rows that are tokens already: ids and labels end to end, tokens and row of each."""
+        """Samples of rows that hold token ids: concatenated ids and labels, tokens per sample, and row of each."""
         last = self.encoder.vocabulary - 1
         for i, example in examples.items():
             values = [*example.ids, *(label for label in example.labels if label != IGNORE_INDEX)]
@@ -157,12 +157,12 @@ class Tokenization:
     def _pieces(
         self, examples: dict[int, Example], bad: dict[int, str], notes: Counter[str]
     ) -> tuple[list[list[Piece]], list[int]]:
-        """The text samples of a batch, and the row that each comes from."""
+        """Samples of a batch as pieces of text, and the row of each sample."""
         closing = self.tokenizer.eos_token or ""
         samples: list[list[Piece]] = []
         owners: list[int] = []
         for i, example in examples.items():
-            noted: list[str] = []  # of no account if the row is refused
+            noted: list[str] = []  # dropped if the row is refused
             try:
                 if isinstance(example, Chat):
                     own = chat_samples(example, self.template, self.supervise, closing, noted)
@@ -184,7 +184,7 @@ class Tokenization:
 
 
 def _openings(template: ChatTemplate) -> str:
-    """How a template opens the assistant's turn at inference, and in a conversation, where the two differ."""
+    """Text for a message where the template opens the assistant's turn differently at inference; empty if not."""
     wanted, written = template.generation_prompt, template.opening
     return f" ({wanted!r}, written is {written!r})" if wanted != written else ""
 
@@ -192,21 +192,21 @@ def _openings(template: ChatTemplate) -> str:
 def _open(
     ids: np.ndarray, labels: np.ndarray, lengths: list[int], is_text: np.ndarray, opening: int
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Put a token in front of each text; as a part of the text, some tokenizers would go on from it differently."""
+    """Insert the token ``opening`` before each raw text; as part of the text it could change the tokens after it."""
     tokens = np.array(lengths, dtype=np.int64)
     starts = (np.cumsum(tokens) - tokens)[is_text]
     return np.insert(ids, starts, opening), np.insert(labels, starts, IGNORE_INDEX), (tokens + is_text).tolist()
 
 
 def contents_of(example: Example) -> list[str]:
-    """What a row itself says, without what a template adds."""
+    """Texts of a row itself, without the text that a template adds."""
     if isinstance(example, Chat):
         return [message["content"] for message in example.messages]
     return [example.prompt, example.text] if isinstance(example, Text) else []
 
 
 def check_encodable(samples: list[list[Piece]]) -> None:
-    """Refuse text that UTF-8 cannot hold.
+    """Refuse text that UTF-8 cannot encode.
 
     Raises:
         BadRow: JSON escapes spell half of a surrogate pair.
@@ -223,9 +223,9 @@ def check_encodable(samples: list[list[Piece]]) -> None:
 # --- many rows -------------------------------------------------------------------------------------
 
 PlacedRow = tuple[int, str, RawRow | BadRow]
-"""Number of its source, file and line, and the row."""
+"""Source number, location (file and line) and row."""
 Part = tuple[int, np.ndarray, Encoded]
-"""Rows of a batch that share a source: its number, their positions in the batch, their samples."""
+"""Rows of a batch from one source: source number, positions in the batch, and samples."""
 
 _tokenizations: Sequence[Tokenization]
 
@@ -233,15 +233,15 @@ _tokenizations: Sequence[Tokenization]
 def _start_worker(tokenizations: Sequence[Tokenization]) -> None:
     global _tokenizations
     _tokenizations = tokenizations
-    gc.freeze()  # what the parent had is not searched for garbage again and again
-    # A terminal sends Ctrl-C to all processes; the parent ends these.
+    gc.freeze()  # objects of the parent need not be traversed in each collection
+    # A terminal sends Ctrl-C to all processes; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with_parent(parent: int) -> None:
-    # A worker holds both ends of the pipe that it waits at, so it would never learn that the parent was killed.
+    # A worker holds both ends of the pipe that it reads from, so it would never notice that the parent was killed.
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -252,7 +252,7 @@ def _encode_in_worker(batch: list[tuple[int, RawRow | BadRow]]) -> list[Part]:
 
 
 def encode_batch(batch: Sequence[tuple[int, RawRow | BadRow]], tokenizations: Sequence[Tokenization]) -> list[Part]:
-    """Tokenize rows, each with the number of its source, as the sources want it."""
+    """Tokenize pairs of a source number and a row, each with the tokenization of its source."""
     sources = np.array([source for source, _ in batch])
     return [
         (int(source), mine, tokenizations[int(source)].encode([batch[int(i)][1] for i in mine]))
@@ -267,24 +267,24 @@ def encode_batches(
     """Tokenize batches of rows, in order.
 
     Args:
-        batches: each with a tag that comes back with it.
-        tokenizations: how, for each source.
-        workers: processes; 0 does it in this one. The result does not depend on it.
-        ahead: batches that are tokenized before they are asked for, at least two per worker.
+        batches: pairs of a tag, which is returned with the result, and rows.
+        tokenizations: tokenization of each source.
+        workers: number of processes; 0 tokenizes in this process. The result does not depend on it.
+        ahead: number of batches that are tokenized in advance, at least two per worker.
 
     Returns:
-        For each batch its tag, the places of its rows, and their samples by source.
+        Tag of each batch, locations of its rows, and their samples by source.
     """
     if workers < 1:
         for tag, batch in batches:
             yield tag, [place for _, place, _ in batch], encode_batch([(s, row) for s, _, row in batch], tokenizations)
         return
-    # Not multiprocessing.Pool: that waits for ever where a worker was killed.
+    # Not multiprocessing.Pool: it waits forever if a worker was killed.
     with ProcessPoolExecutor(workers, multiprocessing.get_context(), _start_worker, (tokenizations,)) as pool:
         try:
             yield from _in_order(pool, batches, max(2 * workers, ahead))
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # else the batches that wait are tokenized first
+            pool.shutdown(wait=False, cancel_futures=True)  # otherwise waiting batches are tokenized first
             raise
 
 

@@ -1,4 +1,4 @@
-"""A batch of tokenized rows, cut to length."""
+"""Truncation of tokenized rows to ``max_length``."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Overlong = Literal["truncate", "truncate_left_prompt", "drop", "error"]
 
 @dataclass
 class Encoded:
-    """Samples of a batch of rows, laid end to end."""
+    """Concatenated samples of a batch of rows."""
 
     ids: np.ndarray
     """``(tokens,)``, int32."""
@@ -22,28 +22,28 @@ class Encoded:
     lengths: np.ndarray
     """``(samples,)``, tokens per sample."""
     rows: np.ndarray
-    """``(samples,)``: which row of the batch a sample comes from."""
+    """``(samples,)``: row of the batch that each sample comes from."""
     count: int
-    """Rows of the batch."""
+    """Number of rows of the batch."""
     bad: list[tuple[int, str]] = field(default_factory=list)
-    """Rows that cannot be used, and what is wrong."""
+    """Rows that cannot be used, each with the problem."""
     too_long: list[tuple[int, int]] = field(default_factory=list)
-    """Rows over the limit, and their tokens, where that is an error."""
+    """Rows over the limit, each with its number of tokens; filled where that is an error."""
     notes: Counter[str] = field(default_factory=Counter)
-    """What was done to rows, counted; the words are those of ``NOTES``."""
+    """Counts by the names of ``tokenization.NOTES``."""
 
 
 def fit_to_length(
     encoded: Encoded, max_length: int | None, overlong: Overlong, whole: set[int], bos: int | None
 ) -> Encoded:
-    """Apply ``max_length``, and leave out samples that teach nothing.
+    """Apply ``max_length``, and drop samples without supervised tokens.
 
     Args:
         encoded: samples of any length; changed in place and returned.
-        max_length: most tokens of a sample; None for no limit.
-        overlong: what happens to longer ones.
-        whole: rows of which every token is supervised; these go on in further samples where others are cut.
-        bos: id of the token that stays in front of a prompt that loses its beginning.
+        max_length: maximum number of tokens of a sample; None for no limit.
+        overlong: treatment of longer samples.
+        whole: rows with every token supervised; they continue in further samples where others are truncated.
+        bos: beginning-of-sequence id, which is kept where a prompt loses its beginning; None if there is none.
     """
     starts = np.concatenate([[0], np.cumsum(encoded.lengths)])
     is_long = encoded.lengths > max_length if max_length is not None else np.zeros(len(encoded.lengths), dtype=bool)
@@ -87,7 +87,7 @@ def _without_early_prompt(tokens: np.ndarray, encoded: Encoded, max_length: int,
     room = max_length - len(head)
     start = max(end - room, len(head))
     if start >= answer:
-        # The answer alone is too long: it keeps one token to be predicted from, and loses its end.
+        # The answer alone is too long: keep one token before it, which predicts its first token, and cut its end.
         encoded.notes["truncated"] += 1
         start = max(answer - 1, len(head))
     else:
