@@ -107,7 +107,7 @@ class Samples:
         return Samples(self.parts, self.names, self.source[chosen], self.index[chosen])
 
     def ids(self, chosen: Sequence[int]) -> list[str]:
-        """Ids of samples: ``source:row``, or ``row`` where there is one source; later pieces of a row add ``.1`` etc."""
+        """Ids of samples: ``source:row``, or ``row`` where there is one source; later pieces of a row add ``.1``."""
         ids = []
         for i in chosen:
             part = int(self.source[i])
