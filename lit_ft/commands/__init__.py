@@ -1,1 +1,1 @@
-"""One file per command; each has ``run(arguments)``."""
+"""Commands, one file each, with a function ``run(arguments)``."""

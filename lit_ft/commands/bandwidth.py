@@ -1,8 +1,8 @@
-"""``bandwidth``: how fast the ranks of a machine or a cluster exchange tensors, and what that means for a strategy.
+"""The ``bandwidth`` command: measure collectives between ranks, and estimate the communication time of strategies.
 
-Bandwidths are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): ``algbw`` is bytes by seconds;
-``busbw`` is what each rank's link carries, whatever the number n of ranks: ``algbw x 2(n-1)/n`` for all-reduce,
-``algbw x (n-1)/n`` for all-gather and reduce-scatter, with the bytes of the whole tensor.
+Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): ``algbw`` is bytes of the
+full tensor per second; ``busbw`` is the load on each rank's link, comparable for any number n of ranks:
+``algbw x 2(n-1)/n`` for all-reduce, ``algbw x (n-1)/n`` for all-gather and reduce-scatter.
 """
 
 import os
@@ -25,11 +25,11 @@ from lit_ft.errors import RecipeError
 from lit_ft.recipe.parser import RecipeParser
 
 WARM_UP = 3
-"""Exchanges before the measured ones: connections are made and buffers allocated in them."""
+"""Number of unmeasured exchanges at the beginning, which open connections and allocate buffers."""
 
 
 def run(arguments: list[str]) -> None:
-    """Parse and measure."""
+    """Parse the options and measure."""
     parser = RecipeParser(prog="python -m lit_ft bandwidth", description=(bandwidth.__doc__ or "").split("\n")[0])
     parser.add_function_arguments(bandwidth, as_group=False)
     bandwidth(**parser.parse_args(arguments[1:]).as_dict())
@@ -48,14 +48,14 @@ def bandwidth(
     """Measure all-reduce, all-gather and reduce-scatter between ranks.
 
     Args:
-        devices: ranks on each node; by default those that torchrun or SLURM has started, else one per GPU, or 2.
-        num_nodes: nodes, on each of which the command runs; by default those of torchrun or SLURM, else 1.
-        backend: of torch.distributed; by default nccl on CUDA, gloo on CPU.
-        sizes_mib: sizes of the whole tensor, in MiB of float32.
-        repeats: measured exchanges of each size; their median is shown.
-        parameters: of a model, e.g. 7e9: adds what a step of a strategy would spend on communication.
-        bytes_per_parameter: of gradients and weights as they travel, 2 for bfloat16.
-        timeout: how long a rank waits for the others.
+        devices: number of ranks per node; by default those that torchrun or SLURM has started, else one per GPU, or 2.
+        num_nodes: number of nodes; the command runs on each of them; by default that of torchrun or SLURM, else 1.
+        backend: backend of torch.distributed; by default nccl on CUDA, gloo on CPU.
+        sizes_mib: sizes of the full tensor, in MiB of float32.
+        repeats: number of measured exchanges per size; their median is printed.
+        parameters: number of parameters of a model, e.g. 7e9; adds the communication time of an optimizer step.
+        bytes_per_parameter: bytes per parameter that gradients and weights are sent with, 2 for bfloat16.
+        timeout: maximum time that a rank waits for the others.
     """
     found = _started()
     devices, num_nodes = devices or found[0], num_nodes or found[1]
@@ -84,7 +84,7 @@ def bandwidth(
 
 
 def _started() -> tuple[int, int]:
-    """Ranks per node and nodes, as far as the environment says."""
+    """Default number of ranks per node and of nodes, from torchrun, SLURM or the GPUs of this machine."""
     if TorchElasticEnvironment.detect():
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         return local, int(os.environ["WORLD_SIZE"]) // local
@@ -93,7 +93,7 @@ def _started() -> tuple[int, int]:
     return torch.cuda.device_count() or 2, 1
 
 
-# torch 2.13 has these names for what all_gather_into_tensor and reduce_scatter_tensor were.
+# torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor to these.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -102,28 +102,28 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor, Tensor], Any], int]] = {
     "all-gather": (lambda whole, share: _all_gather(whole, share), 1),
     "reduce-scatter": (lambda whole, share: _reduce_scatter(share, whole), 1),
 }
-"""What is measured, and how often each element crosses n - 1 of n links."""
+"""Measured collectives, each with its factor c of ``busbw = algbw x c(n-1)/n``."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One collective at one size."""
+    """Measurement of one collective at one size."""
 
     seconds: float
     algbw: float
-    """Bytes of the whole tensor a second."""
+    """Bytes of the full tensor per second."""
     busbw: float
-    """Bytes a second that leave each rank."""
+    """Bytes per second that each rank sends."""
 
 
 def measure(name: str, size: int, device: torch.device, repeats: int) -> Measured:
-    """The median time of a collective over the ranks of the process group, each time that of the slowest.
+    """Measure a collective over the process group: the median time of the slowest rank.
 
     Args:
-        name: of ``COLLECTIVES``.
-        size: bytes of the whole tensor; rounded down to what the ranks can share.
-        device: where the tensor is.
-        repeats: measured exchanges.
+        name: key of ``COLLECTIVES``.
+        size: bytes of the full tensor; rounded down to a multiple of 4 bytes times the number of ranks.
+        device: device of the tensor.
+        repeats: number of measured exchanges.
     """
     exchange, crossings = COLLECTIVES[name]
     ranks = dist.get_world_size()
@@ -150,11 +150,11 @@ def _finish(device: torch.device) -> None:
 
 
 def describe_steps(measured: dict[str, Measured], parameters: float, bytes_per_parameter: float) -> str:
-    """Seconds of communication in an optimizer step, if nothing overlaps, at measured bandwidths.
+    """Estimate the seconds of communication per optimizer step from measured bandwidths, without overlap.
 
-    Rajbhandari et al. 2020 (arXiv:1910.02054, section 7): data parallelism and ZeRO-1 and 2 exchange twice the model,
+    Rajbhandari et al. 2020 (arXiv:1910.02054, section 7): data parallelism, ZeRO-1 and ZeRO-2 exchange twice the model,
     by an all-reduce or its two halves; ZeRO-3 and FSDP gather the weights for the forward and the backward pass and
-    scatter the gradients, three times the model.
+    reduce-scatter the gradients, three times the model.
     """
     size = parameters * bytes_per_parameter
     twice = size / measured["all-reduce"].algbw

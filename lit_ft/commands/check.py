@@ -1,4 +1,4 @@
-"""``check``: what a recipe would train on, and what is wrong with it, without training."""
+"""The ``check`` command: report the training data of a recipe and its problems, without training."""
 
 import argparse
 import logging
@@ -28,11 +28,11 @@ from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
 
 STREAMED_ROWS = 10_000
-"""Rows per source that are looked at where the recipe streams."""
+"""Number of rows per source that are inspected where the recipe streams."""
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, inspect, print; exit code 1 where something would train wrong."""
+    """Parse the options, inspect the data and print the report; exit code 1 if there are problems."""
     show_progress_on_terminals_only()
     parser = argparse.ArgumentParser(
         prog="python -m lit_ft check",
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> None:
 
 @contextmanager
 def _in_the_report_alone() -> Iterator[None]:
-    """What fit says about the data as it loads it is in the report."""
+    """Silence the messages of ``fit`` about the data: the report has them."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -70,14 +70,14 @@ def _in_the_report_alone() -> Iterator[None]:
 
 
 class CheckCLI(TrainingCLI):
-    """``fit`` up to the point where the data is loaded; then it looks at it instead."""
+    """``fit`` up to the loading of the data, which it then inspects instead of training."""
 
     def __init__(self, arguments: list[str], samples: int) -> None:
-        """Parse and look.
+        """Parse the options and inspect the data.
 
         Args:
-            arguments: as ``fit`` takes them.
-            samples: how many are shown.
+            arguments: command line of ``fit``.
+            samples: number of samples to show.
         """
         self.samples = samples
         self.report = Report()
@@ -87,14 +87,14 @@ class CheckCLI(TrainingCLI):
         """Choose no run folder."""
 
     def make_run_folder(self) -> None:
-        """Make none."""
+        """Create no run folder."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """A trainer that does nothing; the recipe's may want devices that are not here."""
+        """Build a trainer without output on the CPU; the recipe's may need devices that this machine lacks."""
         return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
     def before_fit(self) -> None:
-        """Load as ``fit`` does, but go on past bad rows, to count them all."""
+        """Load the data like ``fit``, but skip bad rows, to count them all."""
         if not isinstance(self.datamodule, TextDataModule):
             raise RecipeError(
                 f"check looks at lit_ft.TextDataModule; the recipe's data is {type(self.datamodule).__name__}"
@@ -118,7 +118,7 @@ class CheckCLI(TrainingCLI):
                 self.report.problems.append(f"{prepared.notes['dropped']:,} rows are too long (data.overlong=error)")
 
     def fit(self, **_: Any) -> None:
-        """Look at the data."""
+        """Inspect the data and fill the report."""
         data, report = self.datamodule, self.report
         assert isinstance(data, TextDataModule)
         tokenizer = data.preparation.tokenizer
@@ -144,10 +144,10 @@ class CheckCLI(TrainingCLI):
 
 
 def leak_probe(module: CausalLM) -> float:
-    """Largest change of a sample's token losses when the sample before it in the row is another one, or a longer one.
+    """Largest change of a sample's token losses when the sample before it in the packed batch changes or gets longer.
 
-    Taken on the recipe's architecture and attention with two layers, a small vocabulary and random weights. Where
-    rotary frequencies change beyond a length, it is lowered to that of the probe, and the longer sample is above it.
+    Measured on the recipe's architecture and attention with two layers, a small vocabulary and random weights. Where
+    rotary frequencies change above a length, that length is lowered to the probe's, and the longer sample exceeds it.
     """
     config = load_config(module.pretrained)
     text = config.get_text_config()
@@ -162,7 +162,7 @@ def leak_probe(module: CausalLM) -> float:
         config.save_pretrained(folder)
         small = CausalLM(folder, init="random", dtype="float32", attn_implementation=module.attn_implementation)
         small.configure_model()
-    small.eval()  # dropout and a router's noise are no leak
+    small.eval()  # without dropout and router noise, which would look like a leak
     ids = np.arange(1, _PROBE_TOKENS + 1) * 7 % 64
     with torch.no_grad():
         one, *others = (
@@ -176,7 +176,7 @@ _PROBE_TOKENS = 24
 
 
 def _lower_length_limit(config: Any, tokens: int) -> None:
-    """Let rotary frequencies that change beyond a length do so beyond one of so many tokens."""
+    """Set the length above which rotary frequencies change to ``tokens``."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     for kind in kinds:
@@ -238,12 +238,12 @@ def show(report: Report, console: Console) -> None:
 
 
 def escape(text: str) -> str:
-    """Text from data for a page: shown, never obeyed by a browser."""
+    """Escape text from data for HTML, including control characters."""
     return escape_html(printable(text))
 
 
 def to_html(report: Report) -> str:
-    """A report as a page that needs nothing else."""
+    """Write a report as an HTML page without external files."""
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in _cells(report))
     most = max((count for _, count in report.histogram), default=1)
     bars = "".join(

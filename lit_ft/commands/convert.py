@@ -1,4 +1,4 @@
-"""``convert data``: any data that lit_ft reads, tokenized, as Megatron's .bin/.idx or as Parquet."""
+"""The ``convert data`` command: write tokenized data as Megatron's .bin/.idx or as Parquet."""
 
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from lit_ft.training.console import show_progress_on_terminals_only
 
 
 def run(arguments: list[str]) -> None:
-    """Parse and convert."""
+    """Parse the options and convert."""
     show_progress_on_terminals_only()
     if arguments[1:2] not in (["data"], ["--help"], ["-h"]):
         what = f"convert {arguments[1]!r}" if arguments[1:] else "convert"
@@ -41,14 +41,14 @@ def convert_data(
     """Tokenize data and write it for Megatron-LM, or as a table.
 
     Args:
-        path: file, folder, glob, saved data set or hub id, as data.path of a recipe.
+        path: file, folder, glob, saved data set or hub id, like data.path of a recipe.
         tokenizer: folder or hub id of a model or tokenizer.
         out: path of OUT.bin and OUT.idx, or of OUT.parquet, without the suffix.
-        to: indexed is Megatron's, which holds token ids alone; parquet has input_ids and labels.
-        format: of the rows; auto goes by the columns of the first.
-        system: system prompt for conversations that bring none of their own.
-        chat_template: in place of the tokenizer's own: Jinja text, a file of it, or a built-in one.
-        supervise: which tokens are labeled: assistant, last or all.
+        to: output format: indexed (Megatron's, token ids only) or parquet (input_ids and labels).
+        format: format of the rows; auto chooses by the columns of the first row.
+        system: system prompt for conversations that have none.
+        chat_template: replacement for the tokenizer's chat template: Jinja text, a file of it, or a built-in name.
+        supervise: supervised tokens: assistant, last or all.
     """
     data = TextDataModule(
         path, format=format, system=system, chat_template=chat_template, supervise=supervise, max_length=None

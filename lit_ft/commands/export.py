@@ -1,4 +1,4 @@
-"""``export``: a run, or adapters in folders, as a Hugging Face folder."""
+"""The ``export`` command: write a run, or adapters from folders, as a Hugging Face folder."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def run(arguments: list[str]) -> None:
-    """Parse and export; options may be spelt with dashes or underscores."""
+    """Parse the options and export; option names may have dashes or underscores."""
     show_progress_on_terminals_only()
     parser = RecipeParser(prog="python -m lit_ft export", description=(export.__doc__ or "").split("\n")[0])
     parser.add_function_arguments(export, as_group=False, skip={"merge", "adapter"})
@@ -55,20 +55,20 @@ def export(
     density: float | None = None,
     checkpoint: str = "last",
 ) -> None:
-    """Write an adapter, or a merged model that was compared with what was trained, as a Hugging Face folder.
+    """Write an adapter, or a merged model that is verified against the trained one, as a Hugging Face folder.
 
     Args:
-        run: the run's folder; with adapter, it gives the base alone.
-        adapter: adapters' folders (or runs'), each PATH or PATH=WEIGHT.
-        base: the adapters' base, a folder or hub id; by default the run's, or the one that the first adapter names.
-        out: where to write; RUN/adapter or RUN/merged by default.
-        merge: merge the adapter into the base model; full fine-tuning needs it too.
-        dtype: of the merged weights; the base's by default.
-        quantized_base: to merge into a base in 4 or 8 bits, dequantize it, or keep it quantized and round the merged
-            weights again; what it costs is measured and printed.
-        combination: how several adapters become one; cat is their weighted sum exactly.
-        density: share of the weights that ties, dare and magnitude_prune keep.
-        checkpoint: a .ckpt file of the run; last is its newest.
+        run: folder of the run; together with adapter, only its base model is used.
+        adapter: folders of adapters or runs, each PATH or PATH=WEIGHT.
+        base: base model of the adapters, a folder or hub id; by default that of the run or of the first adapter.
+        out: output folder; RUN/adapter or RUN/merged by default.
+        merge: merge the adapter into the base model; also needed to export a full fine-tuning.
+        dtype: dtype of the merged weights; by default that of the base model.
+        quantized_base: merge into a base in 4 or 8 bits: dequantize it, or keep it quantized and quantize the merged
+            weights again; the error is measured and printed.
+        combination: method that combines several adapters; cat is their exact weighted sum.
+        density: fraction of the weights that ties, dare and magnitude_prune keep.
+        checkpoint: .ckpt file of the run, or last for the newest.
     """
     for option, value in (("dtype", dtype), ("quantized_base", quantized_base)):
         if value is not None and not merge:
@@ -105,7 +105,7 @@ def export(
 
 @dataclass(frozen=True)
 class _Exported:
-    """What is written."""
+    """Model, tokenizer and texts to write."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -145,7 +145,7 @@ def _of_run(folder: RunFolder, checkpoint: str) -> _Exported:
 
 @dataclass(frozen=True)
 class _Base:
-    """A base model that is still to be loaded."""
+    """Arguments that load a base model."""
 
     pretrained: str
     tokenizer: str
@@ -169,7 +169,7 @@ def _of_adapters(
         skeleton = loading.skeleton(base.pretrained)
         _make_room(skeleton, tokenizer)
         adapter.check(skeleton, now)
-    torch.manual_seed(process.seed())  # random weights, new rows, and what dare leaves out
+    torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare
     model = loading.load_base(base.pretrained, base.init, base.dtype, "sdpa", base.quantization)
     _make_room(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)

@@ -1,4 +1,4 @@
-"""``plan``: what each rank of a recipe would hold and send, without processes and without weights."""
+"""The ``plan`` command: estimate memory and communication of each rank of a recipe, without processes or weights."""
 
 import argparse
 import copy
@@ -28,7 +28,7 @@ from lit_ft.training.causal_lm import CausalLM
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, lay out, print."""
+    """Parse the options and print the plan."""
     parser = argparse.ArgumentParser(
         prog="python -m lit_ft plan",
         description="Say what each rank of a recipe would hold and send, without starting any process or reading "
@@ -43,16 +43,16 @@ def run(arguments: list[str]) -> None:
 
 
 class PlanCLI(TrainingCLI):
-    """``fit`` up to the point where processes would start; then it looks at the ranks one by one."""
+    """``fit`` up to the start of processes; it then builds the layout of one rank after the other."""
 
     def __init__(self, arguments: list[str], devices: int | None, num_nodes: int | None, picture: Path | None) -> None:
-        """Parse and print.
+        """Parse the options and print the plan.
 
         Args:
-            arguments: as ``fit`` takes them.
-            devices: of each node; None takes the recipe's.
-            num_nodes: None takes the recipe's.
-            picture: where the schedule is drawn; None draws none.
+            arguments: command line of ``fit``.
+            devices: number of ranks per node; None takes the recipe's.
+            num_nodes: number of nodes; None takes the recipe's.
+            picture: file for a drawing of the pipeline schedule; None draws none.
         """
         self.devices, self.num_nodes, self.picture = devices, num_nodes, picture
         super().__init__(arguments)
@@ -61,10 +61,10 @@ class PlanCLI(TrainingCLI):
         """Choose no run folder."""
 
     def make_run_folder(self) -> None:
-        """Make none."""
+        """Create no run folder."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """A trainer with the recipe's strategy, on devices that need not be here."""
+        """Build a trainer with the recipe's strategy; the devices of the recipe need not exist on this machine."""
         given = self.options_init("trainer")
         devices = str(self.devices or given.devices)
         if not devices.isdecimal() or devices == "0":
@@ -82,7 +82,7 @@ class PlanCLI(TrainingCLI):
         )
 
     def before_fit(self) -> None:
-        """Refuse what ``fit`` would refuse of the layout."""
+        """Check the layout with the checks of ``fit``."""
         if not isinstance(self.model, CausalLM):
             raise RecipeError(
                 f"plan builds lit_ft.CausalLM without weights; the recipe's model is {type(self.model).__name__}"
@@ -93,7 +93,7 @@ class PlanCLI(TrainingCLI):
             check(self.trainer, self.model, self.datamodule)
 
     def fit(self, **_: Any) -> None:
-        """Print what each rank would hold."""
+        """Print memory and communication of each rank."""
         strategy: Any = self.trainer.strategy
         if isinstance(strategy, ModelParallelStrategy):
             self._plan_model_parallel(strategy)
@@ -113,7 +113,7 @@ class PlanCLI(TrainingCLI):
         world, size = self.trainer.world_size, self.trainer.world_size // strategy.sizes().pipeline
         shares: list[Share] = []
         memory: list[Memory] = []
-        for first in range(0, world, size):  # has the largest pieces where they are not all the same
+        for first in range(0, world, size):  # the first rank of a stage has the largest shards where sizes differ
             with pretended_rank(first, world):
                 split = self._split(strategy)
                 shares.append(rank_share(split, self.model, split._base, step_of(self.trainer)))
@@ -123,7 +123,7 @@ class PlanCLI(TrainingCLI):
         _print_memory([(ranks, of_stage) for (ranks, _), of_stage in zip(stages, memory, strict=True)])
 
     def _split(self, strategy: Any) -> Any:
-        """A copy of the strategy that has split the model, without weights, as this rank would."""
+        """Copy of the strategy that has sharded the model for this rank, without weights."""
         split, module = copy.copy(strategy), self.model
         module.model = module.check()
         if module.gradient_checkpointing:
@@ -166,8 +166,8 @@ class PlanCLI(TrainingCLI):
 
 @contextmanager
 def pretended_rank(rank: int, world: int) -> Iterator[None]:
-    """Within it, this process is a rank of a group whose other ranks are not there; collectives do nothing."""
-    # Lightning says that it has joined them.
+    """Context in which this process is a rank of a group whose other ranks do not exist; collectives do nothing."""
+    # Lightning would log that it has joined a process group.
     logger = logging.getLogger("lightning.fabric.utilities.distributed")
     level = logger.level
     logger.setLevel(logging.WARNING)

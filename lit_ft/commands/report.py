@@ -1,4 +1,4 @@
-"""``report``: what a run's folder holds, on one HTML page."""
+"""The ``report`` command: write one HTML page about a run folder."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -10,8 +10,8 @@ from lit_ft.errors import RecipeError
 
 
 def run(arguments: list[str]) -> None:
-    """Parse and write."""
-    # Not by RecipeParser: it knows models, which take seconds to import.
+    """Parse the options and write the page."""
+    # Not with RecipeParser: it imports models, which takes seconds.
     parser = ArgumentParser(prog="python -m lit_ft report", description=(report.__doc__ or "").split("\n")[0])
     parser.add_argument("run", metavar="RUN", help="folder of the run")
     parser.add_argument("--out", metavar="FILE", help="the page; RUN/report.html by default")
@@ -19,11 +19,11 @@ def run(arguments: list[str]) -> None:
 
 
 def report(run: str, out: str | None = None) -> None:
-    """Write one HTML page about a run, stopped or still going: curves, answers, worst rows, configuration, versions.
+    """Write one HTML page about a finished or running run: curves, answers, worst rows, configuration, versions.
 
     Args:
         run: folder of the run.
-        out: the page; RUN/report.html by default.
+        out: file of the page; RUN/report.html by default.
 
     Raises:
         RecipeError: there is no run, or the page cannot be written.

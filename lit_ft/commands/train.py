@@ -1,4 +1,4 @@
-"""``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with lit_ft's defaults."""
+"""The commands ``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with lit_ft's defaults."""
 
 import json
 import os
@@ -61,13 +61,13 @@ from lit_ft.training.optimizers.configure import configure_optimizers, try_out
 from lit_ft.tuning.compatibility import check_mergeable
 
 BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)
-"""What classes of a recipe raise of their arguments."""
+"""Exceptions that classes of a recipe raise for bad arguments."""
 HASHED_BASE_BYTES = 16 * 2**30
-"""Of a base whose sums are compared before it is loaded: some seconds, four files at a time."""
+"""Largest base model, in bytes, whose SHA-256 sums are compared before loading: some seconds, four files at a time."""
 RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
-"""Tells the processes that Lightning starts which folder the first one chose."""
+"""Environment variable that passes the chosen run folder to the processes that Lightning starts."""
 CHECKPOINT_VARIABLE = "LIT_FT_CKPT_PATH"
-"""Tells them which checkpoint it chose; empty where there is none."""
+"""Environment variable that passes them the chosen checkpoint; empty if there is none."""
 
 
 def run(arguments: list[str]) -> None:
@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> None:
         TrainingCLI(arguments)
     finally:
         release_runs()
-        # They are for this run's processes alone; another run may follow in this one.
+        # Only for the processes of this run; this process may start another run.
         for variable in (RUN_DIR_VARIABLE, CHECKPOINT_VARIABLE):
             os.environ.pop(variable, None)
 
@@ -103,7 +103,7 @@ class SaveRecipe(SaveConfigCallback):
     """Write the resolved recipe to ``config.yaml`` in the run folder."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write it; what it resumed from is left out, so that the file starts or resumes as asked."""
+        """Write the recipe without its resume options, so that the file can start a run or resume one."""
         if stage != "fit":
             return
         config = self.config.clone()
@@ -114,15 +114,15 @@ class SaveRecipe(SaveConfigCallback):
 
 
 class TrainingCLI(LightningCLI):
-    """LightningCLI in which ``model`` and ``data`` may be anyone's classes and default to lit_ft's."""
+    """LightningCLI whose ``model`` and ``data`` may be any classes and default to lit_ft's."""
 
     _is_named_by_time = False  # check and plan choose no run folder
 
     def __init__(self, arguments: ArgsType) -> None:
-        """Parse and run.
+        """Parse the recipe and run the command.
 
         Args:
-            arguments: the command line, subcommand first.
+            arguments: command line, subcommand first.
         """
         set_parsing_settings(subclasses_enabled=[QuantizationConfigMixin])
         super().__init__(
@@ -149,7 +149,7 @@ class TrainingCLI(LightningCLI):
         parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
         for name, made in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
             action: Any = parser.add_argument(f"--{name}", type=Optional[made], default=None, help=_HELP[name])
-            # As LightningCLI has it for models; jsonargparse 4.53 asks for the types of a class on top of another's.
+            # As LightningCLI does for models; jsonargparse 4.53 else requires type hints on all arguments of a class.
             action.sub_add_kwargs["fail_untyped"] = False
         for part, default in DEFAULT_CLASSES.items():
             parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})
@@ -157,21 +157,21 @@ class TrainingCLI(LightningCLI):
             parser.link_arguments(name, f"model.init_args.{name}")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse; the base class warns when arguments come from Python."""
+        """Parse and check the recipe; the base class would warn about arguments that are passed from Python."""
         check_files([str(argument) for argument in args or []])
         self.config = parser.parse_args(args)
         check_values(self.config[self.config.subcommand])
 
     @property
     def options(self) -> Namespace:
-        """The options of the chosen subcommand."""
+        """Options of the chosen subcommand."""
         return self.config[self.subcommand]
 
     def _parse_ckpt_path(self) -> None:
-        """Leave checkpoints alone: the recipe says what the model is, not what a checkpoint may carry."""
+        """Read no hyperparameters from a checkpoint: the recipe alone defines the model."""
 
     def before_instantiate_classes(self) -> None:
-        """Settle on the run folder and the checkpoint."""
+        """Choose the run folder and the checkpoint."""
         options = self.options
         self._check_resume()
         resume = options.ckpt_path == "last"
@@ -203,7 +203,7 @@ class TrainingCLI(LightningCLI):
             check_on_rank_zero(Path(options.ckpt_path))
 
     def _newest_checkpoint(self) -> str | None:
-        """The newest good checkpoint of the run folder, the same on all ranks; None where ``resume`` finds none."""
+        """Newest good checkpoint of the run folder, the same on all ranks; None where ``resume`` finds none."""
         if "LOCAL_RANK" in os.environ and CHECKPOINT_VARIABLE in os.environ:
             return os.environ[CHECKPOINT_VARIABLE] or None
         timeout = self._timeout() or default_pg_timeout
@@ -239,16 +239,16 @@ class TrainingCLI(LightningCLI):
         return unfinished or new_run(recipe, create=self.subcommand in ("fit", "predict"))
 
     def _timeout(self) -> timedelta | None:
-        """For how long a rank waits for others, where the recipe's strategy says it."""
+        """Timeout of the recipe's strategy for waits between ranks; None where it sets none."""
         strategy = self.options.trainer.strategy
         timeout = strategy.get("init_args", Namespace()).get("timeout") if isinstance(strategy, Namespace) else None
         return timeout if isinstance(timeout, timedelta) else None
 
     def instantiate_classes(self) -> None:
-        """Build module, data and trainer; someone else's module gets the recipe's optimizer as well.
+        """Build module, data and trainer; a module other than ``CausalLM`` gets the recipe's optimizer too.
 
         Raises:
-            RecipeError: a class of the recipe refuses what it is given.
+            RecipeError: a class of the recipe refuses its arguments.
         """
         try:
             self._build()
@@ -257,7 +257,7 @@ class TrainingCLI(LightningCLI):
                 check_unpickling(self.options.weights_only, self.trainer.strategy)
         except BaseException:
             if self._is_named_by_time:
-                with suppress(OSError):  # it is empty, or not there
+                with suppress(OSError):  # not empty, or it does not exist
                     self.run_folder.root.rmdir()
             raise
         self.make_run_folder()
@@ -272,18 +272,18 @@ class TrainingCLI(LightningCLI):
             raise unwrap_class_error(error) from error
 
     def make_run_folder(self) -> None:
-        """Make it on rank 0, which alone writes; no other process may train there."""
+        """Create the run folder on rank 0, the only rank that writes to it, and lock it for this run."""
         if self.trainer.is_global_zero and self.subcommand == "fit":
             self.run_folder.claim(resuming=self.options.ckpt_path is not None)
         elif self.trainer.is_global_zero and self.subcommand == "predict":
             self.run_folder.create()
 
     def options_init(self, name: str) -> Any:
-        """An instantiated option of the chosen subcommand."""
+        """Instantiated option of the chosen subcommand."""
         return self.config_init[self.subcommand][name]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the trainer, with everything it writes under the run folder."""
+        """Build the trainer so that all its output is in the run folder."""
         folder, given = self.run_folder, self.options_init("trainer")
         callbacks: list[Any] = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
         callbacks = [callback for callback in callbacks if callback is not None]
@@ -307,7 +307,7 @@ class TrainingCLI(LightningCLI):
             ]
             kwargs["logger"] = loggers if self.subcommand == "fit" else False
         if given.enable_progress_bar is None and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-            # In a file or a pipe a bar is noise; ConsoleSummary writes a line now and then instead.
+            # No progress bar in a file or pipe; ConsoleSummary writes a line at intervals instead.
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
             if sys.stdout.isatty():
                 theme = RichProgressBarTheme(metrics_format=".4g")  # three decimals would show a learning rate as 0.000
@@ -315,19 +315,19 @@ class TrainingCLI(LightningCLI):
         kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
         try:
             return super().instantiate_trainer(**kwargs)
-        except (ValueError, TypeError, MisconfigurationException) as error:  # which Trainer raises of its arguments
+        except (ValueError, TypeError, MisconfigurationException) as error:  # raised by Trainer for bad arguments
             raise RecipeError(f"trainer: {shortened(str(error), 400)}") from error
 
     def _resumed_step(self) -> tuple[int, bool]:
-        """Optimizer steps of the checkpoint that the run resumes from, and whether the last one was logged before."""
+        """Optimizer steps of the checkpoint that the run resumes from, and whether the last one was logged."""
         if self.subcommand != "fit" or self.options.ckpt_path is None:
             return 0, True
         return resumed_step(Path(self.options.ckpt_path))
 
     def _with_defaults(self, given: list[Callback]) -> list[Callback]:
-        """The recipe's callbacks between lit_ft's own; one that the recipe names takes the place of the default."""
+        """Callbacks of the recipe between lit_ft's defaults; one of the recipe replaces the default of its class."""
         folder = self.run_folder
-        # First, so that a signal after the last step stops at once and the run's lines frame all others.
+        # First, so that a signal after the last step stops at once, and the run's own lines are the first and the last.
         first = [
             RankFailureWatchdog(),
             GracefulStop(folder.checkpoints / "last.ckpt"),
@@ -345,19 +345,19 @@ class TrainingCLI(LightningCLI):
     # --- before the long work ----------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        """Find what is wrong with model and data before weights are loaded."""
+        """Check model and data before weights are loaded."""
         self._check("fit")
 
     def before_validate(self) -> None:
-        """Find what is wrong before weights are loaded."""
+        """Check model and data before weights are loaded."""
         self._check("validate")
 
     def before_test(self) -> None:
-        """Find what is wrong before weights are loaded."""
+        """Check model and data before weights are loaded."""
         self._check("test")
 
     def before_predict(self) -> None:
-        """Find what is wrong before weights are loaded."""
+        """Check model and data before weights are loaded."""
         self._check("predict")
 
     def _check(self, stage: str) -> None:
@@ -396,16 +396,16 @@ class TrainingCLI(LightningCLI):
 
     @staticmethod
     def _check_base(model: CausalLM) -> None:
-        """Compare a base that ``export`` or ``merge`` has written with its manifest.
+        """Compare a base model that ``export`` or ``merge`` has written with its manifest.
 
-        Sizes are compared on all ranks; SHA-256 sums on rank 0, of folders up to ``HASHED_BASE_BYTES``. What follows
-        reads the same bytes, from the system's memory by then.
+        Sizes are compared on all ranks; SHA-256 sums on rank 0, of folders up to ``HASHED_BASE_BYTES``. Loading then
+        reads the same bytes from the file cache of the operating system.
         """
         if model.init == "pretrained":
             check_unchanged(Path(model.pretrained).expanduser(), HASHED_BASE_BYTES if is_rank_zero() else 0)
 
     def _try_optimizer(self, skeleton: nn.Module) -> None:
-        """Build optimizer and schedule for a few numbers: they may refuse their arguments, before weights load."""
+        """Build optimizer and schedule for a few small parameters, so that bad arguments fail before weights load."""
         optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
         if optimizer is None or self.subcommand != "fit":
             return
@@ -416,7 +416,7 @@ class TrainingCLI(LightningCLI):
                 lr_scheduler(built)
 
     def predict(self, **kwargs: Any) -> None:
-        """Answer the prompts and write ``predictions.jsonl`` into the run folder."""
+        """Generate answers to the prompts and write them to ``predictions.jsonl`` in the run folder."""
         batches: Any = self.trainer.predict(**kwargs)
         rank = "" if self.trainer.world_size == 1 else f".{self.trainer.global_rank}"
         path = self.trainer.strategy.broadcast(self.run_folder.root) / f"predictions{rank}.jsonl"

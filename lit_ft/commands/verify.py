@@ -1,4 +1,4 @@
-"""``verify``: whether checkpoints and exported folders are what was written."""
+"""The ``verify`` command: check checkpoints and exported folders against their SHA-256 sums."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from lit_ft.recipe.parser import RecipeParser
 
 
 def run(arguments: list[str]) -> None:
-    """Compare sizes and SHA-256 sums, and exit with 1 where something is damaged."""
+    """Compare files with their recorded sizes and SHA-256 sums; exit with 1 if any is damaged."""
     parser = RecipeParser(prog="python -m lit_ft verify", description=(run.__doc__ or ""))
     parser.add_argument("path", nargs="+", help="a checkpoint, a run's folder, or an exported adapter's or model's")
     findings = [finding for path in parser.parse_args(arguments[1:]).path for finding in verify(Path(path))]
@@ -22,5 +22,5 @@ def run(arguments: list[str]) -> None:
 
 
 def describe(finding: Finding) -> str:
-    """A line about a checkpoint or a folder."""
+    """Line of output about a checkpoint or a folder."""
     return f"{finding.state:<12} {finding.path}" + (f": {finding.detail}" if finding.detail else "")
