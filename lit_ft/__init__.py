@@ -1,7 +1,6 @@
 """Fine-tune Hugging Face causal language models with Lightning.
 
-Names are handed on lazily (PEP 562): ``import lit_ft`` costs nothing, so ``python -m lit_ft --help``
-answers without importing torch.
+Public names are imported lazily (PEP 562), so that ``python -m lit_ft --help`` answers without importing torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""``python -m lit_ft``."""
+"""Entry point of ``python -m lit_ft``."""
 
 from lit_ft.cli import main
 

@@ -1,4 +1,4 @@
-"""Micro-batches per optimizer step, with Lightning's ``GradientAccumulationScheduler`` where there is one."""
+"""Gradient accumulation: micro-batches per optimizer step, also with Lightning's ``GradientAccumulationScheduler``."""
 
 import math
 from typing import Any
@@ -7,14 +7,14 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 
 def accumulation(trainer: Any, epoch: int | None = None) -> int:
-    """Micro-batches of an optimizer step.
+    """Number of micro-batches per optimizer step in an epoch.
 
-    The scheduler sets the trainer's attribute when an epoch starts: after the first row of a stream was drawn, and
-    not at all in an epoch that a resumed run goes on with.
+    The trainer's attribute alone is not reliable: the scheduler sets it when an epoch starts, which is after the first
+    row of a stream was drawn, and not at all in an epoch that a resumed run continues.
 
     Args:
-        trainer: whose callbacks are looked at.
-        epoch: counted from 0; None is the one that runs, or else the next.
+        trainer: Lightning trainer, with its callbacks.
+        epoch: epoch, counted from 0; None is the running epoch, or the next one.
     """
     if (scheduler := _scheduler(trainer)) is None:
         return int(trainer.accumulate_grad_batches)
@@ -23,7 +23,7 @@ def accumulation(trainer: Any, epoch: int | None = None) -> int:
 
 
 def optimizer_steps(trainer: Any) -> int | float:
-    """Optimizer steps of the run, infinity or below 0 where it has no end; opens the training data."""
+    """Number of optimizer steps of the run, infinity or below 0 where it has no end; opens the training data."""
     steps = trainer.estimated_stepping_batches
     scheduler, batches = _scheduler(trainer), trainer.num_training_batches
     if scheduler is None or trainer.max_epochs in (None, -1) or math.isinf(batches):

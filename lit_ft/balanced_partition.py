@@ -1,4 +1,4 @@
-"""Costs in a row, cut into parts of about the same cost: layers into stages, samples into micro-batches."""
+"""Balanced partition of a sequence into contiguous parts: layers into pipeline stages, samples into micro-batches."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 def cut_evenly(costs: Sequence[float], parts: int) -> list[range]:
-    """Neighbors together, the dearest part as cheap as possible, no part empty.
+    """Partition items into contiguous, non-empty parts so that the largest cost of a part is minimal.
 
     Args:
-        costs: of each item, at least 0.
-        parts: at most as many as items.
+        costs: cost of each item, at least 0.
+        parts: number of parts, at most the number of items.
 
     Raises:
         ValueError: there are fewer items than parts.
@@ -18,7 +18,7 @@ def cut_evenly(costs: Sequence[float], parts: int) -> list[range]:
     if len(costs) < parts:
         raise ValueError(f"{len(costs)} items cannot make {parts} parts; ask for at most as many")
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
-    # The dearest part is the sum of some neighbors, so halving ends at it; 60 halvings reach float64's precision.
+    # Bisection over the largest cost of a part; 60 steps reach float64's precision.
     low, high = max(float(max(costs)), sums[-1] / parts), float(sums[-1])
     for _ in range(60):
         middle = (low + high) / 2
@@ -28,7 +28,7 @@ def cut_evenly(costs: Sequence[float], parts: int) -> list[range]:
 
 
 def _ends(sums: np.ndarray, parts: int, limit: float) -> list[int]:
-    """Where parts end that are filled up to a limit, each leaving an item for every part after it."""
+    """End indices of parts that are filled up to a cost limit; each leaves one item for every later part."""
     items, ends = len(sums) - 1, [0]
     for part in range(parts):
         fits = int(np.searchsorted(sums, sums[ends[-1]] + limit * (1 + 1e-12), side="right")) - 1

@@ -1,4 +1,4 @@
-"""YAML from anyone: read after a look at its size, since a few lines of anchors can stand for billions of values."""
+"""Loading of untrusted YAML within size limits: a few lines with anchors can expand to billions of values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,28 +8,28 @@ import yaml
 from lit_ft.errors import RecipeError
 
 MOST_VALUES = 100_000
-"""Values of a document, where each reference counts as what it refers to."""
+"""Maximum number of values of a document, with all references expanded."""
 DEEPEST = 100
-"""Lists and mappings within each other; libyaml's composer is recursive and crashes the process far deeper."""
+"""Maximum nesting of lists and mappings; libyaml's composer is recursive and crashes the process far beyond it."""
 LONG_TEXT = 1_000
-"""Characters from which a string is looked at as well: jsonargparse parses strings again where an option is none."""
+"""Length in characters above which a string is checked as YAML too: jsonargparse parses strings again."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load_yaml(text: str) -> Any:
-    """Plain values of a YAML document.
+    """Load a YAML document as plain values.
 
     Raises:
-        RecipeError: it is too large or too deep.
-        yaml.YAMLError: it is no YAML.
+        RecipeError: it is too large or nested too deeply.
+        yaml.YAMLError: it is not valid YAML.
     """
     check_size(text)
     return yaml.load(text, Loader=_LOADER)
 
 
 def bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A loader of YAML that looks at the size first."""
+    """Wrap a YAML loader so that it checks the size first."""
 
     def load_bounded(text: str) -> Any:
         check_size(text)
@@ -39,14 +39,14 @@ def bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def check_size(text: str, strings_within: int = 3) -> None:
-    """Refuse YAML that stands for too many values, or refers to itself; nothing is built for that.
+    """Refuse YAML that expands to too many values, or that refers to itself, without building its values.
 
     Args:
-        text: the document.
-        strings_within: levels of long strings within strings that are looked at too.
+        text: YAML document.
+        strings_within: levels of long strings within strings that are checked too.
 
     Raises:
-        RecipeError: it says which limit is passed.
+        RecipeError: a limit is exceeded; the message names it.
     """
     sizes: dict[str, int] = {}  # by anchor
     open_values: list[tuple[str | None, int]] = [(None, 0)]  # anchor and size, outermost first
@@ -68,17 +68,17 @@ def check_size(text: str, strings_within: int = 3) -> None:
                         "refers to itself; write it without anchors (&) and references (*)"
                     )
     except yaml.YAMLError:
-        return  # who loads it says where it is broken; what comes before that is within the limits
+        return  # loading it reports the syntax error; the part before it is within the limits
 
 
 def _ended(
     event: yaml.Event, open_values: list[tuple[str | None, int]], sizes: dict[str, int], strings_within: int
 ) -> tuple[str | None, int] | None:
-    """Anchor and size of the value that an event completes; None where it completes none."""
+    """Anchor and size, in values, of the value that an event completes; None where it completes none."""
     if isinstance(event, yaml.CollectionEndEvent):
         return open_values.pop()
     if isinstance(event, yaml.AliasEvent):
-        return None, sizes.get(event.anchor or "", MOST_VALUES + 1)  # unknown: the value that it is part of, or none
+        return None, sizes.get(event.anchor or "", MOST_VALUES + 1)  # unknown: refers to an enclosing value, or to none
     if isinstance(event, yaml.ScalarEvent):
         if len(event.value) > LONG_TEXT and strings_within:
             check_size(event.value, strings_within - 1)

@@ -1,7 +1,7 @@
-"""The front door: lists the commands without importing any, and turns errors into one line and an exit code.
+"""The command line: list the commands without importing them, and turn errors into one line and an exit code.
 
-Exit codes: 0 done; 1 failed during the run; 2 something in the recipe, the data or the folders is wrong
-(said before the long work starts); 130 stopped by Ctrl-C; 143 by SIGTERM.
+Exit codes: 0 done; 1 failed during the run; 2 an error in the recipe, the data or the folders
+(reported before training starts); 130 stopped by Ctrl-C; 143 by SIGTERM.
 """
 
 import errno
@@ -48,7 +48,7 @@ commands:
 
 
 def help_text() -> str:
-    """What ``--help`` prints."""
+    """Text that ``--help`` prints."""
     return HELP.format(commands="\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items()))
 
 
@@ -82,9 +82,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM raise SystemExit, so that workers, locks and unfinished files are cleared away.
+    """Raise SystemExit on Ctrl-C and SIGTERM, so that workers, locks and unfinished files are cleaned up.
 
-    Not KeyboardInterrupt: Lightning makes exit code 1 of it. During training, GracefulStop takes the signals over.
+    Not KeyboardInterrupt: Lightning turns it into exit code 1. During training, GracefulStop handles the signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -98,13 +98,13 @@ def _exit_on_signals() -> Iterator[None]:
 
 
 def _exit(number: int, _: FrameType | None) -> NoReturn:
-    # Not print: the main thread may be within one.
+    # Not print: the signal may arrive during a print of the main thread.
     os.write(2, f"lit_ft: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}\n".encode())
     sys.exit(128 + number)
 
 
 def _escape_log_lines() -> None:
-    """Log lines and warnings quote data, answers and names of files: none of them may steer the terminal."""
+    """Escape control characters in log lines and warnings, which may quote data, answers and file names."""
     if logging.getLogRecordFactory() is _EscapedRecord:
         return
     form = warnings.formatwarning
@@ -117,7 +117,7 @@ def _escape_log_lines() -> None:
 
 
 class _EscapedRecord(logging.LogRecord):
-    """A line of the log with control characters escaped."""
+    """Log record with control characters escaped."""
 
     def getMessage(self) -> str:
         return _printable(super().getMessage())
@@ -125,18 +125,18 @@ class _EscapedRecord(logging.LogRecord):
 
 def _printable(text: str) -> str:
     from lit_callbacks.output.printable import (
-        printable,  # not at the top: it takes torch with it, which --help does not
+        printable,  # not at the top: it imports torch, which --help does not need
     )
 
     return printable(text)
 
 
 def _quieten() -> None:
-    """Leave out what libraries say about themselves; nothing about the run is among it."""
+    """Suppress messages of libraries that say nothing about the run."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # A store whose host has gone warns with a stack of C++ frames at each look.
+    # A store whose host has ended logs a stack of C++ frames at each access.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # The last two speak as soon as torchao is imported, which PEFT does wherever it is installed.
+    # The last two log as soon as torchao is imported, which PEFT does wherever it is installed.
     for name in ("bitsandbytes", "huggingface_hub", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
@@ -157,14 +157,14 @@ _BANNERS = (
     "Restor",
 )
 _CHATTER = (
-    ".*is_gradient_checkpointing.*",  # a deprecated property that torch's own attribute look-ups touch
-    ".*loftq_config.*",  # PEFT warns of its own default when a config is built from all its fields
+    ".*is_gradient_checkpointing.*",  # a deprecated property that torch's own attribute look-ups read
+    ".*loftq_config.*",  # PEFT warns about its own default when a config is built from all its fields
     ".*LeafSpec.*",
-    ".*does not have many workers.*",  # rows are in memory: workers would only add start-up time
+    ".*does not have many workers.*",  # samples are in memory: workers would only add start-up time
     ".*smaller than the logging interval.*",
     ".*Total length of `tuple` across ranks is zero.*",  # there is no validation data, and none was asked for
     ".*sync_dist=True.*",  # metrics are summed over ranks before they are logged
-    ".*Checkpoint directory .* exists and is not empty.*",  # the resolved recipe lies beside the checkpoints
+    ".*Checkpoint directory .* exists and is not empty.*",  # the resolved recipe is stored beside the checkpoints
     ".*torch.distributed.*_tensor` is deprecated.*",  # DeepSpeed calls them by names that torch 2.13 has renamed
 )
 
@@ -193,21 +193,21 @@ def _report(error: Exception) -> NoReturn:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         what = f"{error.filename!r}" if error.filename else "a file"
         _fail(f"{rank}error: {what} could not be written: {error.strerror}; make room, or write elsewhere", 2)
-    if isinstance(error, RecipeError | MisconfigurationException):  # the second is Lightning's word for the same
+    if isinstance(error, RecipeError | MisconfigurationException):  # the second is Lightning's class for the same
         _fail(f"{rank}error: {_in_one_line(error)}", 2)
     if (blamed := explain_distributed_error(error)) is not None:
         _fail(f"{rank}{blamed}", 1)
     message = f"{rank}failed: {type(error).__name__}: {_in_one_line(error) or 'no message'}"
-    # A run in several processes is not soon repeated.
+    # With several ranks, print the traceback at once: such a run is expensive to repeat.
     _fail(f"{message}\n{traceback.format_exc()}" if rank else f"{message} (--debug shows where)", 1)
 
 
 def _in_one_line(error: Exception) -> str:
-    """An error's message, with control characters escaped; what other libraries say in several lines is joined."""
+    """Message of an error on one line, with control characters escaped."""
     return _printable(" ".join(line.strip() for line in str(error).splitlines() if line.strip()))
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    # In one write: several ranks may speak at once.
+    # In one write: several ranks may print at the same time.
     print(f"lit_ft: {message}\n", end="", file=sys.stderr, flush=True)
     sys.exit(code)

@@ -1,11 +1,11 @@
-"""The errors for what a user can mend."""
+"""Errors that a user can fix."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class RecipeError(ValueError):
-    """Something in the recipe, the data or the folders is wrong.
+    """Error in the recipe, the data or the folders.
 
     The message is one line: the value, the rule, and the fix. The command line prints it without a
     traceback and exits with code 2.
@@ -13,7 +13,7 @@ class RecipeError(ValueError):
 
 
 class BadRow(ValueError):
-    """One row of the data cannot be used; what reads it knows the place and says it."""
+    """Error in one row of the data; the caller adds its location (file and line)."""
 
 
 LIBRARY_ERRORS: tuple[type[Exception], ...] = (
@@ -25,24 +25,24 @@ LIBRARY_ERRORS: tuple[type[Exception], ...] = (
     LookupError,
     MemoryError,
     OSError,
-    RuntimeError,  # with it NotImplementedError and RecursionError
+    RuntimeError,  # includes NotImplementedError and RecursionError
     TypeError,
-    ValueError,  # with it JSON's and Unicode's
+    ValueError,  # includes the errors of JSON and Unicode
 )
-"""What other libraries raise of files and arguments that they were not written for; few of them say which."""
+"""Exceptions that other libraries raise for files and arguments that they do not expect; few document which."""
 
 
 @contextmanager
 def explained(what: str, fix: str, also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Say in one line what another library has refused. Only its own call belongs inside, nothing of lit_ft's.
+    """Turn an exception of another library into a one-line ``RecipeError``; enclose only that library's call.
 
     Args:
-        what: that was read or built: the key of the recipe, or the file.
-        fix: what to do about it.
-        also: exceptions of the library's own.
+        what: object that is read or built: the key of the recipe, or the file.
+        fix: advice for the user.
+        also: further exception classes of the library.
 
     Raises:
-        RecipeError: in place of what was raised.
+        RecipeError: in place of the library's exception.
     """
     try:
         yield

@@ -1,6 +1,6 @@
-"""Module names from before the code was arranged in folders, and short ones that recipes use: each is its new module.
+"""Aliases of modules: former module names, and short ones that recipes use, each mapped to the current module.
 
-Recipes and run folders name classes by these paths, and checkpoints hold some.
+Recipes, run folders and checkpoints contain class paths with these names.
 """
 
 import sys
@@ -29,7 +29,7 @@ NEW_NAMES = {
 
 
 class _NewModule(Loader):
-    """Loads a module under its new name, and hands out that same module under the old one."""
+    """Loader that returns the module of the new name for the old name."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(NEW_NAMES[spec.name])
@@ -37,7 +37,7 @@ class _NewModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it was run under its new name; the import system has given it another spec."""
+        """Restore the module's own spec, which the import system has replaced; do not execute the module again."""
         module.__spec__ = self.own_spec
 
 

@@ -1,35 +1,35 @@
-"""What this process knows of the run: its seed, and its place among the data-parallel replicas."""
+"""Seed of the run, and data-parallel size and rank of this process."""
 
 import os
 from typing import Any, NamedTuple
 
 
 def seed() -> int:
-    """The recipe's ``seed_everything``; 0 where nothing was seeded."""
+    """Seed of the run, ``seed_everything`` of the recipe; 0 where nothing was seeded."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def is_seeded() -> bool:
-    """Whether the recipe asks for reproducible draws."""
+    """Whether the recipe sets a seed."""
     return "PL_GLOBAL_SEED" in os.environ
 
 
 class DataParallel(NamedTuple):
-    """The ranks that train on different data."""
+    """Data-parallel size and rank of a process."""
 
     size: int
     """Number of data-parallel replicas."""
     rank: int
-    """The replica that this process belongs to, from 0."""
+    """Index of the replica that the process belongs to, from 0."""
 
 
 def data_parallel(trainer: Any) -> DataParallel:
     """Data-parallel size and rank of this process; 1 and 0 without a trainer."""
-    # A parallel strategy says there which share of the data is whose, whatever else it splits.
+    # Every parallel strategy sets it to the split of the data, also where it splits the model.
     place = getattr(getattr(trainer, "strategy", None), "distributed_sampler_kwargs", None)
     return DataParallel(place["num_replicas"], place["rank"]) if place else DataParallel(1, 0)
 
 
 def model_parallel_size(trainer: Any) -> int:
-    """Number of ranks that compute the same share of the data, each with a part of the model."""
+    """Number of ranks that share the model of one data-parallel replica."""
     return trainer.world_size // data_parallel(trainer).size

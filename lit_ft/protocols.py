@@ -1,44 +1,44 @@
-"""What a resumed fit asks of its data module; each protocol is a data module's own choice."""
+"""Optional protocols of data modules, which a resumed fit uses."""
 
 from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
 class RewindsPlaces(Protocol):
-    """Data whose place in an epoch can be set back to an earlier micro-batch."""
+    """Data module whose saved position can be set back to an earlier micro-batch of the epoch."""
 
     def rewind(self, state: dict[str, Any], micro_batch: int, ready: int) -> None:
-        """Set a saved place back within its epoch.
+        """Set a saved position back within its epoch.
 
         Args:
-            state: of a training loader, changed in place.
-            micro_batch: of the epoch, with which the run goes on; counted from 0.
-            ready: micro-batches of the epoch that were begun when it was saved.
+            state: saved state of the data module, changed in place.
+            micro_batch: micro-batch of the epoch that trains next, counted from 0.
+            ready: number of micro-batches of the epoch that the trainer had begun at the time of saving.
         """
 
 
 @runtime_checkable
 class ChecksOrder(Protocol):
-    """Data that knows whether a saved place is one in the same order of the same samples."""
+    """Data module that detects whether its samples or their order differ from those of a saved position."""
 
     def check_order(self, state: dict[str, Any]) -> bool:
-        """Whether the data has changed, and the run goes on all the same.
+        """Whether the data has changed and the user allows it.
 
         Raises:
-            RecipeError: it has changed, and nobody has allowed it.
+            RecipeError: it has changed, and the user has not allowed it.
         """
 
     def begin_again(self, state: dict[str, Any]) -> None:
-        """Set a saved place to the beginning of its epoch, in place."""
+        """Set a saved position to the beginning of its epoch; ``state`` is changed in place."""
 
 
 @runtime_checkable
 class RecountsMicroBatches(Protocol):
-    """Data that goes on within an epoch under other ranks or micro-batches."""
+    """Data module that can continue within an epoch with other ranks or another micro-batch size."""
 
     def rescale_progress(self, checkpoint: dict[str, Any]) -> None:
-        """Count the micro-batches of an interrupted epoch as this run deals them.
+        """Convert the progress within an interrupted epoch to this run's ranks and micro-batch size.
 
         Args:
-            checkpoint: Lightning's, changed in place.
+            checkpoint: Lightning's checkpoint, changed in place.
         """

@@ -1,4 +1,4 @@
-"""Adapters that lie in folders: picked, checked against a base, weighted and merged into one."""
+"""Adapters in folders: selection, comparison with a base model, and combination by weights into one adapter."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,22 +29,22 @@ Combination = Literal[
     "magnitude_prune",
     "magnitude_prune_svd",
 ]
-"""PEFT's ways to make one adapter of several; ``cat`` alone is their weighted sum exactly."""
+"""PEFT's methods to combine several adapters into one; only ``cat`` is their exact weighted sum."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in a folder, and its weight among others."""
+    """Adapter in a folder, with its weight in a combination."""
 
     folder: Path
     weight: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> "Adapter":
-        """Read ``PATH`` or ``PATH=WEIGHT``; a run's folder stands for the adapter in it.
+        """Parse ``PATH`` or ``PATH=WEIGHT``; the path of a run folder means its adapter.
 
         Raises:
-            RecipeError: there is no adapter.
+            RecipeError: the path has no adapter.
         """
         path, _, number = text.rpartition("=")
         try:
@@ -63,7 +63,7 @@ class Adapter:
 
     @property
     def config(self) -> PeftConfig:
-        """Its PEFT config.
+        """PEFT config of the adapter.
 
         Raises:
             RecipeError: the file is damaged.
@@ -73,19 +73,19 @@ class Adapter:
 
     @property
     def recorded_base(self) -> str | None:
-        """The base that it was trained on, as its files have it."""
+        """Base model that the adapter was trained on, as its files record it."""
         base = read_fingerprint(self.folder)
         return base["pretrained"] if base else self.config.base_model_name_or_path
 
     def check(self, skeleton: PreTrainedModel, base: Fingerprint) -> None:
-        """Refuse an adapter that is damaged, or of another base.
+        """Refuse an adapter that is damaged, or that belongs to another base model.
 
         Args:
-            skeleton: the base without weights; PEFT's layers are added to it.
-            base: the base at hand.
+            skeleton: base model without weights; PEFT's layers are added to it.
+            base: fingerprint of the base model.
 
         Raises:
-            RecipeError: a file, the recorded base, a name or a shape differs.
+            RecipeError: a file, the recorded base, a parameter name or a shape differs.
         """
         name = f"the adapter {str(self.folder)!r}"
         check_unchanged(self.folder)
@@ -99,7 +99,7 @@ class Adapter:
     def _check_shapes(self, skeleton: PreTrainedModel, name: str) -> None:
         config: Any = self.config
         if isinstance(getattr(config, "init_lora_weights", None), str):
-            config.init_lora_weights = True  # inits look at weights, of which a skeleton has none
+            config.init_lora_weights = True  # other inits read weights, which a skeleton does not have
         with explained(f"{name} does not fit {type(skeleton).__name__}", "name its base, or put back its files"):
             model = get_peft_model(skeleton, config)
         file = self.folder / "adapter_model.safetensors"
@@ -114,15 +114,15 @@ class Adapter:
 
 
 def check_unchanged(folder: Path, most_bytes: int | None = None) -> None:
-    """Compare an exported folder with its manifest; one without a manifest passes, as other programs write none.
+    """Compare an exported folder with its manifest; a folder without one passes, as other programs write none.
 
     Args:
-        folder: of an adapter or a model.
-        most_bytes: the SHA-256 sums of a larger folder's files are not compared, only their sizes, and a line says so;
-            None compares all.
+        folder: folder of an adapter or a model.
+        most_bytes: size in bytes above which only file sizes are compared, not SHA-256 sums, and a message says so;
+            None compares the sums of any folder.
 
     Raises:
-        RecipeError: files are missing or have changed; texts (``*.md``) may.
+        RecipeError: files are missing or have changed; texts (``*.md``) may change.
     """
     try:
         size = sum(entry.size for entry in read_manifest(folder)["files"].values())
@@ -147,16 +147,16 @@ def check_unchanged(folder: Path, most_bytes: int | None = None) -> None:
 def load_adapters(
     base: PreTrainedModel, adapters: list[Adapter], combination: Combination = "cat", density: float | None = None
 ) -> PeftModel:
-    """Put adapters on a base, as one.
+    """Load adapters onto a base model, combined into one.
 
     Args:
-        base: the model.
-        adapters: a single one of weight 1 stays as it is.
-        combination: how several become one.
-        density: share of an adapter's weights that ties, dare and magnitude_prune keep.
+        base: base model with weights.
+        adapters: adapters with their weights; a single one of weight 1 is loaded unchanged.
+        combination: method that combines several adapters.
+        density: fraction of an adapter's weights that ties, dare and magnitude_prune keep.
 
     Raises:
-        RecipeError: they cannot be combined.
+        RecipeError: the adapters cannot be combined.
     """
     if len(adapters) == 1 and adapters[0].weight == 1:
         return PeftModel.from_pretrained(base, str(adapters[0].folder))
@@ -171,7 +171,7 @@ def load_adapters(
     model = PeftModel.from_pretrained(base, str(adapters[0].folder), adapter_name=names[0])
     for name, adapter in zip(names[1:], adapters[1:], strict=True):
         model.load_adapter(str(adapter.folder), adapter_name=name)
-    # PEFT gives the sum lora_alpha = r for a scaling of 1, which rsLoRA would make sqrt(r); the adapters have theirs.
+    # PEFT sets lora_alpha = r for the sum, a scaling of 1, which rsLoRA would turn into sqrt(r).
     cast(LoraConfig, model.peft_config[names[0]]).use_rslora = False
     weights = [adapter.weight for adapter in adapters]
     try:
@@ -189,7 +189,11 @@ def load_adapters(
 
 
 def _check_name(recorded: str | None, base: str, name: str) -> None:
-    """An adapter without a fingerprint has its base's name: a folder's last part may be a hub id's."""
+    """Compare the last parts of base names, for adapters without a fingerprint (a folder may have a hub id's name).
+
+    Raises:
+        RecipeError: the names differ.
+    """
     if recorded and Path(recorded).name != Path(base).name:
         raise RecipeError(
             f"{name} was trained on {recorded!r}, and the base is {base!r}; name the base that it was trained on"

@@ -1,4 +1,4 @@
-"""What lies beside the weights in an exported folder: the model card, and where generation stops."""
+"""Text files of an exported folder: the model card, and ``generation_config.json`` with the stop tokens."""
 
 import copy
 import csv
@@ -23,7 +23,7 @@ from lit_ft.training.causal_lm import CausalLM
 
 
 def texts_of(run: RunFolder) -> Texts:
-    """What ``AdapterMerger`` writes beside the weights at the end of a run."""
+    """Function that gives ``AdapterMerger`` the text files to write beside the weights at the end of a run."""
 
     def texts(kind: Kind, trainer: Trainer, module: LightningModule) -> Mapping[str, str]:
         if not isinstance(module, CausalLM):
@@ -38,14 +38,14 @@ def texts_of(run: RunFolder) -> Texts:
 def run_texts(
     kind: Kind, run: RunFolder, module: CausalLM, logged: Mapping[str, float], samples: Mapping[str, int]
 ) -> dict[str, str]:
-    """Text files for a folder that holds what a run trained, by name.
+    """Text files for the exported folder of a run, by file name.
 
     Args:
-        kind: of the folder.
-        run: its recipe and its metrics.
-        module: what was trained.
-        logged: metrics, where the run has no metrics.csv.
-        samples: training samples of each source.
+        kind: kind of the folder, adapter or merged.
+        run: folder of the run, with its recipe and metrics.
+        module: trained module.
+        logged: metrics to use where the run has no metrics.csv.
+        samples: number of training samples by source.
     """
     recipe = load_yaml(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
     base, added = module.base_fingerprint, [*module.added_tokens, *module.added_special_tokens]
@@ -68,13 +68,13 @@ def run_texts(
 
 
 def generation_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """A ``generation_config.json`` that stops at the end of a turn, where the model's own does not.
+    """Text of a ``generation_config.json`` with the end-of-turn token; empty if the model's own config stops at it.
 
-    Inference engines stop at the ids of this file alone: without the template's they would answer on and on.
+    Inference engines stop only at the ids in this file: without the template's token an answer would not end.
     """
     try:
         end = ChatTemplate(tokenizer).end_of_turn if tokenizer.chat_template else ""
-    except RecipeError:  # a template that renders no plain answers says nothing of where they end
+    except RecipeError:  # a template that cannot render a plain answer has no end-of-turn token
         end = ""
     given = model.generation_config.eos_token_id
     stops = [given] if isinstance(given, int) else list(given or [])
@@ -89,7 +89,7 @@ def generation_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def samples_of(data: TextDataModule) -> dict[str, int]:
-    """Training samples of each source."""
+    """Number of training samples by source; empty for streamed data."""
     if "train" not in data.splits:
         return {}
     samples, sources = data.splits["train"], data.sources["train"]
@@ -98,12 +98,12 @@ def samples_of(data: TextDataModule) -> dict[str, int]:
 
 
 def describe_step(run: RunFolder, checkpoint: Path, max_steps: int) -> list[str]:
-    """Which step of a run a checkpoint holds, and whether the run went further; as lines.
+    """Messages about the optimizer step of a checkpoint, and about newer checkpoints and later logged steps of its run.
 
     Args:
-        run: the run.
-        checkpoint: one of its checkpoints.
-        max_steps: optimizer steps of its recipe; -1 where epochs or time end it.
+        run: folder of the run.
+        checkpoint: checkpoint of the run.
+        max_steps: optimizer steps of the recipe; -1 where epochs or time end the run.
     """
     position = position_of(checkpoint)
     if position is None:
@@ -124,7 +124,7 @@ def describe_step(run: RunFolder, checkpoint: Path, max_steps: int) -> list[str]
 
 
 def _steps_logged(path: Path) -> int:
-    """Optimizer steps with a training loss; the first is logged as 0."""
+    """Number of optimizer steps up to the last logged training loss; the first step is logged as 0."""
     if not path.is_file():
         return 0
     with path.open(newline="") as file:
@@ -132,7 +132,7 @@ def _steps_logged(path: Path) -> int:
 
 
 def _last_of(path: Path) -> dict[str, float]:
-    """The last value of each column."""
+    """Last value of each column of a CSV file; empty without the file."""
     if not path.is_file():
         return {}
     with path.open(newline="") as file:

@@ -1,4 +1,4 @@
-"""The model card of an exported folder: what it is, what it was trained on, how, and what came of it."""
+"""Model card of an exported folder: base model, training data, results, recipe and versions."""
 
 import platform
 import re
@@ -15,36 +15,36 @@ _OF_THE_TRAINER = (
     *("accelerator", "devices", "num_nodes", "strategy", "precision", "max_epochs", "max_steps"),
     *("limit_train_batches", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
 )
-"""What decides the weights; a logger, say, may hold the key to somebody's server."""
+"""Trainer options that decide the weights; others are left out, as a logger may hold an access key, for example."""
 _SECRET = re.compile(r"(^|_)(token|secret|password|api_?key|access_?key|credentials?)$")
 _PACKAGES = ("torch", "lightning", "transformers", "peft", "bitsandbytes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What a card says."""
+    """Content of a model card."""
 
     kind: Literal["adapter", "merged"]
     title: str
     base: str
-    """Hub id or folder."""
+    """Hub id or folder of the base model."""
     commit: str | None = None
-    """Of the base on the hub."""
+    """Commit of the base model on the hub."""
     method: str = "all weights"
-    """What was trained: a PEFT method, or all weights."""
+    """PEFT method, or "all weights" for full fine-tuning."""
     notes: Sequence[str] = ()
     """Lines on how the folder was made."""
     adds_tokens: bool = False
-    """Whether the embeddings must grow before an adapter is loaded."""
+    """Whether the embeddings must be enlarged before an adapter is loaded."""
     samples: Mapping[str, int] = field(default_factory=dict)
-    """Training samples of each source, where they are known."""
+    """Number of training samples by source, where known."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the run's end."""
+    """Metrics at the end of the run."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved recipe."""
+    """Resolved recipe."""
 
     def __str__(self) -> str:
-        """The card, with the front matter that the hub reads."""
+        """Text of the card, with the front matter that the hub reads."""
         parts = [self._front_matter(), f"# {self.title}", self._opening(), *self._sections()]
         return "\n\n".join(parts) + "\n"
 
@@ -94,7 +94,7 @@ class Card:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, lit_ft and the packages that compute."""
+    """Versions of Python, lit_ft and the packages that training uses."""
     found = {"python": platform.python_version()}
     for name, package in (("lit_ft", "lit-ft"), *((name, name) for name in _PACKAGES)):
         try:
@@ -105,7 +105,7 @@ def versions() -> dict[str, str]:
 
 
 def _publishable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections that decide the weights, without what is not set and without secrets."""
+    """Sections of the recipe that decide the weights, without unset values and secrets."""
     kept = {name: recipe[name] for name in _SECTIONS if recipe.get(name) is not None}
     if isinstance(kept.get("trainer"), Mapping):
         kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key in _OF_THE_TRAINER}

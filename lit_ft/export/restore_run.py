@@ -1,4 +1,4 @@
-"""A run's module again, from its recipe and a checkpoint."""
+"""Reconstruction of a run's module from its recipe and a checkpoint."""
 
 import os
 from pathlib import Path
@@ -17,14 +17,14 @@ from lit_ft.training.causal_lm import CausalLM
 
 
 def rebuild(config: dict[str, Any], checkpoint: Path) -> CausalLM:
-    """A run's module with the weights of one of its checkpoints.
+    """Build a run's module and load the weights of a checkpoint.
 
     Args:
-        config: the run's ``config.yaml``.
-        checkpoint: a .ckpt file.
+        config: content of the run's ``config.yaml``.
+        checkpoint: .ckpt file.
 
     Raises:
-        RecipeError: the module is another class, the checkpoint does not fit it, or the base has changed since.
+        RecipeError: the module is not a ``CausalLM``, the checkpoint does not fit it, or the base model has changed.
     """
     module = module_of(config)
     state = AnyCheckpointIO().load_checkpoint(checkpoint, map_location="cpu", weights_only=True)
@@ -37,13 +37,13 @@ def rebuild(config: dict[str, Any], checkpoint: Path) -> CausalLM:
 
 
 def module_of(config: dict[str, Any]) -> CausalLM:
-    """A run's module, without weights.
+    """Build a run's module, without weights.
 
     Args:
-        config: the run's ``config.yaml``.
+        config: content of the run's ``config.yaml``.
 
     Raises:
-        RecipeError: the module is another class.
+        RecipeError: the module is not a ``CausalLM``.
     """
     if config["seed_everything"] is not False:
         os.environ["PL_GLOBAL_SEED"] = str(config["seed_everything"])  # random base weights are drawn again

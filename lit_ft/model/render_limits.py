@@ -1,6 +1,6 @@
-"""Limits on what a chat template takes: it comes with a model, and its loops and strings may have no end.
+"""Limits on the time and memory of a chat template, which comes with a model and may contain endless loops.
 
-The sandbox that transformers renders in keeps a template from files and code, not from time and memory.
+The sandbox of transformers protects files and code from a template, but does not limit its time and memory.
 """
 
 import resource
@@ -20,36 +20,36 @@ from transformers import PreTrainedTokenizerBase
 from lit_ft.errors import RecipeError
 
 SECONDS = 5.0
-"""CPU time of one rendering; a conversation of a million characters takes well below one."""
+"""Maximum CPU seconds of one rendering; a conversation of a million characters takes well below one."""
 BYTES = 4 * 2**30
-"""Memory that renderings may take on top of what the process has."""
+"""Maximum memory, in bytes, that renderings may allocate on top of the memory of the process."""
 CHARACTERS = 1_000_000
-"""Of a rendered conversation, on top of ten times its own text."""
+"""Maximum length of a rendered conversation, in addition to ten times its own characters."""
 
 HIGHEST_POWER = 1_000
-"""Exponents in a template."""
+"""Largest exponent in a template."""
 
 
 class _Progress:
-    """Renderings that began and ended, so that a timer can tell whether one goes on for too long."""
+    """Counter of renderings, from which a timer sees whether one takes too long."""
 
     is_limited = False
-    count = 0  # odd within a rendering
+    count = 0  # odd during a rendering
     seen = 0
 
 
 @contextmanager
 def limited(template: str) -> Iterator[None]:
-    """Within it, a rendering that takes too long or too much memory is an error.
+    """Context in which a rendering that exceeds the time or memory limit raises an error.
 
-    One entry may span many renderings, and costs as much as a few of them. Limits hold on Linux, in the main thread,
-    where signals arrive.
+    One context may span many renderings; entering it costs as much as a few of them. The limits apply on Linux, in the
+    main thread, which receives signals.
 
     Args:
-        template: says in errors whose it is.
+        template: description of the template for errors.
 
     Raises:
-        RecipeError: the limit that was passed.
+        RecipeError: a limit was exceeded; the message names it.
     """
     if _Progress.is_limited or sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         yield
@@ -75,17 +75,17 @@ def limited(template: str) -> Iterator[None]:
 
 
 class Rendering:
-    """Context of one rendering, or of the compilation of a template; it may be entered again and again.
+    """Context of one rendering, or of the compilation of a template; it may be entered repeatedly.
 
     Raises:
-        RecipeError: the limit that was passed.
+        RecipeError: a limit was exceeded; the message names it.
     """
 
     def __init__(self, template: str) -> None:
-        """Bound Jinja's powers, which no signal interrupts.
+        """Limit exponents in Jinja, as no signal interrupts the computation of a power.
 
         Args:
-            template: says in errors whose it is.
+            template: description of the template for errors.
         """
         _bound_powers()
         self._template = template
@@ -107,15 +107,15 @@ class Rendering:
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], generation: bool = False) -> str:
-    """The text of a conversation by a tokenizer's chat template, within the limits.
+    """Render a conversation with a tokenizer's chat template, within the limits.
 
     Args:
-        tokenizer: with a chat template.
-        messages: each with ``role`` and ``content``.
-        generation: add the opening of the assistant's turn.
+        tokenizer: tokenizer with a chat template.
+        messages: turns, each with ``role`` and ``content``.
+        generation: whether to append the generation prompt.
 
     Raises:
-        RecipeError: the limit that was passed.
+        RecipeError: a limit was exceeded; the message names it.
     """
     name = f"the chat template of {tokenizer.name_or_path!r}"
     with Rendering(name):
@@ -125,15 +125,15 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any
 
 
 def check_length(template: str, text: str, contents: int) -> None:
-    """Refuse a text that a template has blown up.
+    """Refuse a rendered text that is far longer than its conversation.
 
     Args:
-        template: says in errors whose it is.
-        text: what it rendered.
-        contents: characters of the conversation itself.
+        template: description of the template for errors.
+        text: rendered text.
+        contents: number of characters of the conversation.
 
     Raises:
-        RecipeError: it is far longer than what it renders.
+        RecipeError: the text is too long.
     """
     if len(text) > CHARACTERS + 10 * contents:
         raise _refused(template, f"makes {len(text):,} characters of {contents:,}")
@@ -154,8 +154,8 @@ def _round(value: Any, precision: int = 0, method: Literal["common", "ceil", "fl
 
 
 def _bound_powers() -> None:
-    """A huge power is one operation of the interpreter, which no signal ends; Jinja has them in `**` and `round`."""
-    # On the class: transformers makes its environments itself, and Jinja computes constants as it compiles.
+    """Limit exponents of `**` and `round` in Jinja: no signal interrupts the computation of a huge power."""
+    # On the class: transformers creates its environments itself, and Jinja computes constants during compilation.
     ImmutableSandboxedEnvironment.intercepted_binops = frozenset({"**"})
     ImmutableSandboxedEnvironment.default_binop_table = {**SandboxedEnvironment.default_binop_table, "**": _power}
     DEFAULT_FILTERS["round"] = _round
