@@ -1,1 +1,1 @@
-"""Checkpoints that survive kills and damage, and runs that are resumed from them."""
+"""Checkpoints: atomic writes, checksums, selection of the newest good one, and resumption of runs."""

@@ -1,4 +1,4 @@
-"""Persistent buffers that training changes: checkpoints hold parameters alone."""
+"""Detection of persistent buffers that training changes, because checkpoints hold only parameters."""
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -7,22 +7,22 @@ from torch import Tensor, nn
 
 
 class BufferWatch:
-    """The floating-point persistent buffers of a model as they were built, and whether they still are."""
+    """Copies of a model's floating-point persistent buffers, to compare with those after training."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Keep a copy.
+        """Copy the buffers.
 
         Args:
-            model: as it was built, before training.
+            model: model as it was built, before training.
         """
         self._built = {name: _on_cpu(buffer) for name, buffer in persistent_buffers(model) if _can_train(buffer)}
         self._has_warned = False
 
     def warn_of_changes(self, model: nn.Module) -> None:
-        """Say once which buffers training has changed, which a checkpoint does not hold.
+        """Warn once of buffers that training has changed and a checkpoint does not hold.
 
         Args:
-            model: the same one, or what of its layers is here.
+            model: the same model, or this rank's part of it.
         """
         here = dict(persistent_buffers(model))
         changed = [

@@ -1,4 +1,4 @@
-"""A fit that is resumed goes on between two optimizer steps, wherever it was saved."""
+"""Resumption of a fit at the start of an optimizer step, wherever its checkpoint was written."""
 
 from typing import Any
 
@@ -10,21 +10,21 @@ from lit_ft.protocols import ChecksOrder, RecountsMicroBatches, RewindsPlaces
 
 
 class Replay:
-    """Micro-batches that are trained on again, without the validations that came between them."""
+    """Repeated training on micro-batches, without the validations that the stopped run has done between them."""
 
     def __init__(self, trainer: Any, until: int) -> None:
         """Switch validation off.
 
         Args:
-            trainer: of the resumed run.
-            until: micro-batches of the epoch after which the stopped run had validated, if it was due.
+            trainer: trainer of the resumed run.
+            until: number of micro-batches of the epoch up to which the stopped run has done all validations.
         """
         self.until = until
         self._limit_val_batches = trainer.limit_val_batches
         trainer.limit_val_batches = 0
 
     def ends(self, trainer: Any, batch_idx: int) -> bool:
-        """Whether this micro-batch is the first that no validation had followed; switches validation on again."""
+        """Whether the replay ends at this micro-batch; if so, validation is switched on again."""
         if batch_idx >= self.until:
             self.stop(trainer)
             return True
@@ -36,16 +36,16 @@ class Replay:
 
 
 def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None:
-    """Set a checkpoint back to the beginning of the optimizer step that it was written in.
+    """Set a checkpoint back to the start of the optimizer step in which it was written.
 
-    A data module takes part by the protocols that it has: ``RewindsPlaces``, ``ChecksOrder``, ``RecountsMicroBatches``.
+    A data module may implement the protocols ``RewindsPlaces``, ``ChecksOrder`` and ``RecountsMicroBatches``.
 
     Args:
-        checkpoint: Lightning's, changed in place.
-        trainer: that resumes it.
+        checkpoint: Lightning checkpoint, changed in place.
+        trainer: trainer of the resumed run.
 
     Returns:
-        What ends the replay; None where nothing is trained on again.
+        Replay of the micro-batches that are trained on again; None if there are none.
     """
     data: Any = trainer.datamodule
     progress = FitProgress(checkpoint)
@@ -62,7 +62,7 @@ def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None
     if isinstance(data, RecountsMicroBatches):
         data.rescale_progress(checkpoint)
     if replay is not None and progress.ready != before:
-        replay.until = progress.ready  # where the stopped run validated is between other micro-batches
+        replay.until = progress.ready  # micro-batches have changed, so the stopped run's count no longer applies
     if progress.epoch_is_over and not progress.epoch_is_to_be_ended:
         progress.finish_epoch()
         replay = Replay(trainer, 0)
@@ -70,13 +70,13 @@ def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None
 
 
 def number_logged_steps(trainer: Any) -> None:
-    """Log the running step under the number of steps before it.
+    """Set the number under which Lightning logs the current step to the number of completed steps.
 
-    Lightning counts logged steps apart from ``global_step``, and after some resumptions of a resumed run it is one
-    behind: two steps are then logged under one number.
+    Lightning counts logged steps separately from ``global_step``, and after a second resumption the count is sometimes
+    one too low: two steps are then logged under one number.
 
     Args:
-        trainer: that is about to train on a micro-batch.
+        trainer: trainer that is about to train on a micro-batch.
     """
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
@@ -118,7 +118,7 @@ def _begin_again(progress: FitProgress, trainer: Any, state: dict[str, Any]) -> 
 
 
 def _validation_is_due(progress: FitProgress, trainer: Any, state: dict[str, Any]) -> bool:
-    """Whether the stopped run would have validated next; Lightning goes on without."""
+    """Whether the stopped run would have validated next; Lightning would continue without validation."""
     every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     if not progress.was_saved_before_validation or not trainer.enable_validation:
         return False

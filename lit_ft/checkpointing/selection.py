@@ -1,4 +1,4 @@
-"""The newest good checkpoint of a folder."""
+"""Selection of the newest intact checkpoint in a folder."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,17 +14,17 @@ from lit_ft.errors import RecipeError
 
 
 class Position(NamedTuple):
-    """Where in its run a checkpoint was written; later ones compare greater. Clocks are not asked."""
+    """Position in its run at which a checkpoint was written; later ones compare greater. File times are not used."""
 
     session: int
-    """How often the run had been started or resumed: one that went back to an earlier step is newer all the same."""
+    """Number of starts and resumptions of the run: a resumed run's checkpoint is newer even at an earlier step."""
     global_step: int
     epoch: int
     is_last: bool
 
 
 class Candidate(NamedTuple):
-    """A checkpoint that a run could resume from."""
+    """Checkpoint from which a run could resume."""
 
     position: Position
     path: Path
@@ -33,13 +33,13 @@ class Candidate(NamedTuple):
 SESSION = "session"
 """Key of ``Position.session`` in a checkpoint."""
 UNLOGGED = "unlogged_metrics"
-"""Key of the last step's metrics, in a checkpoint that was written before they were logged."""
+"""Key of the last step's metrics in a checkpoint that was written before they were logged."""
 
 
 def candidates(folder: Path) -> tuple[list[Candidate], list[DamagedCheckpoint]]:
-    """A folder's checkpoints, newest first, and those that cannot be read; their bytes are not compared yet.
+    """Readable checkpoints of a folder, newest first, and unreadable ones; checksums are not compared.
 
-    A checkpoint that a killed process left under its hidden name counts where nothing has the name it was to have.
+    A complete checkpoint that a killed process left under its temporary hidden name counts if its final name is unused.
     """
     found: list[Candidate] = []
     damaged: list[DamagedCheckpoint] = []
@@ -56,10 +56,10 @@ def candidates(folder: Path) -> tuple[list[Candidate], list[DamagedCheckpoint]]:
 
 
 def newest_good(folder: Path) -> Path:
-    """The newest checkpoint that is what was written; damaged ones are named.
+    """Newest checkpoint whose checksums match; damaged ones are reported.
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: there is no intact checkpoint.
     """
     found, damaged = candidates(folder)
     for _, path in found:
@@ -82,10 +82,10 @@ def newest_good(folder: Path) -> Path:
 
 
 def newest_of(paths: Iterable[Path]) -> Path | None:
-    """The newest of some checkpoints that can be read and resumed from; their bytes are not compared.
+    """Newest of some checkpoints that can be read and resumed from; checksums are not compared.
 
     Args:
-        paths: of files and folders.
+        paths: paths of checkpoint files and folders.
     """
     found: list[Candidate] = []
     for path in paths:
@@ -96,10 +96,10 @@ def newest_of(paths: Iterable[Path]) -> Path | None:
 
 
 def position_of(path: Path) -> Position | None:
-    """Where in its run a checkpoint was written; None of one without optimizer and loops, which no run resumes from.
+    """Position in its run at which a checkpoint was written; None for one without loop state, which cannot be resumed.
 
     Raises:
-        DamagedCheckpoint: it cannot be read.
+        DamagedCheckpoint: the checkpoint cannot be read.
     """
     content = _content(path)
     try:
@@ -112,10 +112,10 @@ def position_of(path: Path) -> Position | None:
 
 
 def resumed_step(path: Path) -> tuple[int, bool]:
-    """The optimizer steps of a checkpoint, and whether the last one's metrics were logged when it was written.
+    """Number of optimizer steps of a checkpoint, and whether the metrics of the last one had been logged by then.
 
     Raises:
-        DamagedCheckpoint: it cannot be read.
+        DamagedCheckpoint: the checkpoint cannot be read.
     """
     position = position_of(path)
     return (0, True) if position is None else (position.global_step, UNLOGGED not in _content(path))
@@ -124,8 +124,8 @@ def resumed_step(path: Path) -> tuple[int, bool]:
 def _content(path: Path) -> Any:
     file = path / META if path.is_dir() else path
     try:
-        # Mapped, so that tensors are not read.
+        # Memory-mapped, so that tensors are not read.
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # what bytes that are no checkpoint raise is anything
-        check_intact(path)  # says what the damage is
+    except Exception as error:  # bytes that are not a checkpoint may raise anything
+        check_intact(path)  # its error describes the damage
         raise DamagedCheckpoint(path, f"it cannot be read ({type(error).__name__})") from error

@@ -1,4 +1,4 @@
-"""What of a checkpoint, a run or an exported folder is as it was written."""
+"""Verification of checkpoints, run folders and exported folders against their checksums."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from lit_ft.errors import RecipeError
 
 
 class Finding(NamedTuple):
-    """What was found of one checkpoint or folder."""
+    """Result of the verification of one checkpoint or folder."""
 
     path: Path
     state: Literal["good", "damaged", "without sums"]
@@ -19,13 +19,13 @@ class Finding(NamedTuple):
 
 
 def verify(path: Path) -> list[Finding]:
-    """Compare all sums under a path with the bytes that are there.
+    """Compare all checksums under a path with the bytes of the files.
 
     Args:
-        path: a checkpoint (file or folder), a run's folder, or an exported adapter's or model's.
+        path: checkpoint (file or folder), run folder, or folder of an exported adapter or model.
 
     Raises:
-        RecipeError: there is nothing of that kind.
+        RecipeError: the path does not exist, or holds nothing of these.
     """
     if not path.exists():
         raise RecipeError(f"{str(path)!r} does not exist; name a checkpoint, a run's folder, or an exported folder")

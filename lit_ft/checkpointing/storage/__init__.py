@@ -1,1 +1,1 @@
-"""Checkpoints on the disk: formats, checksums and atomic replacement."""
+"""Storage of checkpoints on disk: formats, checksums and atomic replacement."""

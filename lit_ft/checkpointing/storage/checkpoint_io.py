@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the weights that train, and nothing that can be had elsewhere."""
+"""Reading and writing of checkpoints, which hold only the trainable parameters of a model."""
 
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,14 +18,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class AnyCheckpointIO(TorchCheckpointIO):
-    """Reads and writes checkpoint files with a SHA-256 sum; reads the folders of sharding strategies as well.
+    """Reading and writing of checkpoint files with a SHA-256 sum, and reading of sharded checkpoint folders.
 
-    A file is written beside its place and takes it in one step, so that a kill at any moment leaves the earlier
-    checkpoint or the new one. Addresses such as ``s3://`` go Lightning's way, without a sum.
+    A file is written under a temporary name and then renamed, so that a kill at any moment leaves the earlier
+    checkpoint or the new one. URLs such as ``s3://`` are written by Lightning's own class, without a sum.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write one file; an earlier checkpoint of that name, file or folder, goes once it is written.
+        """Write one file; an earlier checkpoint of that name, file or folder, is removed afterwards.
 
         Raises:
             RecipeError: the disk is full or cannot be written; the earlier checkpoint is kept.
@@ -41,10 +41,10 @@ class AnyCheckpointIO(TorchCheckpointIO):
             replacement.replace(temporary, path)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """A checkpoint with full tensors.
+        """Read a checkpoint with full tensors.
 
         Raises:
-            DamagedCheckpoint: it is not what was written.
+            DamagedCheckpoint: the checkpoint does not match its checksums.
         """
         if "://" in str(path):
             return super().load_checkpoint(path, *args, **options)
@@ -56,7 +56,7 @@ class AnyCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, *args, **options)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file or a folder; a kill meanwhile leaves no half of one."""
+        """Remove a file or a folder; a kill in the middle leaves no partial checkpoint."""
         if "://" in str(path):
             super().remove_checkpoint(path)
         else:
@@ -64,7 +64,7 @@ class AnyCheckpointIO(TorchCheckpointIO):
 
 
 class WeightCount(NamedTuple):
-    """How much of a model there is, and how much of it trains."""
+    """Number of parameters of a model, and number and bytes of the trainable ones."""
 
     trained: int
     total: int
@@ -72,7 +72,7 @@ class WeightCount(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "WeightCount":
-        """Count a model that no rank has let go of parts of; where ZeRO-3 has split weights, they count whole."""
+        """Count a model before layers are dropped from it; weights that ZeRO-3 has sharded count in full."""
         trains = [p for p in model.parameters() if p.requires_grad]
         return cls(
             sum(map(whole_numel, trains)),
@@ -82,7 +82,7 @@ class WeightCount(NamedTuple):
 
 
 def trainable_shapes(module: nn.Module) -> Shapes:
-    """Names and shapes of the weights that train, tied aliases included; whole shapes where ZeRO-3 has split them."""
+    """Names and full shapes of the trainable parameters, tied aliases included."""
     trains = {n: p for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trains.items()}
 
@@ -104,7 +104,7 @@ def saved_shapes(ckpt_path: str) -> Shapes:
 
 
 def saved_start(ckpt_path: str) -> Any:
-    """What the adapter's init found (``adapter_start.Start``); None where there was nothing to find.
+    """State that the adapter's init computed (``LoraInitState``); None if the init computes none.
 
     Raises:
         RecipeError: the file is no Lightning checkpoint.
@@ -113,7 +113,7 @@ def saved_start(ckpt_path: str) -> Any:
 
 
 def saved_base(ckpt_path: str) -> Any:
-    """The fingerprint of the base that a checkpoint's weights were trained on; None where none was written.
+    """Fingerprint of the base model that a checkpoint was trained on; None if the checkpoint has none.
 
     Raises:
         RecipeError: the file is no Lightning checkpoint.
@@ -122,7 +122,7 @@ def saved_base(ckpt_path: str) -> Any:
 
 
 def saved_data(ckpt_path: str, data_class: str) -> dict[str, Any]:
-    """What a data module has saved in a checkpoint; empty where it has saved nothing.
+    """State of a data module in a checkpoint; empty if it saved none.
 
     Raises:
         RecipeError: the file is no Lightning checkpoint.
@@ -145,7 +145,7 @@ def _read(ckpt_path: str) -> dict[str, Any]:
 
 
 def check_fit(saved: Shapes, wanted: Shapes) -> None:
-    """Compare a checkpoint's weights with those that train.
+    """Compare a checkpoint's weights with the trainable parameters of the model.
 
     Raises:
         RecipeError: names or shapes differ.

@@ -1,7 +1,7 @@
-"""Checkpoint files that carry their own SHA-256 sum.
+"""Checkpoint files that contain their own SHA-256 sum.
 
-``torch.save`` writes a zip archive. The sum of all its bytes becomes the archive's comment, which every zip reader
-skips and which stays with the file when it is copied.
+``torch.save`` writes a zip archive. The sum of all its bytes is stored as the archive's comment, which every zip reader
+skips and which stays in the file when it is copied.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _CHUNK_BYTES = 2**22
 
 
 class _HashingFile:
-    """Hashes what is written to a file. The archive writer replaces errors of the system; the first one is kept."""
+    """File that hashes what is written. The archive writer hides system errors, so the first one is kept."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -43,7 +43,7 @@ class _HashingFile:
 
 
 def save(checkpoint: Any, path: Path) -> None:
-    """Write a checkpoint with its sum, and have the system write it to the disk.
+    """Write a checkpoint with its sum, and flush it to the disk (fsync).
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -64,10 +64,10 @@ def save(checkpoint: Any, path: Path) -> None:
 
 
 def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint file; None where it is as it was written.
+    """Description of the damage of a checkpoint file; None if it is intact.
 
     Raises:
-        NoChecksum: it carries none: another program, or an earlier version, wrote it to its end.
+        NoChecksum: the file is complete but has no sum: another program, or an earlier version, wrote it.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -87,11 +87,11 @@ def verify(path: Path) -> str | None:
 
 
 class NoChecksum(Exception):
-    """There is nothing to compare a checkpoint with."""
+    """Error for a checkpoint file without a checksum."""
 
 
 def _sha256(file: IO[bytes], count: int) -> str:
-    """Sum of a file's first bytes and of the comment's length as it was before there was a comment."""
+    """SHA-256 of a file's first ``count`` bytes and of a comment length of 0, as before the comment was added."""
     digest = hashlib.sha256()
     file.seek(0)
     while count > 0 and (chunk := file.read(min(_CHUNK_BYTES, count))):

@@ -1,4 +1,4 @@
-"""Checkpoints and logs that cannot be written or read, in one line."""
+"""One-line errors for checkpoints and logs that cannot be written or read."""
 
 import shutil
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from lit_ft.errors import RecipeError
 
 @contextmanager
 def explain_failed_save(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Turn errors of the system, on any rank, into one line; what was written so far is removed.
+    """Turn system errors on any rank into one line, and remove what was written so far.
 
     Args:
-        path: of the checkpoint.
-        temporary: the file or folder that it is written to.
+        path: path of the checkpoint.
+        temporary: temporary file or folder to which it is written.
 
     Raises:
-        RecipeError: it names the checkpoint that was not written.
+        RecipeError: the checkpoint could not be written; the message names it.
     """
     try:
         yield
@@ -35,10 +35,10 @@ def explain_failed_save(path: Path, temporary: Path | None = None) -> Iterator[N
 
 @contextmanager
 def explain_failed_load(path: Path) -> Iterator[None]:
-    """Turn errors of reading shards, on any rank, into one line.
+    """Turn errors while reading shards, on any rank, into one line.
 
     Raises:
-        RecipeError: it names the checkpoint.
+        RecipeError: the checkpoint could not be read; the message names it.
     """
     try:
         yield
@@ -50,10 +50,10 @@ def explain_failed_load(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explain_failed_write(path: Path) -> Iterator[None]:
-    """Turn errors of the system into one line that names the file or folder.
+    """Turn system errors into one line that names the file or folder.
 
     Args:
-        path: what is written in a run's folder.
+        path: file or folder that is written in the run folder.
 
     Raises:
         RecipeError: the disk is full or read-only, or the folder was removed while the run ran.

@@ -1,4 +1,4 @@
-"""Whether a checkpoint, file or folder, is what was written."""
+"""Integrity checks of checkpoint files and folders, by SHA-256 sums."""
 
 import os
 from functools import lru_cache
@@ -12,20 +12,20 @@ from lit_ft.checkpointing.storage import checksum
 from lit_ft.errors import RecipeError
 
 META = "meta.pt"
-"""In a folder of shards, what is no tensor."""
+"""File in a checkpoint folder with everything that is not a tensor."""
 HAS_MANIFEST = "has_manifest"
-"""Set in the ``meta.pt`` of a folder that has a manifest, so that a missing one is noticed."""
+"""Key in the ``meta.pt`` of a folder that has a manifest, so that a missing manifest is noticed."""
 
 
 class DamagedCheckpoint(RecipeError):
-    """A checkpoint that is not what was written."""
+    """Error for a checkpoint whose bytes are not those that were written."""
 
     def __init__(self, path: Path, damage: str) -> None:
-        """Keep both parts of the message.
+        """Build the message, and keep its two parts as attributes.
 
         Args:
-            path: of the checkpoint.
-            damage: what is wrong with it.
+            path: path of the checkpoint.
+            damage: description of the damage.
         """
         super().__init__(
             f"checkpoint {str(path)!r} cannot be used: {damage}; --ckpt_path last takes the newest good one"
@@ -34,13 +34,13 @@ class DamagedCheckpoint(RecipeError):
 
 
 def check_intact(path: Path) -> bool:
-    """Compare a checkpoint with the sums that were written with it; it is read once per process, at disk speed.
+    """Compare a checkpoint with the checksums that were written with it; each is read once per process, at disk speed.
 
     Returns:
-        Whether there were sums. A checkpoint of an earlier version has none.
+        Whether there were checksums. A checkpoint of an earlier version has none.
 
     Raises:
-        DamagedCheckpoint: it differs, or was not written to its end.
+        DamagedCheckpoint: the checkpoint differs, or is incomplete.
     """
     damage, has_sums = _compare(path, _identity(path))
     if damage is not None:
@@ -49,17 +49,17 @@ def check_intact(path: Path) -> bool:
 
 
 def check_on_rank_zero(path: Path) -> None:
-    """``check_intact`` on rank 0 alone, saying where there is nothing to compare with.
+    """Run ``check_intact`` on rank 0 only, and report a checkpoint without checksums.
 
     Raises:
-        DamagedCheckpoint: on rank 0.
+        DamagedCheckpoint: the checkpoint is damaged; raised on rank 0 only.
     """
     if getattr(rank_zero_only, "rank", 0) == 0 and not check_intact(path):
         rank_zero_info(f"{path} carries no SHA-256 sums (an earlier version wrote it): its bytes are not compared")
 
 
 def _identity(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and times of a checkpoint's files."""
+    """Names, sizes and modification times of a checkpoint's files."""
     files = [Path(root, name) for root, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
     stats = [(str(file), file.stat()) for file in sorted(files)]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -90,5 +90,5 @@ def _promises_manifest(path: Path) -> bool:
         return True
     try:
         return HAS_MANIFEST in torch.load(path / META, map_location="cpu", weights_only=True)
-    except Exception:  # what bytes that are no checkpoint raise is anything
+    except Exception:  # bytes that are not a checkpoint may raise anything
         return True

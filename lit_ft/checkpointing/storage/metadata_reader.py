@@ -1,7 +1,7 @@
-"""Index of a sharded checkpoint, read without running code that the checkpoint brings.
+"""Reader for the index of a sharded checkpoint that runs no code contained in the checkpoint.
 
-``torch.distributed.checkpoint`` keeps it in ``.metadata``, a plain pickle, and unpickles entries that are no tensors
-too. A checkpoint of this project has tensors only.
+``torch.distributed.checkpoint`` stores the index in ``.metadata``, a plain pickle, and also unpickles entries that are
+not tensors. A checkpoint of this project has only tensors.
 """
 
 import pickle
@@ -28,19 +28,20 @@ _CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
 }
-"""What the index of a checkpoint is made of, besides dtypes and shapes."""
+"""Classes that an index may contain, besides dtypes and shapes."""
 
 
 class SafeFileSystemReader(FileSystemReader):
-    """torch's reader of sharded checkpoints, for folders that come from anyone."""
+    """torch's reader of sharded checkpoints, safe for folders from untrusted sources."""
 
-    # Without a parameter `kwargs` torch looks for no other index where this one is refused.
+    # Because this method has no parameter named `kwargs`, torch does not try another index if this one is refused.
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """The index of the folder.
+        """Read the index of the folder.
 
         Raises:
-            RecipeError: it is unreadable, names code (an entry that is no tensor does), or a file outside the folder.
+            RecipeError: the index is unreadable, names code (as entries that are not tensors do), or names a file
+                outside the folder.
         """
         path = self._get_metadata_path()
         try:
@@ -65,11 +66,11 @@ class _Refused(Exception):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Finds the classes of an index, and no other name."""
+    """Unpickler that resolves only the classes of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("pathlib", "PosixPath"):
-            return posixpath.join  # the folder that was written to; as text, it is no class that could be altered
+            return posixpath.join  # the path becomes a plain string: a class could be modified by the pickle
         is_torch_value = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_torch_value or (module, name) == ("torch", "Size") or name in _CLASSES.get(module, ()):
             return super().find_class(module, name)

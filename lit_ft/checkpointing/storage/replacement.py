@@ -1,8 +1,8 @@
 """Atomic replacement of checkpoints, and recovery of replacements that a kill interrupted.
 
-A new checkpoint is complete and on the disk under a hidden name before it takes the place of the earlier one. Hidden
-names, for a target ``last.ckpt``: ``.last.ckpt.<pid>.new`` (a file being written), ``.last.ckpt.new`` (a folder being
-written by all ranks), ``.last.ckpt.old`` (what is being replaced), ``.last.ckpt.removed`` (what is being removed).
+A new checkpoint is complete and on the disk under a hidden name before it replaces the earlier one. Hidden names, for
+a target ``last.ckpt``: ``.last.ckpt.<pid>.new`` (file being written), ``.last.ckpt.new`` (folder being written by all
+ranks), ``.last.ckpt.old`` (checkpoint being replaced), ``.last.ckpt.removed`` (checkpoint being removed).
 """
 
 import os
@@ -18,24 +18,24 @@ _HIDDEN = re.compile(r"\.(?P<name>.+?\.ckpt)(\.\d+)?\.(new|old|removed)")
 
 
 def temporary_file(path: Path) -> Path:
-    """Where a new checkpoint file is written, beside its place: a rename across file systems is not atomic."""
+    """Temporary path of a new checkpoint file, in the same folder: a rename across file systems is not atomic."""
     return path.with_name(f".{path.name}.{os.getpid()}.new")
 
 
 def temporary_folder(path: Path) -> Path:
-    """Where a new checkpoint folder is written; all ranks know the name."""
+    """Temporary path of a new checkpoint folder, the same on all ranks."""
     return path.with_name(f".{path.name}.new")
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Give a complete checkpoint its name; an earlier checkpoint of that name, file or folder, goes afterwards."""
+    """Rename a complete checkpoint to its final name; an earlier one, file or folder, is removed afterwards."""
     old = path.with_name(f".{path.name}.old")
     if path.is_dir() and not path.is_symlink():
         _remove(old)
         path.rename(old)
         temporary.rename(path)
     elif temporary.is_dir():
-        # A folder cannot take a file's place. The file, or a link to another checkpoint, is set aside as well.
+        # A folder cannot be renamed to the name of a file: the file, or a link to another checkpoint, is renamed first.
         _remove(old)
         if path.is_symlink() or path.exists():
             path.rename(old)
@@ -47,7 +47,7 @@ def replace(temporary: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; a kill meanwhile leaves none that is half there."""
+    """Remove a checkpoint; a kill in the middle leaves no partial checkpoint under its name."""
     removed = path.with_name(f".{path.name}.removed")
     if path.is_dir() and not path.is_symlink():
         _remove(removed)
@@ -58,21 +58,21 @@ def remove(path: Path) -> None:
 
 
 def recover(folder: Path) -> list[str]:
-    """Finish the replacements that a kill interrupted, and remove its leftovers.
+    """Finish replacements that a kill interrupted, and remove leftover files.
 
-    Only for a process that is alone in writing there.
+    No other process may write to the folder at the same time.
 
     Args:
-        folder: holds checkpoints.
+        folder: folder of checkpoints.
 
     Returns:
-        A line about each checkpoint that was brought back.
+        One line of text for each checkpoint that was recovered.
     """
     lines = []
     for path in interrupted(folder):
         target = _target(path)
         if not target.exists():  # the new one goes before the old one
-            target.unlink(missing_ok=True)  # a link that leads nowhere
+            target.unlink(missing_ok=True)  # a broken link
             path.rename(target)
             sync(folder)
             lines.append(f"{target} was being replaced when an earlier process was killed: a complete one is back")
@@ -82,7 +82,7 @@ def recover(folder: Path) -> list[str]:
 
 
 def interrupted(folder: Path) -> list[Path]:
-    """Complete checkpoints under hidden names whose own name nothing has, new ones first."""
+    """Complete checkpoints under hidden names whose final names are unused, new ones first."""
     found = [path for path in _hidden(folder) if not path.name.endswith(".removed") and not _target(path).exists()]
     return sorted(filter(_is_complete, found), key=lambda path: path.suffix)
 

@@ -1,8 +1,8 @@
-"""Checkpoints of weights that are split over ranks: one file, or a folder to which each rank writes its share.
+"""Checkpoints of weights that are sharded over ranks: one file, or a folder to which each rank writes its shards.
 
-A file is what every Lightning run writes, whole tensors and all. A folder is torch's distributed checkpoint, whose
-tensors have names of their own and no memory of how they were split: it is read under any strategy and any number
-of ranks. ``meta.pt`` in it is the rest of Lightning's checkpoint, ``manifest.json`` the sizes and sums of its files.
+A file is an ordinary Lightning checkpoint with full tensors. A folder is torch's distributed checkpoint, which stores
+tensors by name, independent of how they were sharded: it can be read under any strategy and any number of ranks.
+``meta.pt`` in it is the rest of Lightning's checkpoint, ``manifest.json`` the sizes and checksums of its files.
 """
 
 import shutil
@@ -35,11 +35,11 @@ def is_folder_of_shares(path: Path) -> bool:
     return (path / META).is_file()
 
 
-# --- whole states, for files -------------------------------------------------------------------------
+# --- full states, for files ----------------------------------------------------------------------
 
 
 def gather(state: Any, keep: bool) -> Any:
-    """A state dict with whole tensors on the CPU; a collective. Ranks that do not ``keep`` it get None for each."""
+    """Gather a state dict with full tensors on the CPU; a collective. Ranks without ``keep`` get None per tensor."""
 
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -51,10 +51,10 @@ def gather(state: Any, keep: bool) -> Any:
 
 
 def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's share of a whole tensor, as a ``DTensor`` where the parameter is one."""
+    """Shard of a full tensor for this rank, sharded like ``parameter``; the tensor itself if that is no ``DTensor``."""
     if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor):
         return tensor
-    # No communication: every rank has the whole tensor, as a rule mapped from the same file.
+    # No communication: every rank has the full tensor, usually mapped from the same file.
     mesh = parameter.device_mesh
     split = distribute_tensor(
         tensor.to(device=mesh.device_type, dtype=tensor.dtype), mesh, parameter.placements, src_data_rank=None
@@ -63,7 +63,7 @@ def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def split_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's saved state in which each tensor is split as the parameter it belongs to."""
+    """Saved state of an optimizer with each tensor sharded like the parameter that it belongs to."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {
         **state,
@@ -87,15 +87,15 @@ def _is_of(parameter: Tensor, value: Any) -> bool:
 def select_optimizer_state(
     saved: dict[str, Any], names: Sequence[str], groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Of an optimizer's state, that of some of its parameters.
+    """Select the entries of some parameters from an optimizer's state dict.
 
     Args:
-        saved: a state dict.
-        names: its parameters, in order.
-        groups: the parameters wanted, as the other optimizer groups them.
+        saved: state dict of the optimizer.
+        names: names of its parameters, in order.
+        groups: names of the selected parameters, by group of the optimizer that will load them.
 
     Raises:
-        RecipeError: one of them was not trained there.
+        RecipeError: the state dict does not have one of them.
     """
     place = {name: index for index, name in enumerate(names)}
     if missing := [name for group in groups for name in group if name not in place]:
@@ -117,14 +117,14 @@ def select_optimizer_state(
 def merge_optimizer_states(
     parts: Sequence[tuple[dict[str, Any], Sequence[str]]], order: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """One optimizer's state from those of several, each of which has some of its parameters: the inverse of ``pick``.
+    """Merge the state dicts of optimizers with different parameters: the inverse of ``select_optimizer_state``.
 
     Args:
-        parts: state dicts, each with its parameters' names in order.
-        order: all names as one process would have them.
+        parts: state dicts, each with the names of its parameters in order.
+        order: names of all parameters of the full model, in order.
 
     Returns:
-        The state, and its parameters' names in order.
+        The merged state dict, and the names of its parameters in order.
     """
     rank = {name: index for index, name in enumerate(order)}
     groups: list[tuple[dict[str, Any], set[str]]] = []
@@ -159,18 +159,18 @@ def save_sharded(
     order: Sequence[str] = (),
     background: Any = None,
 ) -> Future[Any] | None:
-    """Write each rank's share.
+    """Write a checkpoint folder, to which each rank adds its shards; a collective.
 
     Args:
-        checkpoint: Lightning's, with split tensors.
-        path: the folder; an earlier checkpoint there is replaced.
-        names: for each optimizer, its parameters' names in order.
-        join_stages: gathers an object from the ranks that hold other parameters.
-        order: of all parameters, where others hold some.
-        background: a process group of the CPU: the shares are copied, and written while training goes on.
+        checkpoint: Lightning checkpoint with sharded tensors.
+        path: path of the folder; an earlier checkpoint there is replaced.
+        names: names of each optimizer's parameters, in order.
+        join_stages: function that gathers an object from the ranks of all pipeline stages.
+        order: names of all parameters, if pipeline stages hold different ones.
+        background: CPU process group, to write a copy of the shards in the background; None writes before returning.
 
     Returns:
-        With ``background``, what becomes of it; the folder has its name once that is done.
+        With ``background``, a future; the folder has its final name when it is done.
     """
     tensors: dict[str, Any] = {f"weights/{name}": tensor.detach() for name, tensor in checkpoint["state_dict"].items()}
     described = []
@@ -204,7 +204,7 @@ def save_sharded(
 
 
 def _start_anew(temporary: Path) -> None:
-    """Remove what a killed process has left, before any rank writes."""
+    """Remove the leftovers of a killed process before any rank writes."""
     if dist.get_rank() == 0 and temporary.exists():
         shutil.rmtree(temporary)
     dist.barrier()
@@ -223,9 +223,9 @@ def _finish_later(
 
 
 def _finish(temporary: Path, path: Path, rest: dict[str, Any], group: Any = None) -> None:
-    """Write the manifest of a folder that all ranks have written, and give it its name; a collective.
+    """Write the manifest of a folder that all ranks have written, and rename it to its final name; a collective.
 
-    Each rank takes the sums of the files that it wrote, which are still in its memory.
+    Each rank computes the checksums of the files that it wrote, which are still in its memory.
     """
     own = file_sums(temporary, [file.name for file in temporary.glob(f"__{dist.get_rank()}_*")])
     parts: list[Any] = [None] * dist.get_world_size()
@@ -240,13 +240,13 @@ def _finish(temporary: Path, path: Path, rest: dict[str, Any], group: Any = None
 def load_sharded(
     path: Path, module: nn.Module, groups: Sequence[Sequence[Sequence[str]]], aliases: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Lightning's checkpoint, its tensors split as the module's; each rank reads its share only.
+    """Read a Lightning checkpoint with tensors sharded like the module's; each rank reads only its shards.
 
     Args:
-        path: the folder.
-        module: its parameters say what is read and how it is split.
-        groups: for each optimizer, the names of its parameters by group.
-        aliases: names of module parameters that optimizers know by another: tied weights, here under their second.
+        path: path of the folder.
+        module: module whose parameters define which tensors are read and how they are sharded.
+        groups: names of each optimizer's parameters, by group.
+        aliases: from names of tied parameters in the module to the names under which their optimizer state is saved.
     """
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
     own = dict(module.named_parameters(remove_duplicate=False))
@@ -269,7 +269,7 @@ def load_sharded(
     with explain_failed_load(path):
         dcp.load(tensors, storage_reader=SafeFileSystemReader(path))
     whole = _as_lightning(rest, tensors)
-    # A validation has no optimizers to give states to.
+    # During validation there are no optimizers.
     whole["optimizer_names"] = [[name for group in of_optimizer for name in group] for of_optimizer in groups]
     whole["optimizer_states"] = [
         select_optimizer_state(state, entry["names"], of_optimizer)
@@ -281,7 +281,7 @@ def load_sharded(
 
 
 def read_whole(path: Path) -> dict[str, Any]:
-    """Lightning's checkpoint from a folder, with whole tensors in memory: for a process that holds all weights."""
+    """Read a Lightning checkpoint from a folder with full tensors, for a process that holds all weights."""
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
     tensors: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in _sizes(path).items()
@@ -293,7 +293,7 @@ def read_whole(path: Path) -> dict[str, Any]:
 
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a folder; they are not read."""
+    """Names and shapes of the weights in a folder; the weights are not read."""
     return {
         key.removeprefix("weights/"): tuple(entry.size)
         for key, entry in _sizes(path).items()

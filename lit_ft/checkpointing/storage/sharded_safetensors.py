@@ -1,4 +1,4 @@
-"""A Hugging Face folder to which each rank writes a part of the weights."""
+"""Sharded writing of a Hugging Face model folder, to which each rank adds one part of the weights."""
 
 import copy
 import json
@@ -21,15 +21,15 @@ from lit_ft.errors import RecipeError
 
 
 def collect(base: nn.Module, writers: int, place: int, left_out: frozenset[str] = frozenset()) -> dict[str, Tensor]:
-    """Gather whole weights and persistent buffers one after the other, and keep some of them.
+    """Gather full weights and persistent buffers one at a time, and keep those of this rank's layers.
 
-    A collective of the ranks that share them.
+    A collective of the ranks that the weights are sharded over.
 
     Args:
-        base: the model, or what of it is here.
-        writers: ranks that the same weights are split over; each keeps its part of the layers.
-        place: of this rank among them.
-        left_out: parameters that are saved elsewhere.
+        base: Hugging Face model, or this rank's part of it.
+        writers: number of ranks that the same weights are sharded over; each keeps some of the layers.
+        place: index of this rank among them.
+        left_out: names of parameters that are saved under another name.
     """
     kept = {}
     for name, weight in chain(base.named_parameters(), persistent_buffers(base)):
@@ -41,14 +41,14 @@ def collect(base: nn.Module, writers: int, place: int, left_out: frozenset[str] 
 
 
 def _layer_of(name: str) -> int:
-    """The number of the layer that a weight belongs to: what is converted together is kept together."""
+    """Number of the layer that a weight belongs to; weights that are converted together are in one layer."""
     return next((int(part) for part in name.split(".") if part.isdigit()), 0)
 
 
 def write_part(base: PreTrainedModel, weights: dict[str, Tensor], file: Path) -> None:
-    """Write some of a model's weights, named as in its published files.
+    """Write some of a model's weights, under the names of its published files.
 
-    ``save_pretrained`` cannot: it writes on rank 0 only.
+    transformers' ``save_pretrained`` writes on rank 0 only.
 
     Raises:
         RecipeError: a weight is not finite.
@@ -59,7 +59,7 @@ def write_part(base: PreTrainedModel, weights: dict[str, Tensor], file: Path) ->
                 f"{name} has values that are not finite; nothing is written, resume an earlier checkpoint"
             )
     whole = _skeleton(base)
-    whole._weight_conversions = getattr(base, "_weight_conversions", None)  # those of the files that it was read from
+    whole._weight_conversions = getattr(base, "_weight_conversions", None)  # conversions of the files that were read
     as_published = revert_weight_conversion(whole, weights)
     contiguous = {name: weight.contiguous() for name, weight in as_published.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +67,14 @@ def write_part(base: PreTrainedModel, weights: dict[str, Tensor], file: Path) ->
 
 
 def check_complete(base: PreTrainedModel, names: set[str]) -> None:
-    """Refuse to call a folder whole that lacks parameters or persistent buffers.
+    """Check that all parameters and persistent buffers are written.
 
     Args:
-        base: the model, or what of it is here.
-        names: what all ranks together write.
+        base: Hugging Face model, or this rank's part of it.
+        names: names of the tensors that all ranks together write.
 
     Raises:
-        MergeFailed: something is missing.
+        MergeFailed: a tensor is missing.
     """
     whole = _skeleton(base)
     wanted = (name for name, _ in chain(whole.named_parameters(), persistent_buffers(whole)))
@@ -83,17 +83,17 @@ def check_complete(base: PreTrainedModel, names: set[str]) -> None:
 
 
 def _skeleton(base: PreTrainedModel) -> Any:
-    """The whole model, without values."""
+    """Full model on the meta device."""
     with torch.device("meta"):
         return type(base)(copy.deepcopy(base.config))
 
 
 def join_parts(base: PreTrainedModel, folder: Path) -> None:
-    """Make a model of the files in a folder, on one rank.
+    """Rename the files of all ranks, and write index and configs; called on one rank.
 
     Args:
-        base: the model, or what of it is here.
-        folder: where the parts are.
+        base: Hugging Face model, or this rank's part of it.
+        folder: folder with the files.
     """
     files = sorted(folder.glob("*.safetensors"))
     where, size = {}, 0
