@@ -1,1 +1,1 @@
-"""Recipes: the parser, what a parsed recipe may hold, and the code that it may name."""
+"""Recipes: the parser, checks of parsed values, and the allow-list of code."""

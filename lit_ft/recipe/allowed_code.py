@@ -1,6 +1,6 @@
-"""Python code that a recipe may name: an allow-list of packages, and what the user adds to it.
+"""Allow-list of the Python code that a recipe may name: fixed packages, and modules that the user adds.
 
-Importing a module runs it, so this is decided by name, before the import. A recipe cannot extend the list: only the
+Importing a module runs its code, so names are checked before the import. A recipe cannot extend the list: only the
 command line, the environment and the user's own settings file can.
 """
 
@@ -26,10 +26,10 @@ PACKAGES = (
     "schedulefree",
     "pytorch_optimizer",
 )
-"""Packages whose classes every recipe may name."""
+"""Packages whose classes any recipe may name."""
 
 VARIABLE = "LIT_FT_ALLOW_CODE"
-"""Modules that the user allows, separated by commas; processes that this one starts inherit it."""
+"""Environment variable with the modules that the user allows, separated by commas; child processes inherit it."""
 
 OPTION = "--allow_code"
 
@@ -37,15 +37,18 @@ _granted: set[str] = set()
 
 
 def settings_file() -> Path:
-    """The user's own settings, ``$XDG_CONFIG_HOME/lit_ft/settings.yaml``."""
+    """Path of the user's own settings, ``$XDG_CONFIG_HOME/lit_ft/settings.yaml``."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "lit_ft" / "settings.yaml"
 
 
 def take_option(arguments: list[str]) -> list[str]:
-    """Take ``--allow_code MODULE`` out of a command line and remember what it allows, here and in started processes.
+    """Remove ``--allow_code MODULE`` from a command line, and allow its modules here and in child processes.
+
+    Returns:
+        Remaining arguments.
 
     Raises:
-        RecipeError: no module follows, or it is no module's name.
+        RecipeError: no module follows, or the value is not a module name.
     """
     rest: list[str] = []
     modules: list[str] = []
@@ -65,18 +68,18 @@ def allowed_by_user() -> list[str]:
     """Modules that the command line, the environment and the settings file allow.
 
     Raises:
-        RecipeError: the settings file cannot be used, or a name is no module's.
+        RecipeError: the settings file cannot be used, or a value is not a module name.
     """
     return [*_from_environment(), *_from_settings()]
 
 
 def is_allowed(path: str, prefixes: tuple[str, ...] | list[str] = PACKAGES) -> bool:
-    """Whether a dotted path is one of the modules, or within one."""
+    """Whether a dotted path is one of the modules, or part of one."""
     return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def enforce() -> None:
-    """Let jsonargparse import what is allowed only; by name first, then by where it is defined."""
+    """Restrict the imports of jsonargparse to allowed code: by its name, then by the module that defines it."""
     from jsonargparse import set_parsing_settings
 
     modules = allowed_by_user()
@@ -86,15 +89,15 @@ def enforce() -> None:
 
 
 _WITHIN_PACKAGES = ("torch.hub", "torch.load", "torch.package", "torch.utils.cpp_extension", "torch.serialization")
-"""Parts of the packages that exist to run or load code; the type of an option refuses others."""
+"""Modules of allowed packages that exist to run or load code; ``parser.check_class`` refuses other such code."""
 
 
 def refusal(path: str, key: str = "") -> RecipeError:
-    """The error for code that nobody has allowed.
+    """Build the error for code that is not allowed.
 
     Args:
-        path: what the recipe names.
-        key: where the recipe names it.
+        path: dotted path that the recipe names.
+        key: key of the recipe that names it.
     """
     if is_allowed(path):
         module, reason = path, "is no optimizer, callback or other class that options of a recipe take"
@@ -107,11 +110,12 @@ def refusal(path: str, key: str = "") -> RecipeError:
 
 
 def check_unpickling(weights_only: bool | None, strategy: Any) -> None:
-    """Refuse to resume where a checkpoint could run code: a recipe may come with the checkpoint that it names.
+    """Refuse to resume if loading the checkpoint could run code: an untrusted recipe may name its own checkpoint.
 
     Args:
-        weights_only: the option of this name; torch reads tensors and plain values alone, unless it is False.
-        strategy: the trainer's; Lightning's own FSDP, DeepSpeed and ModelParallelStrategy unpickle by themselves.
+        weights_only: option of this name; torch loads only tensors and plain values, unless it is False.
+        strategy: strategy of the trainer; Lightning's own FSDP, DeepSpeed and ModelParallelStrategy unpickle
+            checkpoints themselves.
 
     Raises:
         RecipeError: the user has not allowed ``pickle``.

@@ -1,4 +1,4 @@
-"""What a parsed recipe may not hold although its types allow it: found before anything is built."""
+"""Checks of a parsed recipe for bad values that its types allow, before anything is built."""
 
 import inspect
 import json
@@ -19,10 +19,10 @@ LARGEST_SEED = 2**32 - 1
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Refuse files of ``--config`` that are no text.
+    """Refuse files of ``--config`` that are not UTF-8 text.
 
     Raises:
-        RecipeError: it names the file.
+        RecipeError: a file cannot be read; the message names it.
     """
     given = [b for a, b in pairwise(arguments) if a in ("--config", "-c")]
     given += [one.split("=", 1)[1] for one in arguments if one.startswith(("--config=", "-c="))]
@@ -39,13 +39,13 @@ def check_files(arguments: Sequence[str]) -> None:
 
 
 def check_values(options: Namespace) -> None:
-    """Refuse values that no type catches.
+    """Refuse bad values that the types of the options allow.
 
     Args:
-        options: of one command.
+        options: parsed options of one command.
 
     Raises:
-        RecipeError: it names the key.
+        RecipeError: a value is not allowed; the message names its key.
     """
     if (key := _key_of_null_character(options.as_dict())) is not None:
         raise RecipeError(f"{key} holds a null character (\\x00), which no name or path may; take it out")
@@ -85,11 +85,11 @@ def _check_classes(value: Any, key: str) -> None:
 
 
 def _check_nulls(values: Namespace, cls: type, key: str) -> None:
-    """jsonargparse takes null for an option that was not given, and hands it on."""
+    """Refuse null for options whose type does not allow None: jsonargparse passes it on."""
     init: Any = vars(cls).get("__init__", cls)
     try:
         hints = get_type_hints(init)
-    except (NameError, TypeError):  # names that exist for type checkers alone: nothing is known then
+    except (NameError, TypeError):  # hints that exist for type checkers only cannot be checked
         return
     parameters = inspect.signature(init).parameters
     for name, value in vars(values).items():
@@ -114,16 +114,16 @@ def _shown(value: Any) -> str:
 
 
 def allow_one_loader(data: LightningDataModule) -> None:
-    """Have a data module refused that gives several loaders to evaluate on, when the Trainer asks for them.
+    """Make a data module raise an error if it returns several validation or test dataloaders.
 
-    Lightning asks after the weights are loaded, and before it trains. Its own refusal names the module's code.
+    Lightning requests them after the weights are loaded and before training; its own error names module code.
     """
     for name in ("val_dataloader", "test_dataloader"):
         setattr(data, name, _only_one(getattr(data, name), f"{type(data).__name__}.{name}"))
 
 
 def _only_one(make: Callable[[], Any], name: str) -> Callable[[], Any]:
-    @wraps(make)  # by which Lightning tells whether the data module has the method
+    @wraps(make)  # Lightning needs it to see that the data module defines the method
     def made() -> Any:
         loaders = make()
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")

@@ -1,4 +1,4 @@
-"""The parser of recipes: help that shows what a recipe may say, errors in one line, no code that nobody allowed."""
+"""Parser of recipes: help for all options, errors in one line, and only allowed code."""
 
 import argparse
 import inspect
@@ -32,7 +32,7 @@ from lit_ft.recipe import allowed_code
 from lit_ft.training.causal_lm import CausalLM
 
 DEFAULT_CLASSES: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
-"""What ``model`` and ``data`` are where a recipe names no ``class_path``."""
+"""Classes of ``model`` and ``data`` where a recipe names no ``class_path``."""
 
 
 KINDS: tuple[type, ...] = (
@@ -52,14 +52,14 @@ KINDS: tuple[type, ...] = (
     QuantizationConfigMixin,
     Strategy,
 )
-"""What a recipe builds of the allowed packages, besides dataclasses; other classes may run what they are given."""
+"""Base classes that a recipe may build from the allowed packages, with dataclasses; others may run their arguments."""
 
 
 _load_yaml = bounded(get_loader("yaml"))
 
 
 class RecipeParser(LightningArgumentParser):
-    """Errors in one line, with the nearest option that exists; help that shows the default classes' options."""
+    """LightningArgumentParser with one-line errors that suggest the nearest option, and help on the default classes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         allowed_code.enforce()
@@ -67,17 +67,17 @@ class RecipeParser(LightningArgumentParser):
         super().__init__(*args, **options)
 
     def instantiate(self, namespace: Namespace, *args: Any, **options: Any) -> Namespace:
-        """Build what the recipe names.
+        """Build the classes that the recipe names.
 
         Raises:
-            RecipeError: some of it is code that nobody has allowed.
+            RecipeError: a class is not allowed.
         """
         for key, class_path in class_paths(namespace):
             check_class(re.sub(r"^(fit|validate|test|predict)\.|\.init_args", "", key), class_path)
         return super().instantiate(namespace, *args, **options)
 
     def format_help(self) -> str:
-        """The options, and those of lit_ft's own model and data, which are classes that a recipe may replace."""
+        """Help text of the options, followed by the options of lit_ft's default model and data classes."""
         text = super().format_help()
         if not any(action.dest == "model" for action in self._actions):
             return text
@@ -88,7 +88,7 @@ class RecipeParser(LightningArgumentParser):
         return text
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise instead of printing the usage.
+        """Raise an error instead of printing the usage.
 
         Raises:
             RecipeError: always.
@@ -97,7 +97,7 @@ class RecipeParser(LightningArgumentParser):
 
 
 def class_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Each class that a parsed recipe names, with its key; any option may hold one, those of type Any included."""
+    """Iterate over the classes that a parsed recipe names, as pairs of key and class path, in options of any type."""
     if isinstance(value, Namespace):
         value = vars(value)
     if isinstance(value, dict):
@@ -111,12 +111,12 @@ def class_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def check_class(key: str, class_path: str) -> None:
-    """Refuse what is neither allowed by the user nor a class that options of recipes take.
+    """Refuse code that neither the user allows nor ``KINDS`` includes.
 
-    A function with arguments would be called with them, whatever type the option has.
+    A function would be called with its arguments, for any type of the option.
 
     Raises:
-        RecipeError: it says how to allow it.
+        RecipeError: the code is not allowed; the message says how to allow it.
     """
     by_user = allowed_code.allowed_by_user()
     if allowed_code.is_allowed(class_path, by_user):
@@ -135,10 +135,10 @@ def check_class(key: str, class_path: str) -> None:
 
 
 def unwrap_class_error(error: Exception) -> RecipeError:
-    """What a class of the recipe has said of its options, out of what jsonargparse wraps round it."""
+    """Extract the error of a recipe's class from the exceptions that jsonargparse wraps around it."""
     if isinstance(error, RecipeError):
         return error
-    if not isinstance(error, ValueError):  # of other kinds the text alone may be a key's name
+    if not isinstance(error, ValueError):  # the text of a KeyError, for example, is only a key
         reason = f"{type(error).__name__}: {error}"
         return RecipeError(f"a class of the recipe cannot be built: {reason}; mend its init_args")
     said: BaseException = error
@@ -152,7 +152,7 @@ def unwrap_class_error(error: Exception) -> RecipeError:
 
 
 def explain(message: str, parser: LightningArgumentParser) -> str:
-    """Cut a jsonargparse message to one line, and suggest the nearest option where one is unknown."""
+    """Shorten a jsonargparse message to one line, and suggest the nearest option for an unknown one."""
     key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))
     if (denied := re.search(r"Importing '([\w.]+)' is not allowed", message)) is not None:
         return str(allowed_code.refusal(denied[1], key))
@@ -161,7 +161,7 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
     if unknown is not None:
         name = next(group for group in unknown.groups() if group)
         options = _options(message, parser)
-        # The whole name, or the section that it begins with: `optimiser.class_path` is a misspelt `optimizer`.
+        # The full name, or its first section: `optimiser.class_path` is a misspelled `optimizer`.
         near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
         advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
         return (f"{key}: " if key else "") + f"unknown option {shortened(name, 100)!r}; {advice}"
@@ -172,7 +172,7 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
 
 
 def _reasons(message: str) -> str:
-    """What is wrong, without the types that jsonargparse has tried in vain and the values that it repeats."""
+    """Reasons in a jsonargparse message, without the types that it tried and the values that it repeats."""
     message = re.sub(r"Type typing.Callable\[.*?\] expects a function or a callable class: ", "", message)
     message = re.sub(r"[Ee]xpected (a )?<class '([\w.]+)'>", r"expected \2", message)
     message = re.sub(r"[Ee]xpected a typing.Literal\[", "expected one of [", message)
@@ -180,7 +180,7 @@ def _reasons(message: str) -> str:
     parts = [part.strip(" -") for line in message.splitlines() for part in line.split("; ")]
     parts = [re.sub(r"\.? Got value: ?([\[{]|Namespace).*", "", part) for part in parts if part]
     parts = [part for part in parts if not part.startswith(_NOISE)] or [message.strip()]
-    # Where no class was named at all, the types are all that there is to say.
+    # Where no class was named, the types are the only reasons.
     is_told = any(not part.startswith((*_TYPES, "Given value")) for part in parts)
     telling = [part for part in parts if not (is_told and part.startswith(_TYPES))]
     text = "; ".join(dict.fromkeys(shortened(part, 200) for part in telling))
@@ -188,7 +188,7 @@ def _reasons(message: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """A text, cut where it is longer."""
+    """Cut a text to at most ``length`` characters, with ``...`` at the end."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
@@ -208,13 +208,13 @@ _NOISE = (
     "a dict with",
     "Given value: NestedArg",
 )
-"""Beginnings of the lines in which jsonargparse spells out its types."""
+"""Beginnings of message lines in which jsonargparse lists types and values."""
 _TYPES = ("Not a valid subclass of", "Expected an instantiatable class")
-"""Beginnings of the lines about classes that an option could have been of."""
+"""Beginnings of message lines about the classes that an option allows."""
 
 
 def _how_to_install(module: str) -> str:
-    """What to do where a class needs a module that is not there."""
+    """Advice for a class that needs a module that is not installed."""
     for requirement in requires("lit-ft") or []:
         extra = re.search(r"extra == .(\w+)", requirement)
         package = re.split(r"[^\w.-]", requirement)[0]
@@ -224,7 +224,7 @@ def _how_to_install(module: str) -> str:
 
 
 def _options(message: str, parser: LightningArgumentParser) -> list[str]:
-    """Option names that could have been meant."""
+    """Names of the options that an unknown name is compared with."""
     options = [action.dest for action in parser._actions if not action.dest.endswith("help")]
     classes = list(DEFAULT_CLASSES.values())
     for class_path in re.findall(r"class_path '([\w.]+)'", message):

@@ -1,1 +1,1 @@
-"""One run: its folder, the lock on the folder, and the processes that are started for it."""
+"""A run: its folder, the lock on the folder, and its processes."""

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, what lies where in it."""
+"""Run folder: its name, and the paths of its files."""
 
 import os
 import re
@@ -22,47 +22,50 @@ RUNS = Path("checkpoints/runs")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Everything of a run lies under ``root``."""
+    """Paths of the files of a run, all under ``root``."""
 
     root: Path
 
     @property
     def config(self) -> Path:
-        """The resolved recipe; ``fit --config`` takes it."""
+        """Resolved recipe, which ``fit --config`` accepts."""
         return self.root / "config.yaml"
 
     @property
     def checkpoints(self) -> Path:
-        """Lightning checkpoints: trainable weights, optimizer, loops."""
+        """Folder of the Lightning checkpoints: trainable weights, optimizer state, loop state."""
         return self.root / "checkpoints"
 
     @property
     def adapter(self) -> Path:
-        """For ``peft.PeftModel.from_pretrained``."""
+        """Folder of the exported adapter, for ``peft.PeftModel.from_pretrained``."""
         return self.root / "adapter"
 
     @property
     def merged(self) -> Path:
-        """For ``transformers.AutoModelForCausalLM.from_pretrained``."""
+        """Folder of the exported merged model, for ``transformers.AutoModelForCausalLM.from_pretrained``."""
         return self.root / "merged"
 
     @property
     def finished(self) -> Path:
-        """Says that the run came to its end, and at which step."""
+        """File that marks the run as finished, with its last optimizer step."""
         return self.root / "finished.json"
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is anything that a run could resume from; nothing is read."""
+        """Whether the run has a checkpoint to resume from; no file is read."""
         return any(self.checkpoints.glob("*.ckpt")) or bool(replacement.interrupted(self.checkpoints))
 
     @classmethod
     def of_config(cls, file: Path, run_dir: str | None) -> "RunFolder | None":
-        """The run folder that a ``config.yaml`` lies in, where the file names another one: it was copied or moved.
+        """Find the run folder that contains a recipe, if the recipe names another one because it was copied or moved.
 
         Args:
-            file: the recipe.
-            run_dir: the folder that is to be used, which may be the one that the recipe names.
+            file: path of the recipe.
+            run_dir: requested run folder, which may be the one that the recipe names.
+
+        Returns:
+            Run folder of the file; None if the file is not in a run folder, or does not name ``run_dir``.
         """
         here = cls(file.resolve().parent)
         if run_dir is None or file.name != here.config.name or not here.checkpoints.is_dir():
@@ -73,10 +76,10 @@ class RunFolder:
         return here if is_named_there and Path(run_dir).resolve() != here.root else None
 
     def recipe(self) -> dict[str, Any]:
-        """What ``config`` holds.
+        """Load the resolved recipe.
 
         Raises:
-            RecipeError: it is damaged.
+            RecipeError: the file is damaged.
         """
         with explained(f"{self.config}", "put back the file that fit wrote", also=(yaml.YAMLError,)):
             found = load_yaml(self.config.read_text(encoding="utf-8"))
@@ -87,7 +90,7 @@ class RunFolder:
         return found
 
     def last_checkpoint(self) -> Path:
-        """The newest good checkpoint, which ``--ckpt_path last`` names.
+        """Newest good checkpoint, which ``--ckpt_path last`` names.
 
         Raises:
             RecipeError: there is none.
@@ -100,10 +103,10 @@ class RunFolder:
         return newest_good(self.checkpoints)
 
     def create(self) -> None:
-        """Create the folder, or see that it can be written to.
+        """Create the folder, and check that it is writable.
 
         Raises:
-            RecipeError: it cannot.
+            RecipeError: it is not writable.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -114,10 +117,10 @@ class RunFolder:
             raise _unwritable(self.root, error) from error
 
     def claim(self, resuming: bool) -> None:
-        """Create the folder for a run of this process, and let no other process run in it.
+        """Create the folder, and lock it for this process.
 
         Raises:
-            RecipeError: it cannot be written, another process runs in it, or it holds another run that would be
+            RecipeError: it is not writable, another process runs in it, or it holds a run that would be
                 overwritten.
         """
         self.create()
@@ -142,21 +145,21 @@ _NAME = re.compile(r"(\d{4}(?:-\d\d){2}_(?:\d\d-){2}\d\d)(?:-(\d+))?")
 
 
 def _order(run: Path) -> tuple[str, int]:
-    """The place of a run among the recipe's, by its name: times of files change with copies and clocks."""
+    """Sort key of a run among those of its recipe, from its name: file times change with copies and clocks."""
     if match := _NAME.fullmatch(run.name):
         return match[1], int(match[2] or 1)
     return datetime.fromtimestamp(run.stat().st_mtime).strftime(_TIME), 1
 
 
 def new_run(recipe: str, create: bool = False) -> RunFolder:
-    """``checkpoints/runs/<recipe>/<time>``, after all that are there, whatever the clock says.
+    """Choose a new run folder ``checkpoints/runs/<recipe>/<time>`` that sorts after all existing ones.
 
     Args:
         recipe: name of the recipe.
-        create: make the folder, so that no other process gets the same name.
+        create: whether to create the folder, so that no other process gets the same name.
 
     Raises:
-        RecipeError: the folder cannot be made.
+        RecipeError: the folder cannot be created.
     """
     named = [run for run in (RUNS / recipe).glob("*") if _NAME.fullmatch(run.name)]
     time, number = max([(datetime.now().strftime(_TIME), 0), *map(_order, named)])
@@ -175,7 +178,7 @@ def new_run(recipe: str, create: bool = False) -> RunFolder:
 
 
 def newest_run(recipe: str) -> RunFolder:
-    """The recipe's run that started last, of those that have a checkpoint to resume from.
+    """Newest run of a recipe that has a checkpoint to resume from.
 
     Raises:
         RecipeError: there is none.
@@ -188,13 +191,13 @@ def newest_run(recipe: str) -> RunFolder:
 
 
 def unfinished_run(recipe: str) -> RunFolder | None:
-    """The recipe's newest run that can be resumed, has not come to its end and is not running; None without one."""
+    """Newest run of a recipe that has a checkpoint, is not finished and is not running; None if there is none."""
     ended = [run for run in _runs_with_checkpoints(recipe) if not is_running(run.root)]
     runs = [run for run in ended if finished_step(run.finished) is None]
     return runs[-1] if runs else None
 
 
 def _runs_with_checkpoints(recipe: str) -> list[RunFolder]:
-    """A recipe's runs, in the order in which they started."""
+    """Runs of a recipe that have a checkpoint, in the order of their start."""
     runs = [RunFolder(path.parent) for path in (RUNS / recipe).glob("*/checkpoints")]
     return sorted((run for run in runs if run.has_checkpoint), key=lambda run: _order(run.root))

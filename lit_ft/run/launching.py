@@ -1,4 +1,4 @@
-"""Several processes before there is a process group, and after one of them has failed."""
+"""Communication between processes before the process group exists, and messages for errors of other ranks."""
 
 import os
 import re
@@ -17,10 +17,10 @@ from lit_ft.errors import RecipeError
 
 
 def check_world_size(trainer: Trainer) -> None:
-    """Compare the processes that torchrun or SLURM has started with those of the recipe.
+    """Compare the number of processes that torchrun or SLURM has started with that of the recipe.
 
     Raises:
-        RecipeError: they differ; Lightning would train in each process by itself, or wait for some that never come.
+        RecipeError: they differ; Lightning would train in each process separately, or wait forever for missing ones.
     """
     environment = _launcher()
     started = None if environment is None else environment.world_size()
@@ -32,12 +32,12 @@ def check_world_size(trainer: Trainer) -> None:
 
 
 def _launcher() -> TorchElasticEnvironment | SLURMEnvironment | None:
-    """What torchrun or SLURM has said to this process; None where neither has started it."""
+    """Environment of torchrun or SLURM; None where neither has started this process."""
     return next((kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect()), None)
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is rank 0, before there is a trainer that knows."""
+    """Whether this process is rank 0; works before there is a trainer."""
     if (launcher := _launcher()) is not None:
         return launcher.global_rank() == 0
     environment = LightningEnvironment()
@@ -46,26 +46,26 @@ def is_rank_zero() -> bool:
 
 _exchanges = count()
 _stores: list[dist.Store] = []
-"""Other processes read from a store for as long as its server lives."""
+"""Open stores: other processes can read from a store only while its server exists."""
 
 
 def from_rank_zero(choose: Callable[[], str], num_nodes: int, timeout: timedelta) -> str:
-    """What rank 0 chooses, in all processes that a launcher or a user has started, before there is a process group.
+    """Broadcast a string from rank 0 to all processes that a launcher or a user has started, without a process group.
 
     Args:
-        choose: called on rank 0 only.
+        choose: function that returns the string; called on rank 0 only.
         num_nodes: ``trainer.num_nodes``; without a launcher, one process of each node takes part.
-        timeout: longest wait for the other processes.
+        timeout: maximum wait for the other processes.
 
     Raises:
-        DistStoreError: they have not come in time.
+        DistStoreError: the other processes have not connected in time.
     """
     launcher = _launcher()
     environment = launcher or LightningEnvironment()
     rank, world = (launcher.global_rank(), launcher.world_size()) if launcher else (environment.node_rank(), num_nodes)
     if world == 1:
         return choose()
-    # torchrun serves a store there; else rank 0 does, and the process group will share it.
+    # torchrun serves a store at this address; otherwise rank 0 does, and the process group will share it.
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = environment.main_address, environment.main_port
     store = dist.TCPStore(address, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True)
@@ -73,7 +73,7 @@ def from_rank_zero(choose: Callable[[], str], num_nodes: int, timeout: timedelta
     key = f"lit_ft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_exchanges)}"
     if rank == 0:
         store.set(key, choose())
-        # A process that ends before the others have come takes the store with it.
+        # If rank 0 ended before the others have read the value, its store would end too.
         _wait_for(store, [f"{key}/{other}" for other in range(1, world)], timeout)
     else:
         _wait_for(store, [key], timeout)
@@ -82,7 +82,7 @@ def from_rank_zero(choose: Callable[[], str], num_nodes: int, timeout: timedelta
 
 
 def _wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> None:
-    # Not store.wait: no signal ends that.
+    # Not store.wait: no signal interrupts it.
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check(keys):
         if time.monotonic() > deadline:
@@ -92,7 +92,7 @@ def _wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> None:
 
 
 def rank_prefix() -> str:
-    """``rank 1: `` where this is one of several processes, else nothing."""
+    """Prefix of messages, e.g. ``rank 1: ``; empty for a single process."""
     if "LOCAL_RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) == 1:
         return ""
     known = dist.is_available() and dist.is_initialized()
@@ -100,10 +100,10 @@ def rank_prefix() -> str:
 
 
 def explain_distributed_error(error: Exception) -> str | None:
-    """What to say of an error that only means that another rank is gone or late; None of any other."""
+    """Message for an error that another rank caused by ending or being late; None for any other error."""
     if not is_about_another_rank(error):
         return None
-    # Less the place in torch's sources, and its advice.
+    # Without the location in torch's sources and torch's advice.
     text = re.sub(r"\[/\S+\] |\. This is typically .*", "", " ".join(str(error).split()))
     if re.search("clients joined|trying to connect", text):
         return (

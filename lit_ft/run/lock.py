@@ -1,4 +1,4 @@
-"""One process writes to a run folder: a lock that the kernel frees when its holder ends, in whatever way."""
+"""Lock of a run folder: one process writes to it; the kernel releases the lock when that process ends in any way."""
 
 import fcntl
 import json
@@ -17,20 +17,20 @@ _held: dict[Path, IO[str]] = {}
 
 
 def lock_run(root: Path) -> None:
-    """Hold a run folder until this process ends or ``release_runs`` is called.
+    """Lock a run folder until this process ends or ``release_runs`` is called.
 
-    The lock is a record lock of ``.lock``: processes that are forked from this one do not inherit it.
+    The lock is a record lock on the file ``.lock``: processes that are forked from this one do not inherit it.
 
     Args:
-        root: of the run; it exists.
+        root: existing folder of the run.
 
     Raises:
-        RecipeError: another process holds it, or it cannot be written to.
+        RecipeError: another process holds the lock, or the folder is not writable.
     """
     path = root.resolve() / ".lock"
     if path in _held:
         return
-    # Not in a `with`: closing the file frees the lock.
+    # Not in a `with`: closing the file releases the lock.
     try:
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
@@ -58,18 +58,18 @@ def lock_run(root: Path) -> None:
 
 
 def check_still_there(root: Path) -> None:
-    """See that a run folder is still the one that this process holds; nothing is said of one that it does not hold.
+    """Check that a run folder is still the one that this process has locked; a folder that it has not locked passes.
 
     Args:
-        root: of the run.
+        root: folder of the run.
 
     Raises:
-        RecipeError: it was removed, or another one has taken its name.
+        RecipeError: the folder was removed or replaced.
     """
     path = root.resolve() / ".lock"
     if (file := _held.get(path)) is None:
         return
-    # The number of a file that is open is given to no other, so a new folder's lock is never taken for this one's.
+    # The inode number of an open file is not reused, so the lock file of a new folder always differs from this one.
     if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
         raise RecipeError(
             f"run_dir={str(root)!r} was removed or replaced while the run ran ({path.name} is not the run's own): what "
@@ -78,13 +78,13 @@ def check_still_there(root: Path) -> None:
 
 
 def release_runs() -> None:
-    """Let other processes have the run folders that this one holds."""
+    """Release the locks of all run folders that this process holds."""
     while _held:
         _held.popitem()[1].close()
 
 
 def is_running(root: Path) -> bool:
-    """Whether another process holds a run folder."""
+    """Whether another process holds the lock of a run folder."""
     path = root.resolve() / ".lock"
     if path in _held or not path.is_file():
         return False
@@ -92,15 +92,15 @@ def is_running(root: Path) -> bool:
         with path.open("r+", encoding="utf-8") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        return True  # or it belongs to somebody else, whose run this process cannot resume
+        return True  # or the file belongs to another user, whose run this process cannot resume
     except OSError:
-        return False  # a file system without locks: nobody can tell
+        return False  # a file system without locks: unknown
     return False
 
 
 def _holder(file: IO[str]) -> str:
     file.seek(0)
-    with suppress(ValueError, KeyError):  # it has the lock, and has not yet said who it is
+    with suppress(ValueError, KeyError):  # the holder has the lock, but has not written the file yet
         holder = json.load(file)
         return f"process {holder['pid']} on {holder['host']}, which started at {holder['start']}"
     return "another process"

@@ -1,4 +1,4 @@
-"""Whether a run is finished, and what a killed run still has to write."""
+"""State of a run: its finished marker, its session number, and exports that a killed run has not written."""
 
 import json
 from pathlib import Path
@@ -14,17 +14,17 @@ from lit_ft.run.lock import check_still_there
 
 
 class RunState(Callback):
-    """Number a run's starts and resumptions, mark the run when it is finished, and finish one that was killed late.
+    """Number the starts and resumptions of a run, mark it as finished, and write what a killed run has not written.
 
-    Lightning leaves ``on_train_end`` out where a checkpoint is of the run's last step, so a process that was killed
-    between its last checkpoint and the end of its exports would never write them: here they are written.
+    Lightning does not call ``on_train_end`` when the resumed checkpoint is of the run's last step, so the exports of a
+    run that was killed after its last checkpoint would never be written; this callback writes them.
     """
 
     def __init__(self, marker: Path, checkpoints: Path) -> None:
-        """Say what lies where.
+        """Set the paths.
 
         Args:
-            marker: the file that says that the run is finished, and at which step.
+            marker: file that marks the run as finished, with its last optimizer step.
             checkpoints: folder of the run's checkpoints.
         """
         self.marker, self.checkpoints = marker, checkpoints
@@ -33,7 +33,7 @@ class RunState(Callback):
         self._unlogged: dict[str, float] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read how far earlier processes came; from here on the run is not finished."""
+        """Read the state that earlier processes left, and remove the finished marker."""
         if trainer.is_global_zero:
             self._session = 1 + max((found.position.session for found in candidates(self.checkpoints)[0]), default=0)
             self._finished_step = finished_step(self.marker)
@@ -48,23 +48,23 @@ class RunState(Callback):
             if is_over:
                 self._write_what_is_missing(trainer, pl_module)
 
-        # Lightning calls no hook between restoring a checkpoint and tearing the strategy down where nothing is left to
-        # train; after it, split weights can no longer be gathered.
+        # Where nothing is left to train, Lightning calls no hook between restoring the checkpoint and tearing down the
+        # strategy, after which sharded weights can no longer be gathered.
         loop.run = run_or_finish  # type: ignore[method-assign]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Number the checkpoint by the start or resumption that wrote it; keep the metrics that are logged after it."""
+        """Add to the checkpoint the number of the start or resumption that wrote it, and metrics not yet logged."""
         self._check_folder(trainer)
         checkpoint[SESSION] = self._session
         if (metrics := _metrics_about_to_be_logged(trainer)) is not None:
             checkpoint[UNLOGGED] = metrics
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take up what the earlier process may have been killed before logging."""
+        """Read the metrics that the earlier process may not have logged."""
         self._unlogged = checkpoint.get(UNLOGGED)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log it, at the step of the checkpoint."""
+        """Log the metrics that the earlier process may not have logged, at the step of the checkpoint."""
         self._log_what_was_not(trainer)
 
     def _log_what_was_not(self, trainer: Trainer) -> None:
@@ -74,11 +74,11 @@ class RunState(Callback):
             logger.save()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See that the folder is there, before the adapter and the merged model are written to it."""
+        """Check that the run folder still exists, before the adapter and the merged model are written to it."""
         self._check_folder(trainer)
 
     def _check_folder(self, trainer: Trainer) -> None:
-        # A checkpoint's folder is made where it is missing: the run would end well without what it wrote before.
+        # Saving a checkpoint creates a missing folder, so the run would end without error, but without earlier files.
         if trainer.is_global_zero:
             check_still_there(self.marker.parent)
 
@@ -98,9 +98,9 @@ class RunState(Callback):
 
 
 def _finish_validation(trainer: Trainer) -> None:
-    """Run the validation that was due after the last step, where no checkpoint was written after it.
+    """Run the validation after the last optimizer step, if no checkpoint was written after it.
 
-    Lightning validates again where a run ends by ``max_epochs``, and nothing where it ends by ``max_steps``.
+    Lightning repeats it where a run ends by ``max_epochs``, but not where it ends by ``max_steps``.
     """
     loop = trainer.fit_loop.epoch_loop
     validated = loop.val_loop.batch_progress.current
@@ -113,10 +113,10 @@ def _finish_validation(trainer: Trainer) -> None:
 
 
 def _metrics_about_to_be_logged(trainer: Trainer) -> dict[str, float] | None:
-    """Metrics of a step whose checkpoint is written between its end and Lightning's logging of them; None elsewhere.
+    """Metrics of a step whose checkpoint is written before Lightning logs them; None at any other time.
 
-    Lightning logs a step after ``on_train_batch_end``, where most checkpoints are written, and has no public way to
-    what it is about to log.
+    Lightning logs a step after ``on_train_batch_end``, where most checkpoints are written, and has no public access to
+    the metrics that it is about to log.
     """
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     if not trainer.training or progress.processed == progress.completed or trainer.fit_loop._should_accumulate():
@@ -129,7 +129,7 @@ def _metrics_about_to_be_logged(trainer: Trainer) -> dict[str, float] | None:
 
 
 def finished_step(marker: Path) -> int | None:
-    """The step that a run was finished at; None of one that is not finished."""
+    """Last optimizer step of a finished run; None if the run is not finished."""
     try:
         return int(json.loads(marker.read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
