@@ -1,1 +1,1 @@
-"""Losses of single samples over a run."""
+"""Per-sample losses over a run."""

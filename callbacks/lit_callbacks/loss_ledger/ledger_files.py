@@ -1,4 +1,4 @@
-"""A ledger's rows on disk: one file each time they are written, of each rank, Parquet or CSV."""
+"""Files of a loss ledger: one Parquet or CSV file per rank and write."""
 
 import csv
 import re
@@ -10,22 +10,22 @@ _NAME = re.compile(r"from(\d+)-to(\d+)\.rank(\d+)\.(?:parquet|csv)")
 
 
 class Visit(NamedTuple):
-    """What the model made of a sample in one optimizer step."""
+    """Loss of one sample in one optimizer step."""
 
     step: int
     """Optimizer steps done before this one."""
     epoch: int
     id: str
     source: str
-    """Empty where samples have none."""
+    """Source of the sample; empty where samples have none."""
     loss: float
     """Mean over the sample's supervised tokens, in nats."""
     tokens: int
-    """Supervised tokens."""
+    """Number of supervised tokens."""
 
 
 class Visits(NamedTuple):
-    """Some of them, by columns."""
+    """Several visits, as columns."""
 
     step: list[int]
     epoch: list[int]
@@ -36,7 +36,7 @@ class Visits(NamedTuple):
 
 
 def get_ready() -> None:
-    """Import pyarrow and what it wants for its first table, pandas where there is one: no step waits for it then."""
+    """Import pyarrow and what its first table imports (pandas if installed), so that no training step waits for it."""
     with suppress(ModuleNotFoundError):
         import pyarrow
         from pyarrow import parquet
@@ -45,16 +45,16 @@ def get_ready() -> None:
 
 
 def write_part(folder: Path, started: int, rank: int, visits: Visits) -> Path:
-    """Write some visits of one rank.
+    """Write visits of one rank to a new file.
 
     Args:
-        folder: of the ledger; made where it is missing.
+        folder: folder of the ledger; created if missing.
         started: optimizer step at which this run started or was resumed.
-        rank: whose they are.
-        visits: in the order of their steps; at least one.
+        rank: rank that the visits are of.
+        visits: visits in the order of their steps; at least one.
 
     Returns:
-        The file: Parquet where pyarrow is installed, CSV elsewhere.
+        Path of the file: Parquet if pyarrow is installed, else CSV.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"from{started:08d}-to{visits.step[-1] + 1:08d}.rank{rank}"
@@ -72,7 +72,7 @@ def write_part(folder: Path, started: int, rank: int, visits: Visits) -> Path:
 
 
 def read_visits(folder: Path) -> list[Visit]:
-    """All visits of a ledger, by step; those that a later resume took back are left out."""
+    """All visits of a ledger in the order of steps, without those that a resumed run has repeated."""
     parts = {path: tuple(map(int, match.groups())) for path in folder.glob("from*") if (match := _match(path))}
     starts = sorted({started for started, _, _ in parts.values()})
     visits: list[Visit] = []
@@ -83,7 +83,7 @@ def read_visits(folder: Path) -> list[Visit]:
 
 
 def forget(folder: Path, started: int, rank: int) -> None:
-    """Delete what a rank wrote at or after a step: the run starts there again."""
+    """Delete a rank's files of runs that started at or after a step: the run starts there again."""
     for path in folder.glob(f"from*.rank{rank}.*"):
         if (match := _match(path)) and int(match.group(1)) >= started:
             path.unlink()

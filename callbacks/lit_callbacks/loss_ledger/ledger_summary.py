@@ -1,4 +1,4 @@
-"""What a ledger of losses says: worst samples, drift, samples that behave as one."""
+"""Summary of a loss ledger: worst samples, loss by source over the run, likely duplicates."""
 
 import math
 import statistics
@@ -10,26 +10,26 @@ from typing import Any
 from lit_callbacks.loss_ledger.ledger_files import Visit
 
 SLICES = 10
-"""Parts of the run, equal in optimizer steps, over which means are taken."""
+"""Number of slices of the run, equal in optimizer steps, for which mean losses are computed."""
 MOST_COMPARISONS = 200_000
-"""Pairs of samples that are compared to find twins: a second or two."""
+"""Limit of compared pairs of samples in the search for twins: it takes a second or two."""
 CANDIDATES = 10
-"""Times ``top``: pairs that are kept for a look at their texts."""
+"""Pairs that are kept for a comparison of their texts, as a multiple of ``top``."""
 MIN_TWIN_VISITS = 2
-"""Visits from which a curve is made."""
+"""Smallest number of visits for a loss curve."""
 
 
 def summarize(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.1) -> dict[str, Any]:
-    """Sum a ledger up.
+    """Summarize a ledger.
 
     Args:
-        visits: at least one, by step.
-        top: longest list.
-        twin_tolerance: how far the losses of twins may be apart (see ``_distance``), as a share of the standard
+        visits: visits in the order of steps; at least one.
+        top: maximum length of a list.
+        twin_tolerance: maximum distance between the loss curves of twins (see ``_distance``), relative to the standard
             deviation of the samples' median losses.
 
     Returns:
-        ``samples`` and ``visits`` (counts); ``worst``, by last loss, and ``risen``, by last less first loss: lists
+        ``samples`` and ``visits`` (counts); ``worst``, by last loss, and ``risen``, by last minus first loss: lists
         of samples with ``id, source, tokens, visits, first, last``; ``slice_ends``, optimizer steps, and
         ``sources``, each with its token-mean loss in each slice of the run (None where it had none); ``twins``: pairs
         with ``ids, tokens, distance``, the nearest first. Losses are in nats per token.
@@ -39,7 +39,7 @@ def summarize(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.
         by_id[visit.id].append(visit)
     samples = [_sample(members) for members in by_id.values()]
     again = [sample for sample in samples if sample["visits"] > 1 and sample["last"] > sample["first"]]
-    # A loss that is not a number is the worst there is.
+    # NaN counts as the highest loss.
     worst = sorted(samples, key=lambda s: math.inf if math.isnan(s["last"]) else s["last"], reverse=True)
     steps = visits[-1].step + 1
     return {
@@ -73,7 +73,7 @@ def _sources(visits: Sequence[Visit], steps: int) -> dict[str, list[float | None
 
 
 def _twins(by_id: dict[str, list[Visit]], tolerance: float) -> list[dict[str, Any]]:
-    """Pairs of samples whose losses lie on one curve over the steps of the run."""
+    """Pairs of samples whose losses lie on one curve over the optimizer steps, the nearest first."""
     curves = {
         name: members
         for name, members in by_id.items()
@@ -81,7 +81,7 @@ def _twins(by_id: dict[str, list[Visit]], tolerance: float) -> list[dict[str, An
     }
     medians = {name: statistics.median(visit.loss for visit in members) for name, members in curves.items()}
     limit = tolerance * statistics.pstdev(medians.values()) if medians else 0.0
-    # Twins have about as many tokens, and about the same median: the nearest in this order are compared.
+    # Twins have about the same number of tokens and median loss: only neighbors in this order are compared.
     order = sorted(medians, key=lambda name: (_size(curves[name][0].tokens), medians[name]))
     reach = max(3, min(100, MOST_COMPARISONS // max(len(order), 1)))
     found = []
@@ -93,20 +93,20 @@ def _twins(by_id: dict[str, list[Visit]], tolerance: float) -> list[dict[str, An
             distance, level = _distance(curves[name], curves[other])
             if distance <= limit:
                 pair = {"ids": sorted((name, other)), "tokens": max(tokens), "distance": distance}
-                # Against the loss itself: samples that are known by heart are all near to each other, and to 0.
+                # Relative to the loss itself: all memorized samples have losses near 0, so near each other.
                 found.append((distance / max(level, 1e-12), pair))
     return [pair for _, pair in sorted(found, key=lambda one: one[0])]
 
 
 def _size(tokens: int) -> int:
-    """A number that is the same for numbers of tokens within about 5 %."""
+    """Bin of a number of tokens; bins are about 5 % wide."""
     return round(math.log(max(tokens, 1)) / 0.05)
 
 
 def _distance(one: Sequence[Visit], other: Sequence[Visit]) -> tuple[float, float]:
-    """How far each visit is off the line between the other sample's visits around it, and the loss there.
+    """Distance of each sample's visits from the other's linearly interpolated loss curve, and their loss.
 
-    Both are medians, in nats: where a curve falls steeply, at first, the line is far from it.
+    Both are medians, in nats: at the steep start of a curve, the interpolation is far from it.
     """
     compared = [*_off(one, other), *_off(other, one)]
     if len(compared) < MIN_TWIN_VISITS:

@@ -1,4 +1,4 @@
-"""Write down what the model makes of every sample, every time it sees it."""
+"""Ledger of the loss of every sample at every visit."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,25 +19,25 @@ from lit_callbacks.loss_ledger.ledger_summary import summarize
 from lit_callbacks.output.tables import show_table
 
 TEXT_KEPT, TEXT_SHOWN = 500, 60
-"""Characters of a sample's text in the summary, and in the table on the terminal."""
+"""Maximum characters of a sample's text in the summary, and in the table on the terminal."""
 TOKENS_KEPT = 1024
-"""Losses of so many tokens of a batch wait on the device until the ledger is written: of more, their means do."""
+"""Maximum number of token losses of a batch that are kept on the device until a write; of more, only the means are."""
 LEAST_LIKENESS = 0.8
-"""Of two texts (``difflib``'s ratio), 0 to 1, from which samples whose losses go together are named as duplicates."""
+"""Minimum similarity of two texts (``difflib``'s ratio, 0 to 1) to report samples with like losses as duplicates."""
 SUMMARY = "summary.json"
-"""What ``summarize`` returns, in the ledger's folder."""
+"""File name of the result of ``summarize``, in the ledger's folder."""
 
 
 class LossLedger(Callback):
-    """Keep the loss of each sample at each visit; at the end, name the worst, what rose, and likely duplicates.
+    """Record the loss of each sample at each visit; at the end, report the worst, those that rose, and duplicates.
 
-    Losses come from the module in one of three ways:
+    Losses come from one of three sources:
 
-    - ``training_step`` returns a dict with ``sample_losses``, ``(samples,)``, the mean of each, or ``token_losses``,
-      ``(samples, tokens)``, with ``token_mask`` beside it (else what is 0 does not count);
-    - the module has an attribute ``record_losses``: it is this callback's ``record`` while training runs, None
-      otherwise, and the module calls it in its step;
-    - something else calls ``record``.
+    - ``training_step`` returns a dict with ``sample_losses``, ``(samples,)``, the mean loss of each sample, or with
+      ``token_losses``, ``(samples, tokens)``, and optionally ``token_mask`` (by default, losses of 0 do not count);
+    - the module has an attribute ``record_losses``: it is this callback's ``record`` during training and None
+      otherwise, and the module calls it in its training step;
+    - other code calls ``record``.
 
     Tensors stay on their device until they are written, so no step waits for them.
     """
@@ -51,18 +51,18 @@ class LossLedger(Callback):
         sources: Callable[[Any], Any] = batch_sources,
         texts: Callable[[Sequence[str]], Mapping[str, str]] | None = None,
     ) -> None:
-        """Say where to write, and what a batch holds.
+        """Set the folder and the functions that read a batch.
 
         Args:
-            folder: for the files, Parquet where pyarrow is installed, else CSV; None is ``loss_ledger`` in
+            folder: folder of the ledger files, Parquet if pyarrow is installed, else CSV; None is ``loss_ledger`` in
                 ``trainer.default_root_dir``.
             write_every_n_steps: optimizer steps between two writes.
-            top: samples named at the end.
-            ids: one id a sample of the batch, the same each time a sample comes; None where there are none.
-            sources: one source a sample, or None.
-            texts: from ids to texts, to show the samples that are named and to tell duplicates from pairs that are
-                near by chance; None asks the data module's method
-                ``sample_texts(ids)``, where it has one.
+            top: maximum number of samples in each list of the summary.
+            ids: function from a batch to one id per sample, the same at each visit of a sample, or to None.
+            sources: function from a batch to one source per sample, or to None.
+            texts: function from ids to texts by id, to print the reported samples and to tell duplicates from samples
+                with similar losses by chance; None takes the data module's method ``sample_texts(ids)``, where it has
+                one.
         """
         self.folder = None if folder is None else Path(folder)
         self.write_every_n_steps, self.top = write_every_n_steps, top
@@ -73,7 +73,7 @@ class LossLedger(Callback):
         self._is_off = False
         self._has_recorded = False
 
-    # --- what comes in -------------------------------------------------------------------------------
+    # --- recording -----------------------------------------------------------------------------------
 
     def record(
         self,
@@ -83,14 +83,15 @@ class LossLedger(Callback):
         sources: Any = None,
         per_token: bool = False,
     ) -> None:
-        """Note the losses of some samples; of the current optimizer step.
+        """Record the losses of some samples in the current optimizer step.
 
         Args:
-            ids: one a sample, a list or tensor.
-            losses: ``(samples,)``, mean over each sample's supervised tokens, in nats.
-            tokens: ``(samples,)``, how many these are; None is 1 each.
-            sources: one a sample; None where there are none.
-            per_token: ``losses`` are those of all supervised tokens, sample by sample, and ``tokens`` is a list.
+            ids: one id per sample, a list or tensor.
+            losses: mean loss over each sample's supervised tokens, in nats, ``(samples,)``.
+            tokens: number of supervised tokens of each sample, ``(samples,)``; None is 1 each.
+            sources: one source per sample; None where there are none.
+            per_token: whether ``losses`` holds the loss of every supervised token, ``(supervised tokens,)``, sample
+                after sample, and ``tokens`` is a list.
         """
         names = _listed(ids)
         self._has_recorded = True
@@ -110,7 +111,7 @@ class LossLedger(Callback):
             self._pending.append((*self._place, names, of, losses, counts, per_token))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lend ``record`` to the module, and forget what the run is about to do again."""
+        """Give ``record`` to the module, and delete records of steps that this run repeats."""
         self._started = self._written_at = trainer.global_step
         self._pending, self._has_recorded = [], False
         self._place = (trainer.global_step, trainer.current_epoch)
@@ -119,16 +120,16 @@ class LossLedger(Callback):
         get_ready()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note which epoch it is."""
+        """Store the current epoch."""
         self._place = (trainer.global_step, trainer.current_epoch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take what the step returned, and write now and then; another step may come next."""
+        """Record the losses that the step returned; write every ``write_every_n_steps``."""
         try:
             self._take(outputs, batch)
-        except Exception as error:  # of shapes that are others, or of somebody else's function: the run is worth more
+        except Exception as error:  # unexpected shapes or an error in the user's function must not end the run
             self._has_recorded = True
             rank_zero_warn(
                 f"LossLedger cannot keep a step's losses ({type(error).__name__}: {error}); 'sample_losses' is "
@@ -155,14 +156,14 @@ class LossLedger(Callback):
         else:
             self.record(ids, *found, self.sources(batch))
 
-    # --- what goes out -------------------------------------------------------------------------------
+    # --- writing -------------------------------------------------------------------------------------
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write what there is."""
+        """Write the records so far."""
         self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the rest; on rank 0, sum up what all ranks wrote."""
+        """Write the remaining records; on rank 0, summarize the records of all ranks."""
         self._lend(pl_module, None)
         self._write(trainer)
         trainer.strategy.barrier("LossLedger")
@@ -176,7 +177,7 @@ class LossLedger(Callback):
         rows = [*summary["worst"], *summary["risen"]]
         try:
             found = texts([*(row["id"] for row in rows), *(name for pair in pairs for name in pair["ids"])])
-        except Exception as error:  # somebody else's function: the run is worth more
+        except Exception as error:  # an error in the user's function must not end the run
             rank_zero_warn(f"LossLedger: no texts of samples ({type(error).__name__}: {error})")
             return
         for row in rows:
@@ -198,7 +199,7 @@ class LossLedger(Callback):
         pending, self._pending = self._pending, []
         if not pending or self._is_off:
             return
-        # The only place that waits for the device.
+        # The only synchronization with the device.
         losses = torch.cat([_sample_means(*one[4:]) for one in pending]).tolist()
         tokens = [int(count) for one in pending for count in _listed(one[5])]
         columns: tuple[list[Any], ...] = (
@@ -227,7 +228,7 @@ class LossLedger(Callback):
             OSError,
             ValueError,
             LookupError,
-        ) as error:  # training itself has gone well
+        ) as error:  # training itself has succeeded
             rank_zero_warn(f"LossLedger cannot read {str(folder)!r} ({error}), so there is no summary; remove the file")
             return
         if not visits:
@@ -253,7 +254,7 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _sample_means(losses: Tensor, counts: Any, per_token: bool) -> Tensor:
-    """Mean loss of each sample, ``(samples,)``, 0 where nothing is supervised."""
+    """Mean loss of each sample in nats, ``(samples,)``, fp32; 0 for a sample without supervised tokens."""
     if not per_token:
         return losses.float()
     lengths = torch.tensor(counts, device=losses.device)
@@ -261,7 +262,7 @@ def _sample_means(losses: Tensor, counts: Any, per_token: bool) -> Tensor:
 
 
 def _returned(outputs: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Mean loss and number of tokens of each sample, from what ``training_step`` returned."""
+    """Mean loss and number of tokens of each sample, ``(samples,)`` each, from the outputs of ``training_step``."""
     if not isinstance(outputs, Mapping):
         return None
     if "sample_losses" in outputs:

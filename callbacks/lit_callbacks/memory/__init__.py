@@ -1,1 +1,1 @@
-"""Memory by phase and purpose."""
+"""Memory of a run by phase and purpose."""

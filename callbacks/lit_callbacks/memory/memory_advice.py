@@ -1,4 +1,4 @@
-"""What would have to shrink for a step to fit, and by how much: one page."""
+"""Report on an out-of-memory error: the settings that reduce memory, and the bytes that each saves."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _IN_A_STACK = re.compile(r"\.\*(\.|$)")
 
 @dataclass(frozen=True)
 class Setting:
-    """Something that a user can change, and the bytes that it would save."""
+    """A setting that the user can change, and the bytes that the change would save."""
 
     name: str
     saves: int
@@ -20,18 +20,18 @@ class Setting:
 
 
 def settings(breakdown: Breakdown, ranks: int, is_sharded: bool) -> list[Setting]:
-    """What helps, the most first.
+    """Settings that reduce memory, in descending order of the bytes saved.
 
     Args:
-        breakdown: of the step that did not fit, or of an earlier one.
-        ranks: devices of the run.
-        is_sharded: whether weights are split over them already.
+        breakdown: memory breakdown of the failed step, or of an earlier one.
+        ranks: number of devices in the run.
+        is_sharded: whether the weights are already sharded over the devices.
     """
     by = breakdown.bytes
     held = by["parameters"] + by["gradients"] + by["optimizer_state"]
     then = ranks * 2 if is_sharded or ranks == 1 else ranks
     now = ranks if is_sharded else 1
-    # Of temporary memory, what is as wide as the vocabulary depends on the batch; of the rest we do not know.
+    # Temporary tensors as wide as the vocabulary scale with the batch; for the other ones it is not known.
     scales_with_batch = by["activations"] + min(breakdown.vocabulary_bytes, by["other"])
     layers = sum(size for name, _, size in breakdown.modules if _IN_A_STACK.search(name))
     kept = sum(breakdown.layer_outputs.values())
@@ -58,16 +58,16 @@ def out_of_memory_page(
     ranks: int,
     is_sharded: bool,
 ) -> str:
-    """The report, as Markdown of a page.
+    """Markdown page that reports an out-of-memory error.
 
     Args:
-        error: what the allocator said.
-        phase: of the step, in which it said so.
-        breakdown: of memory at its fullest.
-        when: which step the breakdown is of.
-        device: lines on what the device and the process hold.
-        ranks: devices of the run.
-        is_sharded: whether weights are split over them.
+        error: message of the allocator.
+        phase: phase of the step in which the error was raised.
+        breakdown: memory breakdown at the peak.
+        when: name of the step that the breakdown is of.
+        device: lines on the memory of the device and the process.
+        ranks: number of devices in the run.
+        is_sharded: whether the weights are sharded over the devices.
     """
     found = settings(breakdown, ranks, is_sharded)
     best = found[0]
@@ -104,5 +104,5 @@ def out_of_memory_page(
 
 
 def mib(size: int) -> str:
-    """Bytes as MiB, in words."""
+    """Text of a size in bytes, in MiB with one decimal."""
     return f"{size / MIB:,.1f} MiB"

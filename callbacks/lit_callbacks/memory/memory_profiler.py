@@ -1,4 +1,4 @@
-"""Where memory goes, phase by phase and purpose by purpose; what to shrink when it is not enough."""
+"""Memory profile by phase and purpose, and a report on an out-of-memory error."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,25 +21,25 @@ from lit_callbacks.phases import Phase, failed_in, unwatch, watch
 
 _RARE: tuple[Phase, ...] = ("validation", "checkpoint")
 _BETWEEN: tuple[Phase, ...] = ("other", "data", "callbacks")
-"""Phases without figures of their own."""
+"""Phases for which no metrics are logged."""
 _LEAK_READINGS = 12
 
 
 class MemoryProfiler(Callback):
-    """Log memory by phase, account for every tensor of a few steps, and explain an out-of-memory error.
+    """Log memory by phase, break down the memory of a few steps by purpose, and report on an out-of-memory error.
 
     Logged under ``memory/`` in MiB, of this rank, when the trainer logs: ``allocated``, ``reserved``,
-    ``peak_allocated`` and ``peak_reserved`` since the last time (CUDA; MPS has the first two), ``host_rss`` (the
-    process's own pages) and ``host_peak_rss``; and for each phase (``setup``, ``forward``, ``backward``,
-    ``optimizer``, ``validation``, ``checkpoint``) ``memory/<phase>/peak_allocated`` on CUDA and
-    ``memory/<phase>/host_rss``, taken when the phase ends, in the steps that are logged.
+    ``peak_allocated`` and ``peak_reserved`` since the last log (CUDA; MPS has the first two), ``host_rss`` (resident
+    memory of the process without mapped files) and ``host_peak_rss``; and for each phase (``setup``, ``forward``,
+    ``backward``, ``optimizer``, ``validation``, ``checkpoint``) ``memory/<phase>/peak_allocated`` on CUDA and
+    ``memory/<phase>/host_rss``, read at the end of the phase, in the logged steps.
 
-    In ``sample_steps`` every storage is followed (``breakdown``, ``memory/breakdown/...``): parameters, gradients,
-    optimizer state, activations, other, at the step's fullest moment. The allocator is asked on the host and the
-    device is never waited for.
+    In ``sample_steps`` every tensor storage is tracked (``breakdown``, ``memory/breakdown/...``): parameters,
+    gradients, optimizer state, activations and other, at the step's peak. The allocator's counters are read on the
+    host, without a synchronization with the device.
 
-    On an out-of-memory error a page is written that says what memory was for and which setting saves the most; then
-    the error goes on.
+    On an out-of-memory error, a page reports what memory was used for and which setting saves the most; then the error
+    is raised on.
     """
 
     def __init__(
@@ -50,24 +50,27 @@ class MemoryProfiler(Callback):
         record_history: bool = False,
         leak_mib: float = 64,
     ) -> None:
-        """Say where files go and what is looked at.
+        """Set the folder and the measurements.
 
         Args:
             dirpath: folder for ``memory_timeline.csv``, ``memory_step.csv``, the picture and the report; None is
                 ``memory`` in the trainer's ``default_root_dir``.
-            sample_steps: optimizer steps of this fit, the first is 1, whose tensors are followed, which makes them
-                slower. The first has no optimizer state at its start; an error in it finds the page complete.
+            sample_steps: optimizer steps of this fit, counted from 1, in which every tensor storage is tracked, which
+                makes them slower. Step 1 starts without optimizer state, but makes the report of an error in that step
+                complete.
             picture: whether to draw ``memory_timeline.png`` at the end, with matplotlib (the extra ``plots``).
-            record_history: on CUDA, keep where each allocation came from, for ``snapshot``; that costs a little.
-            leak_mib: growth of the steady state, within the last readings, that is warned of.
+            record_history: whether to record the origin of each allocation on CUDA, for ``snapshot``; it costs a little
+                time.
+            leak_mib: growth in MiB of the memory between steps, over the last 12 logged readings, above which a warning
+                is given.
         """
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.sample_steps, self.picture = tuple(sample_steps), picture
         self.record_history, self.leak_mib = record_history, leak_mib
         self.breakdown: Breakdown | None = None
-        """Of the last step that was sampled."""
+        """Memory breakdown of the last sampled step."""
         self.peaks: dict[str, dict[str, float]] = {}
-        """MiB by phase and reading: the most seen in this fit."""
+        """Largest reading of this fit in MiB, by phase and name."""
         self.timeline: list[dict[str, Any]] = []
         """Rows of ``memory_timeline.csv``."""
         self._said: set[str] = set()
@@ -77,7 +80,7 @@ class MemoryProfiler(Callback):
     # --- phases ----------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin with the phase ``setup``."""
+        """Start to measure, with the phase ``setup``."""
         if stage != "fit":
             return
         self.peaks, self.timeline, self.breakdown = {}, [], None
@@ -92,7 +95,7 @@ class MemoryProfiler(Callback):
             torch.cuda.memory._record_memory_history()  # documented, in spite of its name
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Setup is over."""
+        """End the phase ``setup``, and follow the phases of training."""
         self._take("setup")
         self._phase, self._global_step = "other", trainer.global_step
         self._first_step = trainer.global_step
@@ -108,7 +111,7 @@ class MemoryProfiler(Callback):
         self._phase = phase
 
     def _take(self, phase: str) -> None:
-        """What the phase that ends has used."""
+        """Record the memory of the phase that ends."""
         if (peaks := memory_readings.take_peaks(self._device)) is not None:
             self._overall = max(self._overall[0], peaks[0]), max(self._overall[1], peaks[1])
         if phase in _BETWEEN:
@@ -119,14 +122,14 @@ class MemoryProfiler(Callback):
             known[name] = max(known.get(name, 0.0), value)
 
     def _is_logged(self, trainer: Any) -> bool:
-        """Whether Lightning logs the step that comes next; it counts one a step, whatever the number of optimizers."""
+        """Whether Lightning logs the next step; it counts one per step, for any number of optimizers."""
         every = trainer.log_every_n_steps
         return bool(every) and (self._first_step + self._steps + 1) % every == 0
 
     # --- steps -----------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Follow the tensors of a step that is sampled."""
+        """Start to track the tensor storages of a sampled step."""
         if self._ledger is None and self._steps + 1 in self.sample_steps:
             self._quietly(self._open_ledger, trainer, pl_module, batch)
 
@@ -141,14 +144,14 @@ class MemoryProfiler(Callback):
         self._ledger = ledger.__enter__()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Now the gradients are all there."""
+        """Mark the gradients, which are complete now."""
         if self._ledger is not None:
             self._ledger.know(_gradients(pl_module), "gradients")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """At the end of an optimizer step, close the account and log."""
+        """At the end of an optimizer step, compute the breakdown and log."""
         if trainer.global_step == self._global_step:
             return
         self._global_step, self._steps = trainer.global_step, self._steps + 1
@@ -215,14 +218,14 @@ class MemoryProfiler(Callback):
     # --- the end ---------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the timeline and say what was seen."""
+        """Write the timeline and print the summary."""
         self._end(trainer)
         if trainer.is_global_zero:
             self._quietly(self._write_timeline)
             rank_zero_info(self.describe())
 
     def describe(self) -> str:
-        """What was seen, in a few lines."""
+        """Summary of the profile, in a few lines."""
         lines = []
         if self.breakdown is not None:
             parts = ", ".join(f"{name.replace('_', ' ')} {mib(n)}" for name, n in self.breakdown.bytes.items())
@@ -254,7 +257,7 @@ class MemoryProfiler(Callback):
         return True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Explain an out-of-memory error; whatever it is, it goes on."""
+        """Report on an out-of-memory error; every error is raised on."""
         if is_out_of_memory(exception):
             self._quietly(self._explain, trainer, pl_module, exception)
         self._end(trainer)
@@ -301,7 +304,7 @@ class MemoryProfiler(Callback):
             self._is_watching = False
 
     def _quietly(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Measuring does not end a run."""
+        """Run an action and turn any error into a warning: a measurement must not end a run."""
         try:
             action(*arguments)
         except Exception as error:
@@ -314,7 +317,7 @@ class MemoryProfiler(Callback):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator has said no: CUDA's, MPS's or the CPU's."""
+    """Whether an error is an out-of-memory error of the CUDA, MPS or CPU allocator."""
     said = ("out of memory", "can't allocate memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in said)
@@ -326,13 +329,13 @@ def _gradients(module: LightningModule) -> Iterator[Tensor]:
 
 
 def _states(trainer: Trainer) -> Iterator[Tensor]:
-    """Tensors of the optimizers' states, however they are nested."""
+    """Tensors of the optimizer states, at any level of nesting."""
     for optimizer in trainer.optimizers:
         yield from tensors_in(optimizer.state)
 
 
 def _known_beforehand(trainer: Trainer, pl_module: LightningModule, device: torch.device) -> Breakdown:
-    """Where no step was sampled: what is known without; on CUDA the rest of the peak is called activations."""
+    """Breakdown without a sampled step: known sizes; on CUDA the remainder of the peak counts as activations."""
     parameters = local_bytes(pl_module.parameters())
     gradients = local_bytes(p for p in pl_module.parameters() if p.requires_grad)
     states = local_bytes(_states(trainer))

@@ -1,4 +1,4 @@
-"""How much memory a device's allocator and this process hold, as far as they tell."""
+"""Memory readings of a device's allocator and of this process, in bytes."""
 
 import os
 import resource
@@ -12,12 +12,12 @@ MIB = 2**20
 
 @cache
 def _statm(process: int) -> int:
-    """The file in which Linux says what a process holds, open: it is read many times a step."""
+    """File descriptor of a process's ``/proc/<process>/statm``, kept open: it is read many times a step."""
     return os.open(f"/proc/{process}/statm", os.O_RDONLY)
 
 
 def host_memory() -> int | None:
-    """Bytes of the process's own resident memory, pages of mapped files left out; None where ``/proc`` is missing."""
+    """Bytes of the process's resident memory without mapped files; None where ``/proc`` is missing."""
     try:
         _, resident, shared = os.pread(_statm(os.getpid()), 256, 0).split(maxsplit=3)[:3]
     except OSError:
@@ -26,27 +26,27 @@ def host_memory() -> int | None:
 
 
 def host_peak() -> int:
-    """Bytes of the process's largest resident size so far, mapped files included."""
+    """Bytes of the process's peak resident memory, mapped files included."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def allocated(device: torch.device) -> int | None:
-    """Bytes of tensors on an accelerator; None on a CPU, whose allocator does not count."""
+    """Bytes of tensors on an accelerator; None on a CPU, whose allocator has no counter."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return torch.mps.current_allocated_memory() if device.type == "mps" else None
 
 
 def reserved(device: torch.device) -> int | None:
-    """Bytes that the allocator holds of an accelerator's memory, in use or not."""
+    """Bytes of an accelerator's memory that the allocator holds, in use or not; None on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     return torch.mps.driver_allocated_memory() if device.type == "mps" else None
 
 
 def take_peaks(device: torch.device) -> tuple[int, int] | None:
-    """The most bytes allocated and reserved since the last call, on CUDA; counted on the host, without waiting."""
+    """Peak bytes allocated and reserved since the last call, on CUDA; read on the host, without synchronization."""
     if device.type != "cuda":
         return None
     peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -55,5 +55,5 @@ def take_peaks(device: torch.device) -> tuple[int, int] | None:
 
 
 def in_mib(figures: dict[str, int | None]) -> dict[str, float]:
-    """Those that are known, in MiB, under names that say so."""
+    """Known readings in MiB, with ``_mib`` appended to their names."""
     return {f"{name}_mib": value / MIB for name, value in figures.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Memory over a run and within a step: as CSV, and as a picture."""
+"""Memory over a run and within a step, as CSV files and as a picture."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _COLOURS = {
 
 
 def step_rows(ledger: StorageLedger) -> list[dict[str, Any]]:
-    """A step's memory, at most a thousand of its moments, each the fullest of its neighbors.
+    """Memory of a step, thinned to about a thousand events, each with the largest total of its neighbors.
 
     Returns:
         Rows of ``event``, ``phase`` and MiB by purpose.
@@ -38,7 +38,7 @@ def step_rows(ledger: StorageLedger) -> list[dict[str, Any]]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows that may have different columns."""
+    """Write rows as CSV; rows may have different columns."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
@@ -47,13 +47,13 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_picture(path: Path, run: Sequence[Mapping[str, Any]], step: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw the run above and the step below; each is left out where it is empty.
+    """Draw the memory over the run (above) and within a step (below); an empty one stays blank.
 
     Args:
-        path: of the PNG.
-        run: rows of ``step`` and MiB by what was read.
-        step: of ``step_rows``.
-        title: what the lower part shows.
+        path: path of the PNG file.
+        run: rows of ``step`` and MiB by reading.
+        step: rows that ``step_rows`` returns.
+        title: title of the lower plot.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
@@ -75,7 +75,7 @@ def write_picture(path: Path, run: Sequence[Mapping[str, Any]], step: Sequence[M
         parts = [[row[f"{purpose}_mib"] for row in step] for purpose in PURPOSES]
         labels = [purpose.replace("_", " ") for purpose in PURPOSES]
         in_step.stackplot(events, parts, labels=labels, colors=[_COLOURS[p] for p in PURPOSES], step="post")
-        # Phases that take no room would write over each other: zero_grad between forward and backward, say.
+        # Labels of very short phases would overlap, e.g. of zero_grad between forward and backward.
         starts = [0, *(n for n, (one, two) in enumerate(pairwise(step), 1) if one["phase"] != two["phase"]), len(step)]
         for start, end in pairwise(starts):
             if (phase := step[start]["phase"]) in _STEP and end - start > len(step) / 20:

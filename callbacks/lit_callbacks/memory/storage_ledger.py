@@ -1,4 +1,4 @@
-"""An account of every tensor storage that lives during a step: how large it is, and what it is for."""
+"""Ledger of every tensor storage that is alive during a step: its size and its purpose."""
 
 import re
 import weakref
@@ -23,15 +23,15 @@ PURPOSES: tuple[Purpose, ...] = ("parameters", "gradients", "optimizer_state", "
 
 @dataclass
 class Held:
-    """One storage."""
+    """One tensor storage."""
 
     bytes: int
     phase: Phase
-    """In which it was made."""
+    """Phase in which it was allocated."""
     module: str
-    """Whose forward made it; empty outside of any."""
+    """Name of the module whose forward allocated it; empty outside of any."""
     width: int
-    """Last dimension of the tensor that it was made for."""
+    """Last dimension of the tensor that it was allocated for."""
     purpose: Purpose = "other"
 
 
@@ -45,7 +45,7 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def local_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors of this rank that a tensor consists of: shards of a ``DTensor``, parts of a quantized one."""
+    """Plain local tensors that a tensor consists of: the shard of a ``DTensor``, the parts of a quantized tensor."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(part := getattr(tensor, name), Tensor):
@@ -55,38 +55,38 @@ def local_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of this rank behind some tensors, each counted once."""
+    """Bytes of the local storages of some tensors, each storage counted once."""
     storages = {}
     for tensor in tensors:
         for part in local_tensors(tensor):
-            with suppress(NotImplementedError, RuntimeError):  # a layout without storage
+            with suppress(NotImplementedError, RuntimeError):  # tensor layouts without a storage
                 storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(storages.values())
 
 
 class StorageLedger(TorchDispatchMode):
-    """While it is entered, sees what every operation returns, and when that is freed.
+    """Context manager that tracks the storages of all tensors that operations return, until they are freed.
 
-    Not seen: what an operation uses within itself, and storages that are resized in place (FSDP's gathered weights). It
-    costs some tens of microseconds an operation, so it is for a step now and then.
+    Not tracked: temporary memory within an operation, and storages that are resized in place (FSDP's gathered weights).
+    It costs some tens of microseconds per operation, so it is meant for single steps.
     """
 
     def __init__(self, device: torch.device, modules: nn.Module) -> None:
-        """Start with nothing.
+        """Start with an empty ledger.
 
         Args:
-            device: only what lies there is counted.
-            modules: the names that storages are counted under are those of its modules.
+            device: device whose storages are counted, by its type.
+            modules: root module; storages are counted under the names of its submodules.
         """
         super().__init__()
         self.device = device
         self.held: list[Held] = []
         self.events: list[tuple[int, bool]] = []
-        """Place in ``held``, and True when it was made or False when it was freed, in order."""
+        """Index in ``held``, and True for an allocation or False for a release, in order of time."""
         self.phases: list[tuple[int, Phase]] = [(0, "other")]
-        """The event that each phase begins with."""
+        """Index of the first event of each phase."""
         self.layer_outputs: dict[str, int] = {}
-        """Bytes of the output of each numbered module: the layers of a stack."""
+        """Bytes of the output of each module with a number as its name, i.e. of each layer of a stack."""
         self._places: dict[int, int] = {}
         self._watched: list[Any] = []
         self._since_forward: set[int] = set()
@@ -112,7 +112,7 @@ class StorageLedger(TorchDispatchMode):
             self.layer_outputs[name] = local_bytes(islice(tensors_in(output), 1))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and look at what it returns."""
+        """Run an operation and record the storages of its results."""
         output = func(*args, **(kwargs or {}))
         for tensor in tensors_in(output):
             self._see(tensor)
@@ -135,7 +135,7 @@ class StorageLedger(TorchDispatchMode):
             phase = self.phases[-1][1]
             self.held.append(Held(storage.nbytes(), phase, module, tensor.shape[-1] if tensor.ndim else 1))
             self.events.append((place, True))
-            # Kept here and nowhere else: when the ledger goes, nobody is told any more.
+            # The weak references are kept only here: their callbacks end with the ledger.
             self._watched.append(weakref.ref(storage, partial(self._freed, id(storage), place)))
             if phase == "forward":
                 self._since_forward.add(place)
@@ -147,13 +147,13 @@ class StorageLedger(TorchDispatchMode):
         self.events.append((place, False))
 
     def know(self, tensors: Iterable[Tensor], purpose: Purpose) -> None:
-        """Say what some tensors are for, those that are here already and those that were made since."""
+        """Set the purpose of some tensors; a storage that is not in the ledger is added."""
         for tensor in tensors:
             for place in self._see(tensor):
                 self.held[place].purpose = purpose
 
     def switch(self, phase: Phase) -> None:
-        """Another phase begins. What a forward pass leaves behind is activations."""
+        """Begin a phase. Storages that a forward pass leaves alive become activations."""
         if self.phases[-1][1] == "forward":
             for place in self._since_forward:
                 if self.held[place].purpose == "other":
@@ -161,7 +161,7 @@ class StorageLedger(TorchDispatchMode):
             self._since_forward.clear()
         self.phases.append((len(self.events), phase))
 
-    # --- what came of it -------------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------
 
     def timeline(self) -> Iterator[tuple[Phase, dict[Purpose, int]]]:
         """Phase and bytes by purpose after each event."""
@@ -176,7 +176,7 @@ class StorageLedger(TorchDispatchMode):
             yield phases[at][1], dict(now)
 
     def live_at(self, event: int) -> list[Held]:
-        """The storages that live after an event."""
+        """Storages that are alive after an event."""
         live: dict[int, Held] = {}
         for place, is_made in self.events[: event + 1]:
             if is_made:
@@ -188,32 +188,33 @@ class StorageLedger(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Breakdown:
-    """What memory was for at the worst moment of a step, on this rank."""
+    """Memory by purpose at the peak of a step, on this rank."""
 
     bytes: dict[Purpose, int]
     phase: Phase
-    """In which that moment was."""
+    """Phase of the peak."""
     peaks: dict[Phase, int]
-    """The most bytes of tensors in each phase."""
+    """Peak bytes of tensors in each phase."""
     modules: list[tuple[str, int, int]]
-    """Names with ``*`` for numbers, how many modules, and bytes of their activations then; the largest first."""
+    """Module name with ``*`` for numbers, number of modules, and bytes of their activations; the largest first."""
     vocabulary_bytes: int
-    """Of logits and their like: storages as wide as the vocabulary that are no weights."""
+    """Bytes of logits and similar tensors: storages as wide as the vocabulary, without weights and gradients."""
     layer_outputs: dict[str, int]
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of all purposes."""
         return sum(self.bytes.values())
 
     @classmethod
     def of(cls, ledger: StorageLedger, vocabulary: int | None, measured: int | None = None) -> "Breakdown":
-        """Look at a ledger's worst moment.
+        """Compute the breakdown at a ledger's peak.
 
         Args:
-            ledger: of a step, or of the part of it that an error ended.
-            vocabulary: rows of the largest embedding, if there is one.
-            measured: the device's own peak, where it tells: what it holds beyond known tensors is ``other``.
+            ledger: ledger of a step, or of the part of it before an error.
+            vocabulary: number of rows of the largest embedding; None without one.
+            measured: peak bytes that the device's allocator reports, if it does; bytes beyond the tracked ones count as
+                ``other``.
         """
         worst, total, peaks = -1, -1, dict[Phase, int]()
         for event, (phase, purposes) in enumerate(ledger.timeline()):
@@ -227,7 +228,7 @@ class Breakdown:
             by_purpose[held.purpose] += held.bytes
         if measured is not None:
             by_purpose["other"] += measured - total
-        # Weights and their gradients are as wide as a vocabulary only by chance or where embeddings are transposed.
+        # Weights and their gradients have the vocabulary's width only by chance or if embeddings are transposed.
         wide = [held.bytes for held in live if held.width == vocabulary and held.purpose in ("activations", "other")]
         return cls(
             dict(by_purpose), worst_phase if live else "other", peaks, _by_module(live), sum(wide), ledger.layer_outputs
@@ -246,5 +247,5 @@ def _by_module(live: Iterable[Held]) -> list[tuple[str, int, int]]:
 
 
 def vocabulary_of(module: nn.Module) -> int | None:
-    """Rows of the largest embedding within a module."""
+    """Number of rows of the largest embedding within a module; None without one."""
     return max((m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=None)

@@ -1,4 +1,4 @@
-"""Text in a trainer's loggers."""
+"""Tables of text for a trainer's loggers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,17 +7,17 @@ from lightning.pytorch import Trainer
 
 
 def log_text(trainer: Trainer, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], step: int) -> bool:
-    """Give a table of texts to every logger that takes text: TensorBoard, and those with ``log_text`` (W&B).
+    """Log a table of texts to every logger that takes text: TensorBoard, and those with ``log_text`` (W&B).
 
     Args:
-        trainer: whose loggers; called on rank 0 alone.
-        name: of the table.
-        columns: their names.
-        rows: cells.
+        trainer: trainer of the run; this function is called on rank 0 only.
+        name: name of the table.
+        columns: names of the columns.
+        rows: cells of each row, one per column.
         step: optimizer step.
 
     Returns:
-        Whether a logger took it, or there is none.
+        Whether a logger took the table, or the trainer has no logger.
     """
     taken = [_log(logger, name, columns, rows, step) for logger in trainer.loggers]
     return any(taken) or not taken
@@ -26,7 +26,7 @@ def log_text(trainer: Trainer, name: str, columns: Sequence[str], rows: Sequence
 def _log(logger: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], step: int) -> bool:
     experiment: Any = getattr(logger, "experiment", None)
     if hasattr(experiment, "add_text"):
-        # Indented by four, Markdown shows a text as it is.
+        # Markdown shows text that is indented by four spaces verbatim.
         cells = [cell for row in rows for cell in zip(columns, row, strict=True)]
         text = "\n\n".join(f"**{column}**\n\n    " + cell.replace("\n", "\n    ") for column, cell in cells)
         experiment.add_text(name, text, step)

@@ -1,4 +1,4 @@
-"""A table for the terminal."""
+"""Tables for the terminal."""
 
 import sys
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from lit_callbacks.output.printable import printable
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table: with rich where it is installed and a person looks, else as lines of text through the log.
+    """Print a table: with rich if it is installed and stdout is a terminal, else as lines of text through the log.
 
     Args:
-        title: above it.
-        header: a name for each column.
-        rows: cells; floats are shown with four digits.
+        title: title above the table.
+        header: names of the columns.
+        rows: cells of each row; floats are shown with four significant digits.
     """
     cells = [[_shown(cell) for cell in row] for row in rows]
     is_number = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(header))]

@@ -1,4 +1,4 @@
-"""What a run's folder holds that a report shows."""
+"""Files of a run's folder, read for the report."""
 
 import csv
 import json
@@ -12,34 +12,34 @@ from typing import Any
 from lit_callbacks.output.step_lines import read_lines
 
 ENVIRONMENT = "environment.json"
-"""Versions, devices and times of a run, as ``RunReport`` writes them."""
+"""File name of the versions, devices and times of a run, which ``RunReport`` writes."""
 Points = list[tuple[float, float]]
-"""Optimizer steps and values."""
+"""Points of a curve: optimizer step and value."""
 
 
 @dataclass
 class RunData:
-    """Everything that was found; what was not is empty, and named in ``missing``."""
+    """Data of a run; a part that was not found is empty and named in ``missing``."""
 
     folder: Path
     curves: dict[str, Points] = field(default_factory=dict)
-    """Logged metrics by name."""
+    """Points of logged metrics by name."""
     config: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of ``SampleGenerations``."""
+    """Lines of ``SampleGenerations``: step, prompt and answer."""
     ledger: dict[str, Any] = field(default_factory=dict)
     """Summary of ``LossLedger``."""
     forgetting: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of ``ForgettingProbe``."""
+    """Lines of ``ForgettingProbe``: step, loss and tokens."""
     spikes: list[dict[str, Any]] = field(default_factory=list)
-    """Evidence of ``SpikeGuard``, of rank 0."""
+    """Evidence files of ``SpikeGuard``, of rank 0."""
     missing: list[str] = field(default_factory=list)
-    """What could not be read, and what would make it be there."""
+    """Messages on parts that could not be read, each with the way to get them."""
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run's folder; a file that is not there or is broken leaves its part empty."""
+    """Read a run's folder; a missing or damaged file leaves its part empty."""
     run = RunData(folder)
 
     def read(path: Path | None, reader: Callable[[Path], Any], otherwise: Any, hint: str) -> Any:
@@ -65,7 +65,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def read_metrics(path: Path) -> dict[str, Points]:
-    """Curves of Lightning's ``metrics.csv``; a value that is not a number is NaN."""
+    """Curves of Lightning's ``metrics.csv`` by metric name; a value that is not a number becomes NaN."""
     curves: dict[str, Points] = defaultdict(list)
     with path.open(newline="", encoding="utf-8") as file:
         for place, row in enumerate(csv.DictReader(file)):
@@ -84,7 +84,7 @@ def _number(value: str) -> float:
 
 
 def _newest(folder: Path, name: str) -> Path | None:
-    """The file in the folder itself, else the newest below: loggers number their versions."""
+    """Path of a file in the folder itself, else of the newest in its subfolders: loggers number their versions."""
     if (folder / name).exists():
         return folder / name
     return max(folder.rglob(name), key=lambda path: path.stat().st_mtime, default=None)

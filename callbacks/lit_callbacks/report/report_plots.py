@@ -1,4 +1,4 @@
-"""Curves as SVG that takes its text color from the page, so that it is read by day and by night."""
+"""Curves as SVG in the text color of the page, so that they are legible in light and dark mode."""
 
 import io
 import math
@@ -22,17 +22,17 @@ CHARTS = (
     ("seconds of a step", "s", r"throughput/.*_seconds"),
     ("memory", "MiB", r"memory/[^/]+"),
 )
-"""Title, unit, and the metrics that a chart takes, by regular expression on the whole name; the first chart that fits
-takes a metric."""
+"""Title and unit of each chart, and a regular expression that the full name of its metrics matches. A metric belongs
+to the first chart that matches."""
 MOST_POINTS = 300
-"""Points of a curve; where there are more, each is the mean of its neighborhood."""
+"""Maximum number of points of a curve; of more, neighbors are averaged."""
 LONGEST_LABEL = 40
-"""Characters of a curve's name in a legend; the table below the pictures has all of it."""
+"""Maximum characters of a curve's name in a legend; the table below the charts has the full name."""
 _COLOURS = ("#3d85d9", "#e0792f", "#3f9f63", "#a860c6", "#b8941f", "#d2555a", "#6f849c", "#2ba3a3")
 
 
 def sort_into_charts(curves: Mapping[str, Points]) -> dict[tuple[str, str], dict[str, Points]]:
-    """Which curves go on which chart: from title and unit to curves by name. Those of one point are left out."""
+    """Curves by name of each chart, by title and unit of the chart. Curves of one point are left out."""
     charts: dict[tuple[str, str], dict[str, Points]] = {}
     for name, points in curves.items():
         for title, unit, pattern in CHARTS:
@@ -44,19 +44,19 @@ def sort_into_charts(curves: Mapping[str, Points]) -> dict[tuple[str, str], dict
 
 
 def thinned(points: Points) -> Points:
-    """At most ``MOST_POINTS`` points, each the mean of some neighbors; a value that is not finite stays seen."""
+    """At most ``MOST_POINTS`` points, each the mean of some neighbors; a mean with a non-finite value is not finite."""
     size = math.ceil(len(points) / MOST_POINTS)
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(s for s, _ in part) / len(part), sum(v for _, v in part) / len(part)) for part in parts]
 
 
 def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
-    """An ``<svg>`` element of some curves over optimizer steps.
+    """Draw curves over optimizer steps as an ``<svg>`` element.
 
     Args:
-        title: names the picture for readers who do not see it.
-        unit: of the values.
-        curves: by name.
+        title: label of the picture for screen readers.
+        unit: unit of the values.
+        curves: points by curve name.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
@@ -65,7 +65,7 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    # Small on paper, so that the letters are large enough on a phone; text stays text, in the page's font.
+    # A small figure has large letters once it is scaled to a phone; text stays text, in the page's font.
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9, "path.simplify": True}
     style |= {"text.parse_math": False}  # names of data sets may hold dollars
     with matplotlib.rc_context(style):
@@ -88,13 +88,13 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
-    # A page of its own has its own sizes and types; here the width is the page's.
+    # Without sizes of its own, the picture takes the width of the page.
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
     return svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
 
 
 def _label(name: str) -> str:
-    """A curve's name as a legend takes it: on one line, not too long, and not hidden by a leading underscore."""
+    """A curve's name for a legend: one line, shortened; matplotlib hides names with a leading underscore."""
     name = printable(name, one_line=True)
     name = name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 3]}..."
     return f" {name}" if name.startswith("_") else name

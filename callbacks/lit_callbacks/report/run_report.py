@@ -1,4 +1,4 @@
-"""One page about a run, in a file that needs nothing else."""
+"""Self-contained HTML report of a run."""
 
 import json
 import math
@@ -29,34 +29,34 @@ PACKAGES = (
     "tokenizers",
     "deepspeed",
 )
-"""Whose versions a report names."""
+"""Packages whose versions a report lists."""
 
 
 class RunReport(Callback):
-    """At the end of training, put what the run's folder holds onto one HTML page.
+    """Write an HTML report of the run at the end of training.
 
-    It reads Lightning's ``metrics.csv`` and configuration, and what the other callbacks of this package wrote. The
-    page needs no network, no script and no other file, and is read on a phone and in the dark. Curves need matplotlib
-    (the extra ``plots``); without it the page has tables only.
+    The report shows Lightning's ``metrics.csv`` and configuration, and the files of the other callbacks of this
+    package. The page needs no network, no script and no other file, and supports phones and dark mode. Curves need
+    matplotlib (the extra ``plots``); without it the page has tables only.
     """
 
     def __init__(self, folder: str | Path | None = None, path: str | Path | None = None) -> None:
-        """Say what is read and where the page goes.
+        """Set the run's folder and the report's path.
 
         Args:
-            folder: of the run; None is ``trainer.default_root_dir``.
-            path: the page; None is ``report.html`` in the folder.
+            folder: folder of the run; None is ``trainer.default_root_dir``.
+            path: path of the HTML report; None is ``report.html`` in the folder of the run.
         """
         self.folder = None if folder is None else Path(folder)
         self.path = None if path is None else Path(path)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note versions and devices, which nobody can tell later."""
+        """Write the versions and devices of the run, which cannot be determined later."""
         if trainer.is_global_zero:
             self._note(trainer, started=_now(), ended=None)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the page, on rank 0."""
+        """Write the report, on rank 0."""
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
@@ -68,7 +68,7 @@ class RunReport(Callback):
         except OSError as error:
             rank_zero_warn(f"RunReport cannot write its page to {str(folder)!r} ({error}); give path=")
             return
-        except Exception as error:  # training has gone well: what a file holds does not make it fail
+        except Exception as error:  # training has succeeded: a damaged file must not end the run with an error
             rank_zero_warn(f"RunReport cannot make a page of {str(folder)!r} ({type(error).__name__}: {error})")
             return
         rank_zero_info(f"report: {path}")
@@ -89,7 +89,7 @@ class RunReport(Callback):
 
 
 def describe(trainer: Trainer) -> dict[str, Any]:
-    """What a run runs on: command, device, strategy, precision, steps, versions."""
+    """Environment of a run: command, device, strategy, precision, optimizer steps, versions."""
     import torch
 
     device = trainer.strategy.root_device
@@ -105,14 +105,14 @@ def describe(trainer: Trainer) -> dict[str, Any]:
 
 
 def write_report(folder: Path, path: Path | None = None) -> tuple[Path, RunData]:
-    """Write the page about a run's folder.
+    """Write the report of a run's folder.
 
     Args:
-        folder: of the run.
-        path: the page; None is ``report.html`` there.
+        folder: folder of the run.
+        path: path of the HTML report; None is ``report.html`` in the folder of the run.
 
     Returns:
-        The page's path, and what was read.
+        Path of the report, and the data of the run.
     """
     run = read_run(folder)
     path = path or folder / "report.html"
@@ -121,7 +121,7 @@ def write_report(folder: Path, path: Path | None = None) -> tuple[Path, RunData]
 
 
 def render(run: RunData) -> str:
-    """The page's HTML; a part that is not as its callback wrote it is left out, and named in ``run.missing``."""
+    """HTML of the report; a damaged part is left out and named in ``run.missing``."""
     try:
         return _render(run)
     except _DAMAGE:
@@ -135,7 +135,7 @@ def render(run: RunData) -> str:
 
 
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError)
-"""What comes of values of other types than were written."""
+"""Errors that values of unexpected types may cause."""
 
 
 def _render(run: RunData) -> str:
@@ -176,7 +176,7 @@ def _by_prompt(run: RunData) -> dict[str, list[tuple[int, str]]]:
 
 
 def _facts(run: RunData) -> dict[str, Any]:
-    """The first lines of the page."""
+    """Environment and loss on general text, by label, for the top of the page."""
     about = {key: value for key, value in run.environment.items() if key != "versions" and value not in (None, "")}
     if len(run.forgetting) > 1:
         before, after = run.forgetting[0]["loss"], run.forgetting[-1]["loss"]

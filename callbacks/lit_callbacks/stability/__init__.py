@@ -1,1 +1,1 @@
-"""Loss and gradient spikes."""
+"""Detection of loss and gradient spikes."""

@@ -1,4 +1,4 @@
-"""Leave out optimizer steps whose loss or gradients have gone wrong, before they reach the weights."""
+"""Detection of loss and gradient spikes, and skipping of their optimizer steps before the weights change."""
 
 import json
 import math
@@ -22,20 +22,20 @@ from lit_callbacks.distributed.gradient_norms import norms_by_name, parameters_o
 from lit_callbacks.output.log_figures import log_figures
 
 LEAST_DEVIATION = 0.1
-"""Share of the median that counts as a deviation in a run without noise."""
+"""Smallest deviation, relative to the median, for runs with almost no noise."""
 
 
 class SpikesPersist(RuntimeError):
-    """Raised out of ``trainer.fit``, on all ranks together, when too many steps had to be left out."""
+    """Exception that ``trainer.fit`` raises, on all ranks together, when too many steps were skipped."""
 
 
 def excess(value: float, history: Sequence[float]) -> float:
-    """How many standard deviations ``value`` lies above the median of ``history``.
+    """Number of robust standard deviations by which ``value`` exceeds the median of ``history``.
 
-    Of logarithms where all are positive: gradient norms, and losses of a task that is nearly learnt, range over powers
-    of ten, and a step of twenty times the median is one of many good ones. The deviation is 1.4826 x the median
-    absolute deviation, which is the standard deviation of a normal distribution and is not moved by spikes; at least
-    ``LEAST_DEVIATION`` of the median, so that a quiet run does not call everything a spike.
+    Computed on logarithms if all values are positive: gradient norms, and losses of a nearly learned task, range over
+    powers of ten, and good steps of twenty times the median are common. The deviation is 1.4826 x the median absolute
+    deviation, which estimates the standard deviation of a normal distribution and is robust to spikes; it is at least
+    ``LEAST_DEVIATION`` of the median, so that in a run with little noise not every step counts as a spike.
     """
     if value > 0 and min(history) > 0:
         value, history, least = math.log(value), [math.log(past) for past in history], LEAST_DEVIATION
@@ -47,14 +47,14 @@ def excess(value: float, history: Sequence[float]) -> float:
 
 
 def may_exceed(value: float, ordered: Sequence[float], threshold: float) -> bool:
-    """Whether ``excess`` can be over ``threshold``: a deviation is ``LEAST_DEVIATION`` of the median at least.
+    """Whether ``excess`` can be above ``threshold``, given that a deviation is at least ``LEAST_DEVIATION``.
 
-    Nearly always it cannot, and this takes next to none of the time.
+    It nearly always cannot, and this check takes almost no time.
 
     Args:
-        value: as for ``excess``.
-        ordered: the history, from the least to the largest.
-        threshold: what ``excess`` is compared with.
+        value: value to check, as for ``excess``.
+        ordered: history in ascending order.
+        threshold: threshold that ``excess`` is compared with, in robust standard deviations.
     """
     if value <= 0 or ordered[0] <= 0:
         return True
@@ -63,20 +63,20 @@ def may_exceed(value: float, ordered: Sequence[float], threshold: float) -> bool
 
 
 class History:
-    """The last values of something, by time and by size."""
+    """Last values of a quantity, in order of time and in ascending order."""
 
     def __init__(self, window: int, values: Iterable[float] = ()) -> None:
-        """Start with some.
+        """Start with given values.
 
         Args:
-            window: how many are kept.
-            values: the oldest first.
+            window: number of values to keep.
+            values: initial values, the oldest first.
         """
         self.values = deque(values, maxlen=window)
         self.ordered = sorted(self.values)
 
     def append(self, value: float) -> None:
-        """Add the newest; the oldest goes when there are too many."""
+        """Add the newest value; remove the oldest if there are more than ``window``."""
         if len(self.values) == self.values.maxlen:
             del self.ordered[bisect_left(self.ordered, self.values[0])]
         self.values.append(value)
@@ -86,14 +86,16 @@ class History:
 class SpikeGuard(Callback):
     """Skip optimizer steps with a NaN, infinite or spiking loss or gradient norm, on all ranks together.
 
-    Looks after the backward pass of a step's last micro-batch, before clipping and before the optimizer. A skipped
-    step finds no gradients, so weights, momentum and weight decay stay as they were; schedules and ``global_step``
-    go on. Logged: ``spike_guard/skipped_steps``, how many so far, whenever it has changed.
+    The check runs after the backward pass of a step's last micro-batch, before gradient clipping and the optimizer. In
+    a skipped step the gradients are removed, so weights, momentum and weight decay do not change; learning-rate
+    schedules and ``global_step`` advance. Logged: ``spike_guard/skipped_steps``, the number of skipped steps so far,
+    whenever it has changed.
 
-    Costs one all-reduce of four numbers and one look at the device per optimizer step (the decision is the host's),
-    none per micro-batch. A module that measures its gradients anyway can have it done once, by a method
-    ``measured_gradient_norm(optimizer)``: their norm over all ranks, a scalar, or None where it has none. Under fp16
-    with a gradient scaler, infinite gradients are left to the scaler, which expects them.
+    It costs one all-reduce of four numbers and one synchronization with the device per optimizer step (the host
+    decides), none per micro-batch. A module that computes its gradient norm itself can provide a method
+    ``measured_gradient_norm(optimizer)``, so that it is computed once: it returns the norm over all ranks, a scalar, or
+    None if it has none. Under fp16 with a gradient scaler, infinite gradients are left to the scaler, which expects
+    them.
     """
 
     def __init__(
@@ -105,16 +107,17 @@ class SpikeGuard(Callback):
         folder: str | Path | None = None,
         ids: Callable[[Any], Any] = batch_ids,
     ) -> None:
-        """Say what a spike is.
+        """Set the definition of a spike and the limits.
 
         Args:
-            threshold: robust standard deviations above the median of the last good steps (see ``excess``).
-            window: good steps that the median is taken over.
-            warmup_steps: good steps before anything finite is called a spike.
-            stop_after: raise ``SpikesPersist`` once so many of the last ``window`` steps were skipped.
-            folder: for the evidence, a JSON file for each skipped step and rank; None is ``spikes`` in
+            threshold: number of robust standard deviations above the median of the last good steps at which a spike
+                begins (see ``excess``).
+            window: number of last good steps whose median is taken.
+            warmup_steps: number of good steps before a finite value can count as a spike.
+            stop_after: number of skipped steps among the last ``window`` steps at which ``SpikesPersist`` is raised.
+            folder: folder for the evidence, a JSON file for each skipped step and rank; None is ``spikes`` in
                 ``trainer.default_root_dir``.
-            ids: which samples a batch holds, for the evidence.
+            ids: function from a batch to the ids of its samples, for the evidence.
 
         Raises:
             ValueError: a number is out of range.
@@ -129,7 +132,7 @@ class SpikeGuard(Callback):
         self.folder = None if folder is None else Path(folder)
         self.ids = ids
         self.skipped_steps = 0
-        """How many steps were found wrong, in this run and the runs that it resumes."""
+        """Number of steps with a spike, in this run and the runs that it resumes."""
         self._recent: deque[bool] = deque(maxlen=window)
         self._history: defaultdict[str, History] = defaultdict(partial(History, window))
         self._loss: Tensor | None = None
@@ -137,30 +140,30 @@ class SpikeGuard(Callback):
         self._has_stepped = False
         self._logged = 0
 
-    # --- what a step is made of ----------------------------------------------------------------------
+    # --- data of a step ------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Remember which samples the step sees."""
+        """Store the ids of the step's samples."""
         if self._has_stepped:
             self._batches, self._has_stepped = [], False
         try:
             ids = self.ids(batch)
-        except Exception as error:  # somebody else's function, for the evidence alone
+        except Exception as error:  # the user's function is needed for the evidence only
             ids = None
             rank_zero_warn(f"SpikeGuard cannot tell samples apart ({type(error).__name__}: {error}); look at ids=")
         self._batches.append((batch_idx, ids))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Add up the step's loss: Lightning has divided each micro-batch's by their number."""
+        """Add up the step's loss: Lightning has divided each micro-batch's loss by the number of micro-batches."""
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     # --- the decision --------------------------------------------------------------------------------
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at the step, and take its gradients away if something is wrong.
+        """Check the step's loss and gradient norm, and remove the gradients if one of them is a spike.
 
         Raises:
-            SpikesPersist: it was one too many.
+            SpikesPersist: ``stop_after`` of the last steps were skipped.
         """
         loss, norm = self._measure(trainer, pl_module, optimizer)
         self._loss, self._has_stepped = None, True
@@ -181,7 +184,7 @@ class SpikeGuard(Callback):
     def _measure(
         self, trainer: Trainer, module: LightningModule, optimizer: Optimizer
     ) -> tuple[float | None, float | None]:
-        """Mean loss of the ranks and the norm of all gradients; None for what there is not."""
+        """Mean loss over the ranks and the norm of all gradients; None for a missing one."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         has_norm, norm = _norm(trainer, module, optimizer)
@@ -194,7 +197,7 @@ class SpikeGuard(Callback):
         if self._loss is not None:
             own[0] = self._loss
         own[1] = norm**2
-        # In one collective, so that all ranks see the same numbers and decide the same.
+        # One collective, so that all ranks see the same numbers and decide alike.
         sums: Any = trainer.strategy.reduce(torch.cat([has, own]), reduce_op="sum")
         has_loss, norms, total, summed = sums.tolist()
         return total / has_loss / scale if has_loss else None, math.sqrt(summed) if norms else None
@@ -228,7 +231,7 @@ class SpikeGuard(Callback):
             rank_zero_warn(f"{what}. The step is taken all the same: {why_not}; evidence: {evidence}")
         else:
             for parameter in parameters_of(optimizer):
-                parameter.grad = None  # zeros would still decay weights and move by momentum
+                parameter.grad = None  # with zeros, weight decay and momentum would still change the weights
             rank_zero_warn(f"{what}; the step is skipped, evidence: {evidence}")
         if sum(self._recent) >= self.stop_after:
             raise SpikesPersist(
@@ -263,19 +266,19 @@ class SpikeGuard(Callback):
     # --- resuming ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is normal, for a resumed run."""
+        """History and counts, for a resumed run."""
         history = {name: list(history.values) for name, history in self._history.items()}
         return {"skipped_steps": self.skipped_steps, "recent": list(self._recent), "history": history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what was normal."""
+        """Restore the history and counts."""
         self.skipped_steps = state_dict["skipped_steps"]
         self._recent.extend(state_dict["recent"])
         self._history.update({name: History(self.window, values) for name, values in state_dict["history"].items()})
 
 
 def _norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> tuple[bool, Tensor | float]:
-    """Whether there are gradients here, and this rank's share of their norm: the shares' squares add up to its own."""
+    """Whether this rank has gradients, and its part of their norm: the squared parts sum up to the squared norm."""
     of_module: Any = getattr(module, "measured_gradient_norm", None)
     of_strategy: Any = getattr(trainer.strategy, "gradient_norm", None)  # its ranks may hold different layers
     norm = of_module(optimizer) if of_module is not None else None

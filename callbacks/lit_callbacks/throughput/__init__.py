@@ -1,1 +1,1 @@
-"""Throughput: tokens per second, FLOPs and where a step's time goes."""
+"""Throughput: tokens per second, FLOPs and the time of each part of a step."""

@@ -1,4 +1,4 @@
-"""What a batch holds: samples, and tokens by what they count for."""
+"""Counts of a batch: samples, and total, non-padding and supervised tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 Number = float | Tensor
-"""A tensor where the count is on the device: it is read when it is logged, not before."""
+"""A count; a tensor if it is on the device, which is read when it is logged and not before."""
 IGNORE_INDEX = -100
-"""Label of a token without loss, as ``torch.nn.CrossEntropyLoss`` has it."""
+"""Label of a token without loss, the default of ``torch.nn.CrossEntropyLoss``."""
 
 
 @dataclass(frozen=True)
@@ -18,17 +18,20 @@ class BatchCounts:
 
     samples: Number | None = None
     total_tokens: Number | None = None
-    """Padding included."""
+    """Number of tokens, padding included."""
     non_padding_tokens: Number | None = None
     supervised_tokens: Number | None = None
-    """Tokens that are predicted and have a label."""
+    """Number of tokens that are predicted and have a label."""
     head_positions: Number | None = None
-    """Positions that the output head is computed for."""
+    """Number of positions for which the output head is computed."""
     lengths: Sequence[int] | Tensor | None = None
-    """Of the samples that attention keeps apart, padding left out."""
+    """Lengths in tokens, without padding, of the samples that attention keeps apart."""
 
     def pairs(self, window: int | None) -> Number:
-        """Query-key pairs: the sum over samples of length times length, or times ``window`` where that is less."""
+        """Number of query-key pairs: the sum over samples of length times length, or times ``window`` if that is less.
+
+        ``window`` is the width of sliding-window attention in tokens, or None.
+        """
         lengths = self.lengths
         if isinstance(lengths, Tensor):
             return (lengths * (lengths if window is None else lengths.clamp(max=window))).sum()
@@ -36,12 +39,12 @@ class BatchCounts:
 
 
 def count_batch(batch: Any) -> BatchCounts:
-    """Count a batch without asking the device for a number.
+    """Count a batch without a synchronization with the device.
 
-    Three kinds are known: a padded batch in Hugging Face's convention (``input_ids``, and where it has them
-    ``attention_mask`` and unshifted ``labels``), a row of samples end to end (``input_ids``, ``segment_lengths``,
-    ``targets``: the head is computed for those alone), and any other batch, whose samples are the first dimension of
-    its first tensor.
+    Three kinds are known: a padded batch in the Hugging Face convention (``input_ids``, and optionally
+    ``attention_mask`` and unshifted ``labels``), a packed batch (``input_ids``, ``segment_lengths``, ``targets``: the
+    head is computed for the targets only), and any other batch, whose number of samples is the first dimension of its
+    first tensor.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
         first = _first_tensor(batch)
@@ -57,7 +60,7 @@ def count_batch(batch: Any) -> BatchCounts:
     samples = ids.numel() // max(width, 1)
     lengths = [width] * samples if mask is None else mask.sum(-1)
     real = ids.numel() if mask is None else mask.sum()
-    # The first token of a sample is predicted by nothing.
+    # The first token of a sample is not predicted.
     supervised = None if not isinstance(labels, Tensor) else (labels[..., 1:] != IGNORE_INDEX).sum()
     return BatchCounts(samples, ids.numel(), real, supervised, real, lengths)
 

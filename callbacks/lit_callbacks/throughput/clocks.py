@@ -1,4 +1,4 @@
-"""Points in time that are cheap to take: of this process, or of a CUDA stream."""
+"""Low-overhead timers: host clock, or CUDA events."""
 
 import time
 from collections.abc import Sequence
@@ -10,65 +10,65 @@ from lit_callbacks.phases import Phase
 
 
 class Clock(Protocol):
-    """Takes points in time and tells later how far they are apart."""
+    """Clock that records points in time and later returns the seconds between two of them."""
 
     def now(self) -> Any:
-        """A point in time."""
+        """Record a point in time."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two points that have passed."""
+        """Seconds between two points that the device has reached."""
 
     def has_passed(self, point: Any) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has reached a point."""
 
 
 class HostClock:
-    """The process's own."""
+    """Clock of this process."""
 
     def __init__(self) -> None:
-        """Start: its points are seconds of ``time.perf_counter``."""
+        """Use ``time.perf_counter``: a point is a time in seconds."""
         self.now = time.perf_counter
 
     def seconds(self, start: float, end: float) -> float:
-        """Between them."""
+        """Seconds between two points."""
         return end - start
 
     def has_passed(self, point: float) -> bool:
-        """Always: there is no queue."""
+        """Always true: the host has no queue."""
         return True
 
 
 class CudaClock:
-    """Events of the current CUDA stream: what the device does, however far ahead of it the process runs."""
+    """Clock of the current CUDA stream: events measure the device's time, however far ahead the process is."""
 
     def now(self) -> torch.cuda.Event:
-        """An event that is recorded and not waited for."""
+        """Record an event in the stream, without a synchronization."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Between them on the device."""
+        """Seconds between two events on the device."""
         return start.elapsed_time(end) / 1000
 
     def has_passed(self, point: torch.cuda.Event) -> bool:
-        """Asked for, not waited for."""
+        """Whether the device has reached an event, without a synchronization."""
         return point.query()
 
 
 def clock_of(device: torch.device) -> Clock:
-    """CUDA's events where there is CUDA, else the process's clock."""
+    """CUDA events for a CUDA device, else the host clock."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
 class PhaseTimer:
-    """Stretches of time, each of one phase, without gap or overlap."""
+    """Timer of phases: intervals of one phase each, without gaps or overlaps."""
 
     def __init__(self, clock: Clock) -> None:
         """Start in phase ``other``.
 
         Args:
-            clock: takes the time.
+            clock: clock that records the points in time.
         """
         self.clock = clock
         self._now = clock.now
@@ -77,19 +77,19 @@ class PhaseTimer:
         self._stretches: list[tuple[Phase, Any, Any]] = []
 
     def switch(self, phase: Phase) -> None:
-        """Another phase begins."""
+        """Begin a phase."""
         now = self._now()
         self._stretches.append((self._phase, self._since, now))
         self._phase, self._since = phase, now
 
     def cut(self) -> list[tuple[Phase, Any, Any]]:
-        """The stretches since the last cut; the phase goes on."""
+        """Intervals since the last cut, as phase, start and end; the current phase continues."""
         self.switch(self._phase)
         stretches, self._stretches = self._stretches, []
         return stretches
 
     def seconds(self, stretches: Sequence[tuple[Phase, Any, Any]]) -> dict[Phase, float] | None:
-        """Seconds by phase; None while the device has not come to the end of them."""
+        """Seconds by phase; None until the device has reached the end of the intervals."""
         if not self.clock.has_passed(stretches[-1][2]):
             return None
         total: dict[Phase, float] = {}

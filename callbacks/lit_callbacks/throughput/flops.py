@@ -1,12 +1,13 @@
 """FLOPs of training a transformer on a batch, from its weights and a Hugging Face style config.
 
-Model FLOPs, as Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B) define them for MFU: what one forward and one
-backward pass need. What activation checkpointing or flash attention compute again is not counted, nor is padding, and
-causal attention counts all pairs, half of which are masked.
+Model FLOPs, as Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B) define them for MFU: the FLOPs that one
+forward and one backward pass need. Recomputation by activation checkpointing or flash attention is not counted, nor is
+padding, and causal attention counts all pairs, half of which are masked.
 
-A weight of n elements costs 2n for each token that it meets in the forward pass, 2n for the gradient of its input and
-2n for its own, where it trains: 6n in full fine-tuning, 4n where it is frozen above something that trains, 2n below.
-What PEFT adds to fused experts it multiplies out once a pass, whatever the tokens: that is counted by the token here.
+A weight of n elements costs 2n for each token that it is multiplied with in the forward pass, 2n for the gradient of
+its input, and 2n for its own gradient if it is trainable: 6n in full fine-tuning, 4n if it is frozen after a trainable
+weight, 2n if it is frozen before all of them. PEFT multiplies out its adapters of fused experts once per pass, for any
+number of tokens; here they are counted per token.
 """
 
 import re
@@ -21,7 +22,7 @@ from lit_callbacks.distributed.gather import whole_numel
 from lit_callbacks.throughput.batch_counts import BatchCounts, Number
 
 Place = tuple[float, float, int]
-"""Layer, stage within the layer, and 1 for the second factor of an adapter: the order of computation."""
+"""Position in the order of computation: layer, stage within the layer, and 1 for an adapter's second factor."""
 
 _LAYER = re.compile(r"\.(?:layers?|h|blocks?)\.(\d+)\.")
 _STAGES = [
@@ -43,14 +44,14 @@ _FUSED = re.compile(r"qkv|\bc_attn")
 
 @dataclass(frozen=True)
 class TransformerFlops:
-    """FLOPs as a sum over what a batch holds."""
+    """FLOPs of a batch as a weighted sum of its counts."""
 
     per_token: float
-    """Of the layers' weights, for each token that is not padding."""
+    """FLOPs of the layers' weights for each non-padding token."""
     per_head_position: float
-    """Of the output head's weights, for each position that it is computed for."""
+    """FLOPs of the output head's weights for each position for which it is computed."""
     per_pair: Mapping[int | None, float] = field(default_factory=dict)
-    """Of attention, for each query-key pair of a sample, by the sliding window that limits the pairs."""
+    """FLOPs of attention for each query-key pair of a sample, by the width of the sliding window (None without one)."""
 
     def __call__(self, counts: BatchCounts) -> Number | None:
         """FLOPs of one forward and backward pass over a batch; None where its tokens are unknown."""
@@ -62,10 +63,11 @@ class TransformerFlops:
 
     @classmethod
     def of(cls, model: nn.Module) -> "TransformerFlops | None":
-        """The formula for a model, or None where no module within has a config with ``num_hidden_layers``.
+        """The formula for a model; None if no module within it has a config with ``num_hidden_layers``.
 
         Args:
-            model: holds a Hugging Face style transformer, with or without a PEFT method; it may lie on the meta device.
+            model: module with a Hugging Face style transformer, with or without a PEFT method, possibly on the meta
+                device.
         """
         if (config := _config_of(model)) is None:
             return None
@@ -94,7 +96,7 @@ def _config_of(model: nn.Module) -> Any:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """Weights that tokens are multiplied with, and their elements; a lookup costs nothing."""
+    """Names of the weights that tokens are multiplied with, the weights, and their numbers of elements; no lookups."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Embedding):
@@ -105,7 +107,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
             if id(weight) in seen or is_lookup or len(getattr(weight, "ds_shape", weight.shape)) < 2:
                 continue
             seen.add(id(weight))
-            # Quantized weights are packed: the layer knows its size.
+            # The shape of a packed quantized weight is not its size; the layer has the size.
             sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
             known = [size for size in sizes if name == "weight" and isinstance(size, int)]
             yield full_name, weight, known[0] * known[1] if len(known) == 2 else whole_numel(weight)
@@ -121,13 +123,13 @@ def _head_weights(model: nn.Module) -> set[int]:
 
 
 def _place(name: str) -> Place:
-    """When a weight is used: embeddings, then layers stage by stage, then what comes after them."""
+    """Position of a weight in the order of computation: embeddings, then layers stage by stage, then the rest."""
     name = f".{name}"
     if (layer := _LAYER.search(name)) is None:
         is_embedding = re.search(r"embed|\bwte\b|\bwpe\b", name) is not None
         return (-1.0 if is_embedding else float("inf"), 0.0, 0)
     within = name[layer.end() :]
-    # A gate of the attention (``\bgate\b`` matches routers) and unknown names count as late: their input has gradients.
+    # An attention gate (``\bgate\b`` matches routers) and unknown names count as late: their input has gradients.
     stage = next((float(i) for i, pattern in enumerate(_STAGES) if pattern.search(within)), float("inf"))
     return float(layer.group(1)), stage, int(_SECOND_FACTOR.search(within) is not None)
 
@@ -139,7 +141,7 @@ def _share_of_experts(config: Any) -> float:
 
 
 def _attention(config: Any, first: Place, trainable: Mapping[str, Place]) -> dict[int | None, float]:
-    """Scores and weighted values: 2 FLOPs for each pair and element of a head, and twice that backwards."""
+    """FLOPs of scores and weighted values: 2 per pair and element of a head, and twice that in the backward pass."""
     width = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
@@ -153,7 +155,7 @@ def _attention(config: Any, first: Place, trainable: Mapping[str, Place]) -> dic
     total: dict[int | None, float] = defaultdict(float)
     for layer, kind in enumerate(kinds):
         if kind is not None and "attention" in kind and "linear" in kind:
-            continue  # its cost is in its weights
+            continue  # linear attention: its cost is in its weights
         below = first < (layer, _ATTENTION_INPUTS, 0)
         q, k, v = (below or part in trained[layer] for part in "qkv")
         products = 2 + v + (q or k) + q + k

@@ -1,4 +1,4 @@
-"""The most FLOP/s that a device can do, from the vendors' datasheets, or measured on the spot."""
+"""Peak FLOP/s of a device, from vendors' datasheets or by measurement."""
 
 import time
 from collections import Counter
@@ -17,8 +17,8 @@ def _tensor_cores(half: float, tf32: float, fp32: float, fp64: float | None = No
     return peaks if fp64 is None else {**peaks, torch.float64: fp64}
 
 
-# Teraflop/s of dense products, fp32 accumulation: datasheets that print figures "with sparsity" are halved. The first
-# entry whose words are all in the device's name holds, so that special forms stand before general ones. fp64 is that of
+# TFLOP/s of dense matrix products with fp32 accumulation: datasheet figures "with sparsity" are halved. The first entry
+# whose words are all in the device's name is used, so variants come before the general name. fp64 is the figure of
 # tensor cores, which matrix products use.
 DATASHEETS: list[tuple[tuple[str, ...], Peaks]] = [
     # NVIDIA DGX B200 datasheet (8 GPUs: 72 PFLOP/s FP8 with sparsity), NVIDIA Blackwell architecture technical brief.
@@ -61,16 +61,16 @@ DATASHEETS: list[tuple[tuple[str, ...], Peaks]] = [
 
 
 def datasheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """FLOP/s of a device by its name, as ``torch.cuda.get_device_name`` gives it; None where no datasheet is kept.
+    """Peak FLOP/s of a device by its name; None if its datasheet is not in ``DATASHEETS``.
 
     Args:
-        device_name: e.g. "NVIDIA H100 80GB HBM3".
-        dtype: of the matrix products.
+        device_name: name from ``torch.cuda.get_device_name``, e.g. "NVIDIA H100 80GB HBM3".
+        dtype: dtype of the matrix products.
         tf32: whether fp32 products may run in TF32 (``torch.set_float32_matmul_precision``).
     """
     words = device_name.lower().replace("-", " ").split()
     if {"mig", "laptop"} & set(words):
-        return None  # a part of a device, or a slower one of the same name
+        return None  # a partition of a device (MIG), or a slower laptop chip of the same name
     for wanted, peaks in DATASHEETS:
         if all(any(_is(word, want) for word in words) for want in wanted):
             key: torch.dtype | str = TF32 if dtype is torch.float32 and tf32 and TF32 in peaks else dtype
@@ -79,18 +79,19 @@ def datasheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) -> 
 
 
 def _is(word: str, wanted: str) -> bool:
-    # "Tesla V100-SXM2-16GB" and "A10G" (a smaller chip than A10): a form factor may go on, a model may not.
+    # "Tesla V100-SXM2-16GB", but not "A10G" (a smaller chip than A10): a form factor may have a suffix, a model may
+    # not.
     return word.startswith(wanted) if wanted in ("sxm", "pcie") else word == wanted
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = None, seconds: float = 0.3) -> float:
-    """FLOP/s of square matrix products, the best of those that fit into a while. Waits for the device.
+    """FLOP/s of the fastest of repeated square matrix products; synchronizes with the device.
 
     Args:
-        device: where.
-        dtype: of the factors.
-        size: rows of the factors; None is 8192 on accelerators and 1024 on a CPU.
-        seconds: how long to try.
+        device: device to measure.
+        dtype: dtype of the factors.
+        size: number of rows and columns of the factors; None is 8192 on accelerators and 1024 on a CPU.
+        seconds: seconds after which no further product starts.
     """
     size = size or (1024 if device.type == "cpu" else 8192)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -112,7 +113,7 @@ def _wait(device: torch.device) -> None:
 
 
 def compute_dtype(trainer: Trainer, module: LightningModule) -> torch.dtype:
-    """The dtype of a run's matrix products: autocast's, else that of most of the weights."""
+    """The dtype of a run's matrix products: autocast's, else that of most weights."""
     precision = str(trainer.precision)
     if "mixed" in precision:
         return torch.bfloat16 if precision.startswith("bf16") else torch.float16
@@ -120,7 +121,7 @@ def compute_dtype(trainer: Trainer, module: LightningModule) -> torch.dtype:
 
 
 def weights_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of most weights, quantized ones left out."""
+    """The dtype of most weights, by number of elements, without quantized weights."""
     elements: Counter[torch.dtype] = Counter()
     for weight in module.parameters():
         if weight.is_floating_point():
@@ -129,7 +130,7 @@ def weights_dtype(module: nn.Module) -> torch.dtype:
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a device of this process by its datasheet; None for a CPU and for MPS, which have none."""
+    """Peak FLOP/s of a device of this process by its datasheet; None for a CPU and for MPS, which have none."""
     if device.type != "cuda":
         return None
     tf32 = torch.get_float32_matmul_precision() != "highest"

@@ -26,7 +26,7 @@ PARTS: dict[str, tuple[Phase, ...]] = {
     "callbacks": ("callbacks",),
     "other": ("other",),
 }
-"""The parts of a step and the phases they consist of; validation and checkpoints are no part of it."""
+"""Phases of each part of a step; validation and checkpoints are not part of a step."""
 
 _RATES = {
     "samples": "samples_per_second",
@@ -37,22 +37,22 @@ _RATES = {
 }
 _COUNTS = [name for name in _RATES if name != "flops"]
 _Counted = tuple[BatchCounts, float | None]
-"""A batch, and its FLOPs where there is a function for them."""
+"""Counts of a batch, and its FLOPs if there is a function for them."""
 
 
 @dataclass
 class Measured:
-    """What was done and how long it took, of one optimizer step or of many, on this rank."""
+    """Counts and seconds of one or more optimizer steps on this rank."""
 
     steps: int = 0
     done: dict[str, Number] = field(default_factory=dict)
-    """Sums by the names of ``_RATES``; a name is missing where some batch could not be counted."""
+    """Sums of counts by the names of ``_RATES``; a name is missing if a batch could not be counted."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    """By the names of ``PARTS``."""
+    """Seconds by the names of ``PARTS``."""
 
     @classmethod
     def of(cls, parts: Iterable["Measured"]) -> "Measured":
-        """Their sum."""
+        """Sum of several measurements."""
         parts = list(parts)
         names = set.intersection(*(set(part.done) for part in parts)) if parts else set()
         return cls(
@@ -63,28 +63,28 @@ class Measured:
 
     @property
     def total_seconds(self) -> float:
-        """All parts together."""
+        """Seconds of all parts."""
         return sum(self.seconds.values())
 
 
 class ThroughputMonitor(Callback):
-    """Log how fast training goes, over the last steps, and where a step's time goes; at the end, over the whole run.
+    """Log the throughput and the time of each part of a step, over the last steps; at the end, over the full run.
 
-    Under ``throughput/``, of all devices together, and where there are several under ``throughput/device/`` for one on
-    average:
-    ``samples_per_second``, ``total_tokens_per_second`` (padding included), ``non_padding_tokens_per_second``,
-    ``supervised_tokens_per_second`` (those with a label) and ``model_flops_per_second``. Besides:
-    ``tokens_per_second``, which is ``non_padding_tokens_per_second``; ``data_wait``, the share of the time, 0 to 1,
-    that was spent waiting for data; ``step_seconds`` and its parts ``step_seconds/data``, ``/forward_backward``,
-    ``/optimizer``, ``/callbacks`` and ``/other`` (the copy to the device, logging); and ``mfu``, model FLOP/s over the
-    device's peak, 0 to 1.
+    Logged under ``throughput/``, summed over all devices, and in a run of several devices also under
+    ``throughput/device/``, the mean per device: ``samples_per_second``, ``total_tokens_per_second`` (padding included),
+    ``non_padding_tokens_per_second``, ``supervised_tokens_per_second`` (tokens with a label) and
+    ``model_flops_per_second``. In addition: ``tokens_per_second``, which is ``non_padding_tokens_per_second``;
+    ``data_wait``, the share of the time, 0 to 1, spent waiting for data; ``step_seconds`` and its parts
+    ``step_seconds/data``, ``/forward_backward``, ``/optimizer``, ``/callbacks`` and ``/other`` (copy to the device,
+    logging); and ``mfu``, model FLOP/s divided by the device's peak FLOP/s, 0 to 1.
 
-    Time is an optimizer step's, data included; validation, checkpoints and the first steps (allocation, compilation)
-    are left out. On CUDA it is the device's own, by events that are read once they have passed: nothing is
-    synchronized, and the last steps may be missing from a window. Elsewhere it is the process's.
+    The time is that of optimizer steps, data included; validation, checkpoints and the first steps (allocation,
+    compilation) are left out. On CUDA it is measured on the device, by events that are read once the device has reached
+    them, without a synchronization, so the last steps may be missing from a log. On other devices it is measured on the
+    host.
 
-    ``summary`` holds the run's figures after training; they are logged as ``throughput/run/...`` too. Lightning's
-    ``Throughput`` takes one count of items, equal on all ranks and never zero, so the sums are made here.
+    After training, ``summary`` holds the figures of the run; they are logged as ``throughput/run/...`` too. Lightning's
+    ``Throughput`` takes one count of items, equal on all ranks and never zero, so it is not used.
     """
 
     def __init__(
@@ -95,25 +95,26 @@ class ThroughputMonitor(Callback):
         peak: float | Literal["datasheet", "measure"] = "datasheet",
         skip_steps: int = 1,
     ) -> None:
-        """Say what is counted, over how long, and against what.
+        """Set the window, the counts and the peak.
 
         Args:
-            window: optimizer steps that rates are taken over.
-            count: from a batch to what it holds, or to its non-padding tokens; None where it cannot tell.
-            flops: from a batch to the model FLOPs of its forward and backward pass on this rank; None takes a formula
-                for transformers with a Hugging Face style config (``lit_callbacks.flops``).
-            peak: FLOP/s of a device for MFU: a number, its datasheet's by name and dtype, or measured by a matrix
-                product when training starts, which serves any device.
-            skip_steps: optimizer steps at the start that are not measured.
+            window: number of last optimizer steps over which rates are averaged.
+            count: function from a batch to its ``BatchCounts``, or to its number of non-padding tokens, or to None if
+                unknown.
+            flops: function from a batch to the model FLOPs of its forward and backward pass on this rank; None takes a
+                formula for transformers with a Hugging Face style config (``lit_callbacks.flops``).
+            peak: peak FLOP/s of one device, for MFU: a number; ``datasheet``, looked up by device name and dtype; or
+                ``measure``, measured with matrix products when training starts, on any device.
+            skip_steps: number of optimizer steps at the start that are not measured.
         """
         self.window, self.count, self.flops, self.peak, self.skip_steps = window, count, flops, peak, skip_steps
         self.summary: dict[str, float] = {}
-        """The whole run's figures, by the names that are logged, after training."""
+        """Figures of the full run after training, by the logged names."""
         self._said: set[str] = set()
         self._timer: PhaseTimer | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, and forget an earlier fit."""
+        """Start to measure, and discard the figures of an earlier fit."""
         self._end(trainer)
         self.summary = {}
         self._steps: deque[Measured] = deque(maxlen=self.window)
@@ -121,7 +122,7 @@ class ThroughputMonitor(Callback):
         self._batches: list[_Counted] = []
         self._pending: deque[tuple[list[_Counted], Any]] = deque()
         self._skipped, self._global_step = 0, trainer.global_step
-        # A strategy that leaves some layers to other ranks has taken the formula before.
+        # A strategy that keeps only some layers on each rank has stored the formula of the full model.
         whole = getattr(pl_module, "flops_of_whole", None)
         formula = partial(TransformerFlops.of, pl_module)
         self._flops_of_model = None if self.flops else whole or self._attempt("no formula for FLOPs", formula)
@@ -146,7 +147,7 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; at the end of an optimizer step, take the time."""
+        """Count the batch; at the end of an optimizer step, store its times."""
         if self._timer is None:
             return
         self._add(batch)
@@ -176,14 +177,14 @@ class ThroughputMonitor(Callback):
         self._batches.append((counts, flops))
 
     def _sums(self, batches: list["_Counted"]) -> dict[str, Number]:
-        """Of what batches hold, by the names of ``_RATES``; without those that are unknown of one of them."""
+        """Sums over batches by the names of ``_RATES``, without those that are unknown for a batch."""
         formula = self._flops_of_model
         of_all: dict[str, list[Any]] = {name: [getattr(counts, name) for counts, _ in batches] for name in _COUNTS}
         of_all["flops"] = [flops if formula is None else formula(counts) for counts, flops in batches]
         return {name: sum(numbers) for name, numbers in of_all.items() if all(n is not None for n in numbers)}
 
     def _collect(self) -> None:
-        """Take up the steps that the device has finished."""
+        """Add the steps that the device has finished."""
         while self._timer is not None and self._pending:
             batches, stretches = self._pending[0]
             if (seconds := self._timer.seconds(stretches)) is None:
@@ -207,9 +208,9 @@ class ThroughputMonitor(Callback):
             trainer.progress_bar_metrics["throughput/tokens_per_second"] = tokens
 
     def _figures(self, trainer: Trainer, measured: Measured) -> dict[str, float]:
-        """Rates over all ranks, and times of the average rank; a collective, the same on every rank."""
+        """Rates over all ranks, and times averaged over the ranks; a collective with equal results on every rank."""
         device, ranks = trainer.strategy.root_device, trainer.world_size
-        # Ranks with parts of a model see the same data: a replica's work counts once.
+        # All ranks of a data-parallel replica see the same data, which counts once.
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         unknown = float("nan")
         means = [float(measured.done.get(name, unknown)) / (measured.total_seconds or unknown) for name in _RATES]
@@ -234,7 +235,7 @@ class ThroughputMonitor(Callback):
         return figures
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sum up the run; here the device is waited for."""
+        """Compute the figures of the run, after a synchronization with the device."""
         if self._timer is None:
             return
         if trainer.strategy.root_device.type == "cuda":
@@ -249,7 +250,7 @@ class ThroughputMonitor(Callback):
         rank_zero_info(describe(self.summary, self._run.steps, trainer.world_size))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the trainer its profiler back."""
+        """Restore the trainer's profiler."""
         self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
@@ -258,7 +259,7 @@ class ThroughputMonitor(Callback):
             self._timer = None
 
     def _attempt(self, what: str, measure: Callable[[], _Found]) -> _Found | None:
-        """What somebody else's function finds; None and a warning where it raises: measuring does not end a run."""
+        """Result of a user's function; None and a warning if it raises: a measurement must not end a run."""
         try:
             return measure()
         except Exception as error:
@@ -272,12 +273,12 @@ class ThroughputMonitor(Callback):
 
 
 def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
-    """A run's figures in two lines.
+    """Text of a run's figures, in two lines.
 
     Args:
-        summary: of the monitor.
-        steps: optimizer steps that were measured.
-        ranks: devices.
+        summary: figures of the run, as in ``ThroughputMonitor.summary``.
+        steps: number of measured optimizer steps.
+        ranks: number of devices.
     """
     rates = [("samples", "samples/s"), ("total_tokens", "tokens/s with padding"), ("non_padding_tokens", "without")]
     rates += [("supervised_tokens", "supervised")]
