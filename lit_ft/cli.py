@@ -165,7 +165,7 @@ _CHATTER = (
     ".*Total length of `tuple` across ranks is zero.*",  # there is no validation data, and none was asked for
     ".*sync_dist=True.*",  # metrics are summed over ranks before they are logged
     ".*Checkpoint directory .* exists and is not empty.*",  # the resolved recipe is stored beside the checkpoints
-    ".*torch.distributed.*_tensor` is deprecated.*",  # DeepSpeed calls them by names that torch 2.13 has renamed
+    ".*torch.distributed.*_tensor` is deprecated.*",  # DeepSpeed calls functions that torch 2.13 has renamed
 )
 
 
@@ -185,7 +185,7 @@ def _report(error: Exception) -> NoReturn:
 
     rank = rank_prefix()
     if isinstance(error, StopRequested):
-        if rank not in ("", "rank 0: "):  # all stop together
+        if rank not in ("", "rank 0: "):  # all ranks stop together: rank 0 prints the message
             sys.exit(error.exit_code)
         _fail(f"{error}; resume with the same command and --ckpt_path {error.checkpoint}", error.exit_code)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

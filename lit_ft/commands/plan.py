@@ -74,7 +74,7 @@ class PlanCLI(TrainingCLI):
             devices=int(devices),
             num_nodes=self.num_nodes or given.num_nodes,
             strategy=given.strategy,
-            precision="bf16-mixed" if given.precision in ("16-mixed", 16, "16") else given.precision,  # as many bytes
+            precision="bf16-mixed" if given.precision in ("16-mixed", 16, "16") else given.precision,  # same bytes
             accumulate_grad_batches=given.accumulate_grad_batches,
             logger=False,
             enable_checkpointing=False,

@@ -33,6 +33,6 @@ def report(run: str, out: str | None = None) -> None:
         raise RecipeError(f"run={run!r} holds no run (no config.yaml there); name the folder that fit wrote")
     try:
         path, found = write_report(folder, None if out is None else Path(out))
-    except (OSError, ValueError) as error:  # ValueError: a null character in the place's name
+    except (OSError, ValueError) as error:  # ValueError: a null character in the file name
         raise RecipeError(f"the page cannot be written ({error}); give another place with --out FILE") from error
     rank_zero_info(f"{path}: {len(found.curves):,} metrics, {path.stat().st_size / 1024:,.0f} KiB")

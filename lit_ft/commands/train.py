@@ -149,7 +149,7 @@ class TrainingCLI(LightningCLI):
         parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
         for name, made in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
             action: Any = parser.add_argument(f"--{name}", type=Optional[made], default=None, help=_HELP[name])
-            # As LightningCLI does for models; jsonargparse 4.53 else requires type hints on all arguments of a class.
+            # As LightningCLI does for models; otherwise jsonargparse 4.53 requires type hints on all arguments.
             action.sub_add_kwargs["fail_untyped"] = False
         for part, default in DEFAULT_CLASSES.items():
             parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})

@@ -119,7 +119,7 @@ def round_trip(tokenization: Tokenization, prepared: Prepared) -> tuple[int, int
             text = "".join(part for part, _ in sample)
             ids, _, _ = tokenization.encoder.encode([sample])
             decoded = tokenization.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            same = decoded.split() == text.split()  # some tokenizers write a space behind a special token
+            same = decoded.split() == text.split()  # some tokenizers add a space after a special token
             right, count = right + same, count + 1
             first = first or ("" if same else text)
         if count >= ROUND_TRIP_ROWS:

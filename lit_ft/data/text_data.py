@@ -159,10 +159,10 @@ class TextDataModule(LightningDataModule):
     # --- reading ---------------------------------------------------------------------------------
 
     def load(self, tokenizer: PreTrainedTokenizerBase | None = None, stage: str = "fit") -> None:
-        """Read, check and tokenize what a stage needs; a second call does nothing.
+        """Read, check and tokenize the data of a stage; a second call does nothing.
 
         Args:
-            tokenizer: the model's.
+            tokenizer: tokenizer of the model.
             stage: fit, validate, test or predict.
 
         Raises:
@@ -255,7 +255,7 @@ class TextDataModule(LightningDataModule):
         """Prompt, question and expected answer of each conversation of a split.
 
         Args:
-            split: train, val or test.
+            split: name of the split: train, val or test.
         """
         samples, found = self.splits[split], []
         for number, prepared in enumerate(self.prepared[split]):
@@ -280,7 +280,7 @@ class TextDataModule(LightningDataModule):
         """Load the data of a stage, unless it is loaded already."""
         module = getattr(self.trainer, "lightning_module", None)
         self.load(getattr(module, "tokenizer", None), stage)
-        if stage == "fit":  # another fit begins with the first epoch, unless a checkpoint says otherwise
+        if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._place = None, {}
         replicas = process.data_parallel(self.trainer).size
         if stage == "fit" and not self.streaming and len(self.splits["train"]) < replicas:
@@ -331,7 +331,7 @@ class TextDataModule(LightningDataModule):
 
     def first_rows(self, count: int) -> list[PackedBatch]:
         """The first ``count`` micro-batches of the training data, the same on every rank."""
-        if not self.streaming and "train" not in self.splits:  # where the stage is another than fit
+        if not self.streaming and "train" not in self.splits:  # the stage is not fit
             self._load_training()
         plan = self.plan()
         rows = self._stream(plan, 0) if self.streaming else self._loader("train", plan, 1.0)
@@ -471,7 +471,7 @@ class TextDataModule(LightningDataModule):
         units = None if budget is None else max(budget, int(samples.lengths.max()))
         size = self.micro_batch_size if units is None else 1
         plan = BatchPlan(micro_batch_size=size, packing=units, replicas=process.data_parallel(self.trainer).size)
-        return self._loader(split, plan, 1.0)  # the trainer alone applies limit_val_batches
+        return self._loader(split, plan, 1.0)  # only the trainer applies limit_val_batches
 
     def _loader(self, split: str, plan: BatchPlan, limit: int | float, accumulate: Any = lambda: 1) -> RowLoader:
         assert self.trainer is not None

@@ -68,7 +68,7 @@ def run_texts(
 
 
 def generation_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Text of a ``generation_config.json`` with the end-of-turn token; empty if the model's own config stops at it.
+    """``generation_config.json`` that also stops at the end-of-turn token; empty if the model's own already does.
 
     Inference engines stop only at the ids in this file: without the template's token an answer would not end.
     """

@@ -143,7 +143,7 @@ def unwrap_class_error(error: Exception) -> RecipeError:
         return RecipeError(f"a class of the recipe cannot be built: {reason}; mend its init_args")
     said: BaseException = error
     while said.__cause__ is not None and str(said).startswith("Does not validate"):
-        # One reason for each type that the option may have, e.g. a strategy's name or its class.
+        # jsonargparse lists a reason for each type that the option allows, e.g. a strategy's name or its class.
         reasons = [line.removeprefix("  - ") for line in str(said).splitlines() if line.startswith("  - ")]
         if by_class := [reason for reason in reasons if not reason.startswith("Expected a")]:
             return RecipeError(by_class[-1])

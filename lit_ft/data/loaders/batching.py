@@ -243,7 +243,7 @@ class RowLoader:
         return len(order), int(self.samples.lengths[order].sum()), int(self.samples.supervised[order].sum())
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the number of its micro-batches yielded so far, and their ``batch_geometry``."""
+        """Position: the epoch, the number of its micro-batches yielded so far, and their ``batch_geometry``."""
         if self._resume is not None:
             return self._resume
         return {

@@ -209,7 +209,7 @@ class StreamLoader:
         self._deal, self._is_over = now, False
         self._windows.clear()
         yield from self._one_pass(place)
-        if self._batch == 0:  # the part before has ended with its pass
+        if self._batch == 0:  # the previous part ended together with its pass
             yield from self._one_pass(self._place)
         self._is_over = True
 
@@ -225,7 +225,7 @@ class StreamLoader:
         if not then or then == now:
             return place
         if place["position"] % then["accumulate"]:
-            position_under({**place, "deal": then}, self.plan, now["accumulate"])  # says why not
+            position_under({**place, "deal": then}, self.plan, now["accumulate"])  # raises the error
         taken, trained = (place[name] * then["units"] for name in ("position", "batch"))
         return {**place, "skip": place["skip"] + taken, "position": 0, "batch": trained // now["units"]}
 
@@ -245,7 +245,7 @@ class StreamLoader:
                 row = lay_out(piece, buffer.samples)
                 self.seconds_waited += time.perf_counter() - started
                 self._batch += 1
-                # The trainer draws one ahead unless it knows where the epoch ends.
+                # The trainer draws one micro-batch ahead unless it knows where the epoch ends.
                 self._place = place if self._cut is None else {**place, "position": at + 1, "batch": self._batch}
                 yield row
             position = 0

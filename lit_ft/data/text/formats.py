@@ -79,7 +79,7 @@ def alpaca(row: RawRow) -> Chat:
 def sharegpt(row: RawRow) -> Chat:
     """Read ``conversations`` of ``from`` and ``value``; optional ``system``, ``tools``.
 
-    ``from``: human, gpt, system, function_call (value: JSON with name and arguments, or a list of such), observation.
+    ``from``: human, gpt, system, function_call (value: JSON with name and arguments, or a list of these), observation.
     """
     messages: list[Message] = []
     for number, turn in enumerate(_list(row, "conversations"), 1):
@@ -254,7 +254,7 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
     role = "tool" if role == "function" else role
     if role not in _ROLES:
         raise BadRow(f"{where}: 'role' is {_shown(role)}; known are {', '.join(_ROLES)}")
-    # Hugging Face leaves keys without a value out as well: templates would print None.
+    # Keys without a value are left out, as in Hugging Face: templates would print None.
     message = {key: value for key, value in turn.items() if value is not None and key not in _MARKS}
     message["role"] = role
     if "tool_calls" in message:
@@ -324,7 +324,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f"{where}: a tool call is {_kind(call)} without a name; it needs 'name' and 'arguments'")
         arguments = {} if function.get("arguments") in (None, "") else function["arguments"]
-        # OpenAI spells the arguments as JSON in a string; templates write JSON themselves.
+        # OpenAI gives the arguments as JSON in a string; templates convert them to JSON themselves.
         arguments = _json(arguments, f"{where}: 'arguments'") if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict):
             raise BadRow(f"{where}: 'arguments' of {function['name']!r} is {_kind(arguments)}; an object is needed")

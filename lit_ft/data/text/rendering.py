@@ -88,7 +88,7 @@ def _render(chat: Chat, turns: int, template: ChatTemplate, generation: bool = F
         return template.render(chat.messages[:turns], chat.tools, generation)
     except RecipeError:
         raise
-    except Exception as error:  # a template's own refusals are of any type
+    except Exception as error:  # a template may raise any type
         raise BadRow(f"{template.name} does not render it ({type(error).__name__}: {error})") from error
 
 
@@ -100,7 +100,7 @@ def _before(chat: Chat, i: int, template: ChatTemplate) -> str:
         except BadRow:
             if i > 0:
                 raise
-    # A question has no generation prompt, and few templates render what comes before the first turn.
+    # A question has no generation prompt, and few templates render an empty conversation.
     return _begin(chat, i, template)
 
 
