@@ -1,4 +1,4 @@
-"""What a run says at its start and its end, and where its metrics go."""
+"""Console summary of a run at its start and end, and chart layout of its losses."""
 
 import sys
 import time
@@ -22,20 +22,20 @@ MIB = 2**20
 
 
 class ConsoleSummary(Callback):
-    """One line about what is trained when training starts, one about what came of it when it ends."""
+    """Lines about model, devices and length when training starts, and about its result when it ends."""
 
     def __init__(self, run: RunFolder) -> None:
-        """Report on a run.
+        """Store the run folder.
 
         Args:
-            run: its folder.
+            run: run folder, which the lines name.
         """
         self.run = run
         self._started = 0.0
         self._said = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what is trained, on what, for how long."""
+        """Print model, devices, number of steps and run folder."""
         self._started, self._said = time.perf_counter(), trainer.global_step
         if isinstance(pl_module, CausalLM):
             rank_zero_info(f"training {describe_model(pl_module)}")
@@ -48,7 +48,7 @@ class ConsoleSummary(Callback):
         rank_zero_info(f"run folder: {self.run.root}")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Where there is no progress bar, write a line twenty times a run."""
+        """Print the metrics about twenty times per run, if there is no progress bar."""
         if trainer.progress_bar_callback is not None or trainer.global_step == self._said:
             return
         every = max(1, int(min(optimizer_steps(trainer), 20_000)) // 20)
@@ -57,7 +57,7 @@ class ConsoleSummary(Callback):
             rank_zero_info(f"step {trainer.global_step:,}: {describe_metrics(trainer)}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what came of it, and what to do next."""
+        """Print the result and the next command."""
         if isinstance(trainer.train_dataloader, StreamLoader):
             for line in trainer.train_dataloader.describe():
                 rank_zero_info(line)
@@ -77,7 +77,7 @@ class ConsoleSummary(Callback):
 
 
 def put_losses_on_one_chart(trainer: Trainer) -> None:
-    """In TensorBoard's custom scalars, show the loss of each source beside the total."""
+    """Add a TensorBoard layout (custom scalars) that shows the loss of each source beside the total."""
     layout = {
         "loss by source": {
             stage: ["Multiline", [f"^{stage}/loss$", f"^{stage}/loss/.*$"]] for stage in ("train", "val")
@@ -89,7 +89,7 @@ def put_losses_on_one_chart(trainer: Trainer) -> None:
 
 
 def describe_model(module: CausalLM) -> str:
-    """Method, base model, parameters and dtypes in a line."""
+    """Text with tuning method, base model, number of parameters and dtypes."""
     model = module.model
     assert model is not None
     assert module.weight_count is not None
@@ -104,7 +104,7 @@ def describe_model(module: CausalLM) -> str:
 
 
 def describe_checkpoint(trainer: Trainer, module: LightningModule) -> str | None:
-    """The newest checkpoint's size beside that of what trains; None where none was written."""
+    """Text with the sizes of the newest checkpoint and of the trainable parameters; None without a checkpoint."""
     path = Path(getattr(trainer.checkpoint_callback, "last_model_path", None) or "")
     if not path.name or not path.exists():
         return None
@@ -116,19 +116,19 @@ def describe_checkpoint(trainer: Trainer, module: LightningModule) -> str | None
 
 
 def describe_metrics(trainer: Trainer) -> str:
-    """What the progress bar would show: loss, learning rate, tokens per second."""
+    """Text with the metrics of the progress bar: loss, learning rate, tokens per second."""
     metrics = trainer.progress_bar_metrics
     return ", ".join(f"{name} {value:,.4g}" for name, value in metrics.items() if not isinstance(value, str))
 
 
 def describe_devices(trainer: Trainer) -> str:
-    """Devices, strategy and precision in a few words."""
+    """Text with devices, strategy and precision."""
     device = trainer.strategy.root_device.type
     return f"{trainer.world_size} x {device} ({type(trainer.strategy).__name__}, precision {trainer.precision})"
 
 
 def describe_steps(trainer: Trainer) -> str:
-    """Optimizer steps, and the rows and tokens of one."""
+    """Text with the number of optimizer steps, and the samples and tokens of an epoch."""
     steps = optimizer_steps(trainer)
     loader: Any = trainer.train_dataloader
     if isinstance(loader, StreamLoader):
@@ -144,6 +144,6 @@ def describe_steps(trainer: Trainer) -> str:
 
 
 def show_progress_on_terminals_only() -> None:
-    """Leave out transformers' bars for reading and writing weights in files and pipes."""
+    """Disable transformers' progress bars for weights if stderr is a file or a pipe."""
     if not sys.stderr.isatty():
         disable_progress_bar()

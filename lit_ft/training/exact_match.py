@@ -1,4 +1,4 @@
-"""How many held-out prompts a model answers right."""
+"""Exact-match accuracy of a model's greedy answers to held-out prompts."""
 
 from typing import Any
 
@@ -13,28 +13,28 @@ from lit_ft.training.causal_lm import CausalLM
 
 
 class ExactMatch(Callback):
-    """Share of held-out prompts whose greedy answer is the expected one, before and after training.
+    """Exact-match accuracy: fraction of held-out prompts whose greedy answer is the expected one.
 
-    Logged as ``val/exact_match`` (and ``test/exact_match`` by ``test``).
+    It is measured before and after training and logged as ``val/exact_match``; ``test`` logs ``test/exact_match``.
     """
 
     def __init__(self, max_new_tokens: int = 64, batch_size: int = 50, samples: int = 4) -> None:
-        """Set how answers are made and shown.
+        """Set the size of answers and batches.
 
         Args:
-            max_new_tokens: most tokens of an answer.
-            batch_size: prompts answered together.
-            samples: answers printed after training.
+            max_new_tokens: largest number of tokens of an answer.
+            batch_size: number of prompts per batch.
+            samples: number of answers to print after training.
         """
         self.max_new_tokens, self.batch_size, self.samples = max_new_tokens, batch_size, samples
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure what the base model can do, unless the run is resumed."""
+        """Measure the base model, unless the run is resumed."""
         if trainer.global_step == 0:
             self._measure(trainer, pl_module, "val", "before training")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure what it has learned, and show some answers."""
+        """Measure the trained model, and print some answers."""
         for question, expected, got in self._measure(trainer, pl_module, "val", "after training")[: self.samples]:
             rank_zero_info(f"  {'+' if got == expected else '-'} {question!r}\n    {got!r}, expected {expected!r}")
 

@@ -1,4 +1,4 @@
-"""NaN and infinite numbers end a run before they are saved: in losses and gradient norms, in weights, in the base."""
+"""Checks that end a run before NaN or infinite losses, gradient norms or weights are saved."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,39 +13,40 @@ from lit_ft.model.files.finite_weights import not_finite
 
 
 class NotFinite(RuntimeError):
-    """Raised out of ``trainer.fit``, on all ranks together, once a loss, a gradient norm or a weight is not finite."""
+    """Error of ``trainer.fit``, on all ranks together, when a loss, a gradient norm or a weight is not finite."""
 
 
 class _Watched(NamedTuple):
     step: int
     what: str
     value: Tensor
-    """On the host, once ``arrived``."""
+    """Scalar in host memory, valid after ``arrived``."""
     arrived: Any
-    """CUDA event; None where the value is there."""
+    """CUDA event of the copy; None if the value was computed on the CPU."""
 
 
 class FiniteCheck:
-    """Finds values that are not finite, without making the host wait for a GPU.
+    """Detection of values that are not finite, without making the host wait for a GPU.
 
-    On a CPU at once. On a GPU a value travels to the host while the next step is queued, and is looked at one step
-    later, or before anything is saved: all ranks look at the same time.
+    A value on a CPU is checked at once. A value on a GPU is copied to the host while the next step is queued, and is
+    checked one step later, or before anything is saved: all ranks check at the same time.
     """
 
     def __init__(self) -> None:
-        """Start with nothing."""
+        """Start without pending values."""
         self._watched: list[_Watched] = []
 
     def watch(self, trainer: Trainer, what: str, value: Tensor) -> None:
-        """Look at a value of the optimizer step that is under way.
+        """Check a value of the current optimizer step.
 
         Args:
-            trainer: of the run; where it has a ``SpikeGuard``, which skips such steps or ends the run, nothing is done.
+            trainer: trainer of the run; with a ``SpikeGuard``, which skips such steps or ends the run, nothing is
+                checked.
             what: name of the value.
             value: scalar, the same on all ranks.
 
         Raises:
-            NotFinite: it, or an earlier one, is not finite.
+            NotFinite: this value, or an earlier one, is not finite.
         """
         if any(isinstance(callback, SpikeGuard) for callback in getattr(trainer, "callbacks", [])):
             return
@@ -62,10 +63,10 @@ class FiniteCheck:
             self._look(trainer, [_Watched(step, what, value.detach(), None)])
 
     def look_at_all(self, trainer: Trainer) -> None:
-        """Wait for the values that are on their way.
+        """Wait for all pending values, and check them.
 
         Raises:
-            NotFinite: one is not finite.
+            NotFinite: a value is not finite.
         """
         watched, self._watched = self._watched, []
         self._look(trainer, watched)
@@ -83,8 +84,8 @@ def check_trained_weights(trainer: Trainer, module: nn.Module) -> None:
     """Refuse to save weights that are not finite; a collective.
 
     Args:
-        trainer: of the run.
-        module: each rank looks at its part of what trains.
+        trainer: trainer of the run.
+        module: LightningModule, of which each rank checks its part of the trainable parameters.
 
     Raises:
         NotFinite: a weight is not finite, on any rank.
@@ -105,7 +106,7 @@ def _advice(trainer: Trainer) -> str:
 
 
 def _newest_checkpoint(trainer: Trainer) -> Path | None:
-    """The newest checkpoint of the run, all of which had finite weights when they were written."""
+    """Newest checkpoint of the run; all of them had finite weights when they were written."""
     callbacks: list[Any] = list(trainer.checkpoint_callbacks)
     names = [getattr(one, name, "") for one in callbacks for name in ("last_model_path", "best_model_path")]
     names += [name for one in callbacks for name in getattr(one, "best_k_models", {})]

@@ -21,38 +21,38 @@ from lit_ft.run.folder import RunFolder
 
 
 class MetricsCSV(CSVLogger):
-    """``metrics.csv`` in the run folder; a resumed run goes on in it, without rows of steps that it repeats."""
+    """``metrics.csv`` in the run folder; a resumed run appends to it, after removing lines of steps that it repeats."""
 
     def __init__(self, run: RunFolder, resumed_step: int = 0, is_logged: bool = True) -> None:
-        """Log into a run's folder.
+        """Log into a run folder.
 
         Args:
-            run: its folder.
-            resumed_step: optimizer steps of the checkpoint that the run resumes from; 0 where it starts.
-            is_logged: whether the metrics of its last step were logged before it was written.
+            run: run folder.
+            resumed_step: number of optimizer steps of the checkpoint that the run resumes from; 0 for a new run.
+            is_logged: whether the metrics of the checkpoint's last step were logged before it was written.
         """
-        # Lightning saves after whatever it logs itself, which is the last of a logged step: nothing of it is lost when
-        # the process is killed. What a callback logs between such steps is written with the next.
+        # Lightning saves after its own logging, which is the last of a logged step, so a killed process loses none of
+        # it. Values that a callback logs between such steps are written with the next.
         super().__init__(run.root, name="", version="", flush_logs_every_n_steps=sys.maxsize)
         self.resumed_step, self.is_logged = resumed_step, is_logged
 
     @property
     def experiment(self) -> Any:
-        """The writer; the first access drops rows of steps after the checkpoint that the run resumes from."""
+        """Writer of the file; the first access removes lines of steps after the checkpoint that is resumed."""
         if self._experiment is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self._experiment = _MetricsFile(self.log_dir, self.resumed_step, self.is_logged)
         return super().experiment
 
 
 class _MetricsFile(ExperimentWriter):
-    """Appends rows; where a new column needs another header, the file is replaced in one step."""
+    """Writer that appends lines; if a new column needs another header, the file is replaced atomically."""
 
     def __init__(self, folder: str, resumed_step: int, is_logged: bool) -> None:
         self._resumed_step, self._is_logged = resumed_step, is_logged
         super().__init__(folder)
 
     def _check_log_dir_exists(self) -> None:
-        # Lightning's deletes the file here.
+        # Lightning's own method deletes the file here.
         path = Path(self.metrics_file_path)
         if not path.is_file():
             return
@@ -66,10 +66,10 @@ class _MetricsFile(ExperimentWriter):
             )
 
     def save(self) -> None:
-        """Write what was logged since the last time.
+        """Write the values logged since the last call.
 
         Raises:
-            RecipeError: it cannot be written.
+            RecipeError: the file cannot be written.
         """
         path = Path(self.metrics_file_path)
         if self.metrics:
@@ -101,7 +101,7 @@ def _as_csv(columns: list[str], rows: list[dict[str, Any]]) -> str:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file, each with the values that it has; cut ones (kill, full disk) are left out."""
+    """Lines of a metrics file, each with its non-empty values; incomplete lines (kill, full disk) are left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     columns, *rows = list(csv.reader(line for line in lines if line.endswith("\n"))) or [[]]
     complete = [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
@@ -111,10 +111,10 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 def _rows_before(
     step: int, is_logged: bool, rows: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows that were logged until a checkpoint was written, and later ones.
+    """Lines that were logged before a checkpoint was written, and later ones.
 
-    Lightning, whose rows have an epoch, counts steps from 0: the last one before the checkpoint is ``step - 1``, or the
-    one before it where that was not logged yet. Callbacks that log by themselves count the steps that were taken.
+    Lightning, whose lines have an epoch, counts steps from 0: the last one before the checkpoint is ``step - 1``, or
+    the one before it if that was not logged yet. Callbacks that log by themselves use the number of completed steps.
     """
     kept: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
@@ -126,28 +126,29 @@ def _rows_before(
 
 
 class StepEvents(TensorBoardLogger):
-    """TensorBoard's logger with one event for all figures of a call.
+    """TensorBoard logger that writes one event for all metrics of a call.
 
-    The writer takes ten events and lets the training thread wait for its own, which computes checksums in Python.
+    TensorBoard's queue holds ten events, and the training thread waits when it is full: its writer thread computes
+    checksums in Python.
     """
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write figures of a step; what is no number goes Lightning's way, one by one.
+        """Write the metrics of a step; if one is not a number, Lightning's logger writes them one by one.
 
         Args:
-            metrics: numbers or scalars by their names.
-            step: that they are of.
+            metrics: numbers or scalar tensors by name.
+            step: number of the step.
         """
         with explain_failed_write(Path(self.log_dir)):
             self._write(metrics, step)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write what has not been written.
+        """Write the remaining events.
 
         Args:
-            status: how the run has ended.
+            status: status with which the run has ended.
         """
         with explain_failed_write(Path(self.log_dir)):
             super().finalize(status)
@@ -167,7 +168,7 @@ def _append_all_or_nothing(path: Path, text: str) -> None:
         with path.open("a", encoding="utf-8", newline="") as file:
             file.write(text)
     except OSError:
-        # A full disk takes a part of a row, and Lightning writes once more when the run fails.
+        # On a full disk a part of a line may be written, and Lightning writes once more when the run fails.
         with suppress(OSError):
             os.truncate(path, size)
         raise

@@ -1,4 +1,4 @@
-"""Means over supervised tokens."""
+"""Metrics that average a quantity over supervised tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from torchmetrics import Metric
 
 
 class TokenMean(Metric):
-    """Sum of a quantity over its tokens' number, over batches and ranks.
+    """Mean of a quantity per token, over all batches and ranks.
 
     Not ``torchmetrics.MeanMetric``: by default that leaves NaN out of the mean, so that a diverged run
     looks healthy, and with ``nan_strategy="disable"`` (1.9.0) it ignores the weights.
@@ -31,7 +31,7 @@ class TokenMean(Metric):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
         def move(tensor: Tensor) -> Tensor:
-            """Follow to another device, not to another dtype."""
+            """Move to another device, but keep the dtype."""
             device = fn(torch.zeros(0, device=tensor.device)).device
             is_fp64_on_mps = tensor.dtype == torch.float64 and device.type == "mps"
             return tensor.to(device, torch.float32 if is_fp64_on_mps else tensor.dtype)
@@ -49,13 +49,13 @@ class TokenMean(Metric):
 
 
 class SourceMeans(TokenMean):
-    """The same for each of several sources, reduced over ranks at once."""
+    """Mean of a quantity per token for each of several sources, reduced over ranks together."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Start empty.
+        """Start with zero tokens.
 
         Args:
-            names: of the sources.
+            names: names of the sources.
         """
         Metric.__init__(self)
         self.names = tuple(names)
@@ -65,8 +65,8 @@ class SourceMeans(TokenMean):
         """Add a batch.
 
         Args:
-            per_token: the quantity, ``(n,)``.
-            of_token: each token's source, ``(n,)``, as a place in ``names``.
+            per_token: quantity of each token, ``(n,)``.
+            of_token: source of each token as an index into ``names``, ``(n,)``, int64.
         """
         self.total.index_add_(0, of_token, per_token.to(self.total.dtype))
         self.tokens.index_add_(0, of_token, torch.ones_like(of_token))

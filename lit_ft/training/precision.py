@@ -1,6 +1,6 @@
-"""Matrix products in 8-bit floats while training, as a Lightning precision plugin.
+"""Training with matrix products in 8-bit floats (float8), as a Lightning precision plugin.
 
-Legend: T tokens, I inputs and O outputs of a layer; M, N, K the sizes of a product.
+Legend: T tokens, I inputs and O outputs of a layer; M, N, K dimensions of a matrix product.
 """
 
 from collections.abc import Iterator
@@ -19,35 +19,35 @@ from lit_ft.errors import RecipeError
 
 Scaling = Literal["tensorwise", "rowwise"]
 _MULTIPLE = 16
-"""Sizes that float8 kernels multiply are multiples of it."""
+"""Number that matrix dimensions must be a multiple of for float8 kernels."""
 
 
 class Float8Precision(Precision):
     """Train with the linear layers' matrix products in 8-bit floats, for NVIDIA GPUs from Hopper and Ada on.
 
-    Each product scales its two factors to float8's range as they come (Micikevicius et al. 2022, arXiv:2209.05433):
-    forward, for the gradient of the inputs, and for that of the weights where they train. Weights, optimizer,
-    attention, norms, head and the adapter's own matrices stay in their dtypes. Evaluation, answers and merges compute
-    with the weights as they are, like the model that is exported.
+    Each product scales its two factors to float8's range from their current values (Micikevicius et al. 2022,
+    arXiv:2209.05433): in the forward pass, for the gradient of the inputs, and for that of trainable weights. Weights,
+    optimizer state, attention, norms, head and the adapter's own matrices keep their dtypes. Evaluation, generation and
+    merging use the weights in their own dtype, like the exported model.
     """
 
     def __init__(self, scaling: Scaling = "tensorwise", mixed: bool = False) -> None:
-        """Say how.
+        """Set the scaling, and the dtype of all other operators.
 
         Args:
-            scaling: one scale for a tensor (fastest), or one for each row (nearer to bfloat16 where a few values are
-                far larger than the others).
-            mixed: compute all else in bfloat16, for full fine-tuning of float32 weights.
+            scaling: tensorwise uses one scale per tensor (fastest); rowwise uses one per matrix row (closer to
+                bfloat16 if a few values are far larger than the others).
+            mixed: compute all other operators in bfloat16, for full fine-tuning of float32 weights.
         """
         self.scaling: Scaling = scaling
         self.mixed = mixed
         self._device = "cpu"
 
     def convert_module(self, module: Any) -> nn.Module:
-        """Put :class:`Float8Linear` in the place of the linear layers; Lightning calls it before the model is moved.
+        """Replace linear layers by :class:`Float8Linear`; Lightning calls it before it moves the model to the device.
 
         Raises:
-            RecipeError: the device cannot do it, or there is no such layer.
+            RecipeError: the device does not support float8, or no linear layer fits.
         """
         device: torch.device = module.trainer.strategy.root_device
         self._device = device.type
@@ -70,7 +70,7 @@ class Float8Precision(Precision):
         return module
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """The dtype of all else."""
+        """Autocast context for all other operators."""
         return torch.autocast(self._device, torch.bfloat16, enabled=self.mixed)
 
 
@@ -85,7 +85,7 @@ def _check_device(device: torch.device) -> None:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Parent, name and layer of the dense linear layers, but for heads and an adapter's own matrices."""
+    """Parent, name and layer of each dense linear layer, except heads and an adapter's own matrices."""
     heads = [m.get_output_embeddings() for m in model.modules() if isinstance(m, PreTrainedModel)]
     adapters = {
         child
@@ -97,7 +97,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear
     }
     for parent in list(model.modules()):
         for name, layer in parent.named_children():
-            # Packed layers are subclasses.
+            # Quantized layers are subclasses.
             if type(layer) is nn.Linear and layer not in adapters and all(layer is not head for head in heads):
                 yield parent, name, layer
 
@@ -107,11 +107,11 @@ def _fits(layer: nn.Linear) -> bool:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer whose products take 8-bit floats while it trains; it shares weight and bias with another.
+    """Linear layer whose matrix products are computed in 8-bit floats during training.
 
     Args:
-        layer: whose weight and bias it takes.
-        scaling: see :class:`Float8Precision`.
+        layer: linear layer whose weight and bias it uses.
+        scaling: scaling of tensors, see :class:`Float8Precision`.
     """
 
     def __init__(self, layer: nn.Linear, scaling: Scaling) -> None:
@@ -119,7 +119,7 @@ class Float8Linear(nn.Linear):
         self.weight, self.bias, self.scaling = layer.weight, layer.bias, scaling
 
     def forward(self, input: Tensor) -> Tensor:
-        """``(..., I) -> (..., O)``, in the dtype of ``input`` or of autocast."""
+        """Apply the layer, ``(..., I) -> (..., O)``, in the dtype of ``input`` or of autocast."""
         if not self.training:
             return linear(input, self.weight, self.bias)
         if torch.is_autocast_enabled(input.device.type):
@@ -148,17 +148,17 @@ class _Float8Products(torch.autograd.Function):
 
 
 def float8_product(left: Tensor, right: Tensor, scaling: Scaling, *, is_forward: bool = False) -> Tensor:
-    """``left @ right.T`` of factors that are rounded to 8-bit floats, in the dtype of ``left``.
+    """Product ``left @ right.T`` of factors rounded to 8-bit floats, in the dtype of ``left``.
 
     Args:
-        left: ``(M, K)``; a gradient in the backward pass.
-        right: ``(N, K)``.
-        scaling: see :class:`Float8Precision`.
-        is_forward: activations and weights have 3 bits of mantissa (e4m3); gradients under one scale have the larger
-            range instead (e5m2).
+        left: first factor, ``(M, K)``; a gradient in the backward pass.
+        right: second factor, ``(N, K)``.
+        scaling: scaling of tensors, see :class:`Float8Precision`.
+        is_forward: whether it is a product of the forward pass, whose factors have 3 mantissa bits (e4m3). Gradients
+            with one scale per tensor have the larger range instead (e5m2).
     """
     by_row = scaling == "rowwise"
-    spare = -left.shape[1] % _MULTIPLE  # tokens, where a weight's gradient sums over them
+    spare = -left.shape[1] % _MULTIPLE  # padding tokens: the gradient of a weight is a sum over tokens
     left_dtype = torch.float8_e4m3fn if is_forward or by_row else torch.float8_e5m2
     left_8, left_scale = to_float8(pad(left, (0, spare)), left_dtype, by_row)
     right_8, right_scale = to_float8(pad(right, (0, spare)), torch.float8_e4m3fn, by_row)
@@ -170,7 +170,7 @@ def float8_product(left: Tensor, right: Tensor, scaling: Scaling, *, is_forward:
         scale_recipe_a=recipe,
         scale_b=right_scale.t(),
         scale_recipe_b=recipe,
-        output_dtype=torch.bfloat16 if by_row else left.dtype,  # kernels for rows write bfloat16 only
+        output_dtype=torch.bfloat16 if by_row else left.dtype,  # row-wise kernels write only bfloat16
         use_fast_accum=is_forward,
     )
     return product.to(left.dtype)
@@ -180,12 +180,12 @@ def to_float8(tensor: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor,
     """Round a matrix to 8-bit floats.
 
     Args:
-        tensor: ``(M, K)``.
+        tensor: matrix ``(M, K)``.
         dtype: one of torch's float8 dtypes.
-        by_row: whether each row has its own scale.
+        by_row: whether each matrix row has its own scale.
 
     Returns:
-        The rounded matrix, and what it is to be multiplied with, fp32: ``(M, 1)`` or a scalar.
+        The rounded matrix, and the scale that it must be multiplied by, fp32: ``(M, 1)`` or a scalar.
     """
     peak = tensor.abs().amax(-1, keepdim=True) if by_row else tensor.abs().amax()
     scale = peak.float().clamp(min=1e-12) / torch.finfo(dtype).max

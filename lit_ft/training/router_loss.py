@@ -1,4 +1,4 @@
-"""The auxiliary loss that keeps the experts of a mixture-of-experts model equally busy."""
+"""Auxiliary load-balancing loss for the router of a mixture-of-experts model."""
 
 import copy
 import sys
@@ -15,10 +15,10 @@ RouterAuxLoss = float | Literal["config"] | None
 
 
 def coefficient(base: PreTrainedModel, asked: RouterAuxLoss) -> float:
-    """The factor on the auxiliary loss; 0 where it is left out.
+    """Coefficient of the auxiliary loss; 0 if it is not used.
 
     Raises:
-        RecipeError: the config names no factor, or transformers computes no such loss for the model.
+        RecipeError: the config has no coefficient, or transformers has no such loss for the model.
     """
     if asked is None:
         return 0.0
@@ -36,7 +36,7 @@ def coefficient(base: PreTrainedModel, asked: RouterAuxLoss) -> float:
 
 
 def say_what_is_left_out(base: PreTrainedModel) -> None:
-    """Say that the config asks for the auxiliary loss, where it does."""
+    """Print a notice if the config asks for the auxiliary loss."""
     wanted = getattr(base.config.get_text_config(), "output_router_logits", False)
     if wanted and (factor := _of_config(base)):
         rank_zero_info(
@@ -51,7 +51,7 @@ def _of_config(base: PreTrainedModel) -> float | None:
 
 
 class _RouterLogits(nn.Module):
-    """Stands in for the decoder: hands router logits on that it is given."""
+    """Replacement for the decoder that returns given router logits."""
 
     def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ class _RouterLogits(nn.Module):
 
 
 def router_loss(base: PreTrainedModel, decoder_output: Any) -> Tensor:
-    """The model's own auxiliary loss of the tokens that its decoder was given, a scalar without its factor.
+    """Auxiliary loss of the decoder's tokens, as the model itself computes it: a scalar without coefficient.
 
-    The model's ``forward`` runs with the decoder left out, on one token, so that each architecture's way is right.
+    The model's ``forward`` runs on one token without its decoder, so that each architecture uses its own formula.
 
     Args:
-        base: the model.
-        decoder_output: of its decoder, called with ``output_router_logits=True``.
+        base: Hugging Face model.
+        decoder_output: output of its decoder, called with ``output_router_logits=True``.
     """
     token = decoder_output.last_hidden_state[:, :1].detach()
     model = copy.copy(base)

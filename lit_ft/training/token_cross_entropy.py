@@ -1,4 +1,4 @@
-"""The loss: a sum over supervised tokens, computed without ever holding all logits.
+"""Cross-entropy loss summed over supervised tokens, computed in chunks so that not all logits are in memory at once.
 
 Legend: n supervised tokens, H hidden size, V vocabulary.
 """
@@ -18,19 +18,19 @@ from torch.nn.functional import cross_entropy
 from lit_ft.packed_batch import TokenLoss
 
 LOGITS_PER_CHUNK = 2**26
-"""Logits that exist at a time: 441 tokens of a 151,936-token vocabulary, 256 MiB in fp32."""
+"""Largest number of logits in memory at once: 441 tokens of a 151,936-token vocabulary, 256 MiB in fp32."""
 
 _LOGITS_IN_CACHE = 2**20
-"""Logits whose fp32 copy, 4 MiB, stays in a CPU core's cache."""
+"""Number of logits whose fp32 copy, 4 MiB, fits in a CPU core's cache."""
 
 _is_repeatable = ContextVar("_is_repeatable", default=False)
 
 
 @contextmanager
 def repeatable_backward() -> Iterator[None]:
-    """Within it, losses are computed whose backward pass can run twice, for inputs and for weights apart.
+    """Context in which losses have a backward pass that can run twice, for inputs and for weights separately.
 
-    Zero-bubble pipeline schedules need that; it costs a trained head's gradient in memory.
+    Zero-bubble pipeline schedules need this; for a trainable head it costs the memory of one more gradient.
     """
     token = _is_repeatable.set(True)
     try:
@@ -48,17 +48,17 @@ def token_cross_entropy(
 ) -> TokenLoss:
     """Sum of the cross-entropy over supervised tokens, chunk by chunk.
 
-    The gradient of each chunk is taken at once, in the forward pass, so that its logits are freed
+    The gradient of each chunk is computed at once, in the forward pass, so that its logits are freed
     before the next chunk and the head is not computed a second time in the backward pass. (The idea
     is that of Liger-Kernel's fused linear cross-entropy, Hsu et al. 2024, arXiv:2410.10989.)
 
     Args:
         hidden: final hidden states of the predicting positions, ``(n, H)``.
-        head: the model's own head, ``(m, H) -> (m, V)``, soft-capping and scaling included; gradients are written over
-            what it returns.
+        head: the model's own head, ``(m, H) -> (m, V)``, soft-capping and scaling included; its output is overwritten
+            with gradients.
         targets: token ids, ``(n,)``, int64.
-        chunk_tokens: supervised tokens whose logits exist at a time.
-        head_parameters: the head's parameters; those that train get their gradients through the result.
+        chunk_tokens: number of supervised tokens whose logits are in memory at once.
+        head_parameters: parameters of the head; trainable ones get their gradients through the result.
 
     Raises:
         ValueError: ``hidden`` and ``targets`` disagree in length.
@@ -70,7 +70,7 @@ def token_cross_entropy(
 
 
 def tokens_per_chunk(vocabulary: int) -> int:
-    """Supervised tokens whose logits fit in ``LOGITS_PER_CHUNK``."""
+    """Number of supervised tokens whose logits fit in ``LOGITS_PER_CHUNK``."""
     return max(1, LOGITS_PER_CHUNK // vocabulary)
 
 
@@ -119,21 +119,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _chunk_loss(
     head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, inputs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Loss of each token, right predictions, gradients of the summed loss; logits end with it."""
+    """Loss of each token, number of correct predictions, and gradients of the summed loss; logits are then freed."""
     with torch.set_grad_enabled(bool(inputs)):
         logits = head(hidden)
     if isinstance(logits, DTensor):
         return _split_loss(logits, targets, inputs)
-    # Where the logits come from, before they are overwritten: as a view made by a custom function they may not be.
+    # The edge is taken first, and detached logits are overwritten: autograd forbids in-place changes of a view that a
+    # custom function returned.
     made_by = get_gradient_edge(logits) if inputs else None
     losses, right, of_logits = _from_logits(logits.detach(), targets, bool(inputs))
     return losses, right, () if made_by is None else torch.autograd.grad(made_by, inputs, of_logits)
 
 
 def _from_logits(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``_chunk_loss`` of logits ``(m, V)``, with their gradient, which takes their place in memory.
+    """``_chunk_loss`` of logits ``(m, V)``, with their gradient, which overwrites them in memory.
 
-    On a CPU a few rows at a time, which stay in its cache: a fifth of the time that all rows at once take.
+    A CPU computes a few tokens at a time, which fit in its cache: a fifth of the time of all tokens at once.
     """
     losses, right = logits.new_empty(len(logits), dtype=torch.float32), targets.new_zeros(())
     rows = max(1, _LOGITS_IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
@@ -151,7 +152,7 @@ def _from_logits(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[T
 def _split_loss(
     logits: DTensor, targets: Tensor, inputs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """``_chunk_loss`` of logits that tensor parallelism has cut along the vocabulary: no rank has a whole row."""
+    """``_chunk_loss`` of logits that tensor parallelism has sharded along the vocabulary."""
     with torch.set_grad_enabled(bool(inputs)), loss_parallel():
         losses = cross_entropy(logits.float(), targets, reduction="none")
         grads = torch.autograd.grad(losses.sum(), inputs) if inputs else ()
@@ -173,8 +174,8 @@ def _whole(tensor: Tensor) -> Tensor:
 def loss_weight(*, window_tokens: int, accumulate: int, replicas: int) -> float:
     """Factor on a micro-batch's summed loss that makes the optimizer step's gradient token-exact.
 
-    The step's loss is the sum over all micro-batches and ranks divided by ``window_tokens``, the
-    supervised tokens of them all. Lightning divides by ``accumulate`` and the strategy averages
-    gradients over ``replicas``: both are undone here.
+    The step's loss is the sum over all its micro-batches (its window) and ranks, divided by ``window_tokens``, the
+    number of supervised tokens in all of them. Lightning divides by ``accumulate`` and the strategy averages gradients
+    over ``replicas``: this factor reverses both.
     """
     return accumulate * replicas / max(window_tokens, 1)

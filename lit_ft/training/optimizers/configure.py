@@ -1,4 +1,4 @@
-"""From a recipe's optimizer and schedule to what Lightning steps; one optimizer made of two."""
+"""Setup of a recipe's optimizer and learning-rate schedule, and an optimizer composed of two."""
 
 import logging
 import math
@@ -20,17 +20,17 @@ from lit_ft.model.parameter_patterns import matching
 from lit_ft.training.optimizers.schedules import WarmupSchedule
 
 MATRICES = "matrices"
-"""Key of a parameter group: True where it holds weight matrices of hidden layers, False where it holds the rest."""
+"""Key of a parameter group: True for weight matrices of hidden layers, False for all other weights."""
 
 
 def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
-    """The two-dimensional weights of a module, less those of embeddings and of output heads."""
+    """Two-dimensional weights of a module, except those of embeddings and output heads."""
     outer: set[nn.Parameter] = set()
     for part in module.modules():
         head = part.get_output_embeddings() if isinstance(part, PreTrainedModel) else None
         for edge in (part if isinstance(part, nn.Embedding) else None, head):
             outer |= set() if edge is None else set(edge.parameters())
-    # ZeRO-3 leaves an empty vector in place of a weight, and its shape beside it.
+    # ZeRO-3 replaces a weight by an empty vector, and stores its shape in `ds_shape`.
     return {p for p in module.parameters() if len(getattr(p, "ds_shape", p.shape)) == 2} - outer
 
 
@@ -40,13 +40,14 @@ def configure_optimizers(
     lr_scheduler: LRSchedulerCallable | None = None,
     lr_factors: Mapping[str, float] | None = None,
 ) -> OptimizerLRScheduler:
-    """What ``LightningModule.configure_optimizers`` returns for an optimizer and schedule from a recipe.
+    """Return value of ``LightningModule.configure_optimizers`` for the optimizer and schedule of a recipe.
 
-    Frozen parameters get no optimizer state. Parameter groups are by learning-rate factor and by ``MATRICES``, those
-    of matrices first. Warm-up schedules step by optimizer step; others by epoch, as LightningCLI has it.
+    Frozen parameters get no optimizer state. Parameters are grouped by ``MATRICES``, matrices first, and by
+    learning-rate factor. Warm-up schedules are stepped once per optimizer step; others once per epoch, as in
+    LightningCLI.
 
     Raises:
-        RecipeError: the schedule needs the run's length and there is none, or a factor is for no weight.
+        RecipeError: the schedule needs the length of the run, which is unknown, or a factor matches no weight.
     """
     trains = {name: p for name, p in module.named_parameters() if p.requires_grad}
     factors = lr_factors or {}
@@ -72,7 +73,7 @@ def configure_optimizers(
         }
     if scheduler.total_steps is None:
         trainer: Any = module.trainer
-        # Asking Lightning opens the training data, before a resumed run has told a stream its place.
+        # Lightning would open the training data to answer, before a resumed run has restored a stream's position.
         has_no_length = trainer.max_epochs == -1 or getattr(trainer.datamodule, "streaming", False)
         steps = trainer.max_steps if has_no_length else optimizer_steps(trainer)
         if math.isinf(steps) or steps < 0:
@@ -85,27 +86,27 @@ def configure_optimizers(
 
 
 def try_out(optimizer: OptimizerCallable, skeleton: nn.Module, takes_step: bool) -> Optimizer:
-    """An optimizer for a few numbers of the shapes that train, which refuses what the whole one would refuse.
+    """Build the optimizer on small tensors, to find wrong arguments before the run starts.
 
     Args:
-        optimizer: makes it from parameters.
-        skeleton: the model, without weights.
-        takes_step: also take a step, with small gradients; some look at their arguments only then.
+        optimizer: function that creates the optimizer from parameters.
+        skeleton: model on the meta device, whose trainable parameters define the kinds of tensors.
+        takes_step: also take a step, with small gradients; some optimizers check their arguments only then.
 
     Raises:
-        ValueError: a step makes numbers that are not finite.
+        ValueError: a step results in weights that are not finite.
     """
     matrices = hidden_matrices(skeleton)
     kinds = dict.fromkeys((p in matrices, p.dim()) for p in skeleton.parameters() if p.requires_grad)
     groups = [{"params": [nn.Parameter(torch.full([8] * dim, 0.1))], MATRICES: kind} for kind, dim in kinds]
     level = _logger.level
-    _logger.setLevel(logging.WARNING)  # the whole one says what it trains
+    _logger.setLevel(logging.WARNING)  # the optimizer of the run prints what it trains
     try:
         built: Any = optimizer(groups)
         if takes_step:
             for group in groups:
                 group["params"][0].grad = torch.full_like(group["params"][0], 1e-3)  # type: ignore[index]
-            getattr(built, "train", lambda: None)()  # schedule-free ones ask for it
+            getattr(built, "train", lambda: None)()  # schedule-free optimizers require it
             built.step(lambda: torch.zeros(()))
             if not all(group["params"][0].isfinite().all() for group in groups):  # type: ignore[index]
                 raise ValueError("a step makes weights infinite: is a learning rate or weight decay too large?")
@@ -118,24 +119,24 @@ _logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 
 class SplitOptimizer(Optimizer):
-    """One optimizer for the weight matrices of hidden layers, another for all other weights.
+    """Optimizer composed of two: one for the weight matrices of hidden layers, another for all other weights.
 
-    Muon takes matrices only, and is not meant for embeddings and output heads; AdamW trains those, norms and biases.
-    To schedules, clipping and checkpoints the two are one optimizer.
+    Muon, for example, takes only matrices, and is not meant for embeddings and output heads; AdamW trains those, norms
+    and biases. For schedules, clipping and checkpoints the two are one optimizer.
     """
 
     def __init__(
         self, params: Iterable[dict[str, Any]], matrices: OptimizerCallable, others: OptimizerCallable
     ) -> None:
-        """Build both.
+        """Build both optimizers.
 
         Args:
-            params: parameter groups, each with the key ``MATRICES``, as ``configure_optimizers`` makes them.
-            matrices: makes the optimizer of the groups in which it is True.
-            others: makes the optimizer of the rest; not called where there is none, as with most adapters.
+            params: parameter groups, each with the key ``MATRICES``, as ``configure_optimizers`` creates them.
+            matrices: optimizer of the weight matrices of hidden layers.
+            others: optimizer of all other weights; not used if there are none, as with most adapters.
 
         Raises:
-            RecipeError: no group holds matrices.
+            RecipeError: no weight matrix of a hidden layer is trainable.
         """
         groups = list(params)
         of_matrices, of_others = ([g for g in groups if g[MATRICES] is kind] for kind in (True, False))
@@ -149,12 +150,12 @@ class SplitOptimizer(Optimizer):
         rank_zero_info("optimizers: " + "; ".join(_describe(part) for part in self.parts))
 
     def _groups(self) -> list[dict[str, Any]]:
-        # The parts' own dictionaries: what a schedule writes into them is what the parts read.
+        # The same dictionary objects as in the parts: the parts read what a schedule writes into them.
         return [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step both, after the closure has made the gradients."""
+        """Step both optimizers, after the closure has computed the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -164,11 +165,11 @@ class SplitOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The parts' own, which know what in them is quantized."""
+        """State dicts of both optimizers, as their own methods return them: their state may be quantized."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand each part its own."""
+        """Load the state dict of each optimizer."""
         for part, saved in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(saved)
         self.param_groups = self._groups()

@@ -1,4 +1,4 @@
-"""GaLore: AdamW whose moments live in a low-rank projection of the gradient; needs the extra ``optimizers``."""
+"""GaLore: AdamW with moments of a low-rank projection of the gradient; needs the extra ``optimizers``."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,8 +13,8 @@ from lit_ft.training.optimizers.configure import MATRICES
 class GaLoreAdamW(GaLore):
     """``pytorch_optimizer.GaLore`` on the matrices of hidden layers, plain AdamW on all other weights.
 
-    Zhao et al. 2024, arXiv:2403.03507. What is ours: which weights are projected, and a ``state_dict`` of tensors
-    and numbers in place of Python objects, so that checkpoints load with ``weights_only``.
+    Zhao et al. 2024, arXiv:2403.03507. This class adds the choice of weights that are projected, and a ``state_dict``
+    of tensors and numbers instead of Python objects, so that checkpoints load with ``weights_only``.
     """
 
     def __init__(
@@ -28,20 +28,21 @@ class GaLoreAdamW(GaLore):
         update_proj_gap: int = 200,
         scale: float = 0.25,
     ) -> None:
-        """Say which gradients are projected.
+        """Set the hyperparameters of AdamW and of the projection.
 
         Args:
-            params: parameter groups, each with the key ``MATRICES``, as ``configure_optimizers`` makes them.
+            params: parameter groups, each with the key ``MATRICES``, as ``configure_optimizers`` creates them.
             lr: learning rate.
-            betas: decay of the moments.
-            weight_decay: decoupled weight decay.
-            eps: added to the root of the second moment.
-            rank: of the projected gradient; the moments of a matrix of m x n, m >= n, are m x rank.
-            update_proj_gap: optimizer steps between two projections, each a singular value decomposition.
+            betas: decay rates of the first and second moment.
+            weight_decay: coefficient of decoupled weight decay.
+            eps: number added to the square root of the second moment.
+            rank: rank of the projected gradient; the moments of an m x n matrix, m >= n, are m x rank.
+            update_proj_gap: number of optimizer steps between two updates of the projection, each a singular value
+                decomposition.
             scale: factor on the updates of projected weights.
 
         Raises:
-            RecipeError: no group holds matrices.
+            RecipeError: no weight matrix of a hidden layer is trainable.
         """
         projected = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "projection_type": "std"}
         groups = [{**group, **projected} if group[MATRICES] else group for group in params]
@@ -50,7 +51,7 @@ class GaLoreAdamW(GaLore):
         super().__init__(groups, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and projections as tensors."""
+        """State dict with moments and projections as tensors."""
         saved = super().state_dict()
         saved["state"] = {
             index: {k: _plain(v) if isinstance(v, GaLoreProjector) else v for k, v in state.items()}
@@ -59,7 +60,7 @@ class GaLoreAdamW(GaLore):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Read them back."""
+        """Load moments and projections from tensors."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for parameter in group["params"]:

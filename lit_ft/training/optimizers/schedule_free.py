@@ -1,7 +1,8 @@
-"""Two sets of weights, as schedule-free optimizers have them: which is in place when.
+"""Switching between the two sets of weights of schedule-free optimizers: training weights and averaged weights.
 
-They take gradients at one set and answer with the average of another (Defazio et al. 2024, arXiv:2405.15682). Such
-an optimizer has ``train()`` and ``eval()``, which turn the weights of the module from one set into the other.
+Gradients are computed at one set, and the result of training is the average of another (Defazio et al. 2024,
+arXiv:2405.15682). Such an optimizer has ``train()`` and ``eval()``, which convert the module's weights from one set to
+the other.
 """
 
 from typing import Any
@@ -15,18 +16,18 @@ _KEY = "training_weights"
 
 
 class ScheduleFreeModule(LightningModule):
-    """Has the averaged weights in place wherever weights are used, and the training weights while it trains.
+    """LightningModule that holds the training weights during training, and the averaged weights everywhere else.
 
-    Validation, ``on_train_end`` (export) and ``state_dict`` of a checkpoint see the averaged weights. Turning
-    weights there and back rounds, so the training weights are kept aside meanwhile, in the checkpoint too: how often
-    a run is validated, saved or resumed changes no bit of it. With any other optimizer nothing happens.
+    Validation, ``on_train_end`` (export) and the ``state_dict`` of a checkpoint use the averaged weights. Converting
+    weights and back rounds them, so a copy of the training weights is kept meanwhile, also in the checkpoint: results
+    are bit-identical however often a run is validated, saved or resumed. With any other optimizer nothing happens.
     """
 
     def __init__(self) -> None:
-        """Start with the training weights in place."""
+        """Start with the training weights."""
         super().__init__()
         self._aside: dict[str, Tensor] = {}
-        """The training weights, by name, while the averaged ones are in place."""
+        """Copy of the training weights by name, while the module holds the averaged weights."""
 
     def _schedule_free(self) -> list[Optimizer]:
         return [o for o in self.trainer.optimizers if callable(getattr(o, "train", None))]
@@ -49,25 +50,25 @@ class ScheduleFreeModule(LightningModule):
             self._aside = {}
 
     def setup(self, stage: str) -> None:
-        """Start from the weights in place, not from those that an earlier fit kept aside."""
+        """Start from the module's current weights, not from a copy of an earlier fit."""
         super().setup(stage)
         self._aside = {}
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Train at the training weights, wherever the run comes from."""
+        """Switch to the training weights, also after a resumption."""
         self._put_training_weights()
 
     def on_validation_model_eval(self) -> None:
-        """Validate the averaged weights."""
+        """Switch to the averaged weights for validation."""
         super().on_validation_model_eval()
         self._put_average()
 
     def on_train_epoch_end(self) -> None:
-        """Leave the averaged weights to what comes after training; another epoch puts the others back."""
+        """Switch to the averaged weights for what follows training; a further epoch switches back."""
         self._put_average()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the averaged weights as the model's, and the training weights beside them."""
+        """Save the averaged weights as the model's weights, and the training weights under a key of their own."""
         if not self._schedule_free():
             return
         is_training = not self._aside
@@ -79,5 +80,5 @@ class ScheduleFreeModule(LightningModule):
             self._put_training_weights()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the training weights for the first batch."""
+        """Load the training weights, to which the first batch switches."""
         self._aside = checkpoint.get(_KEY, {})
