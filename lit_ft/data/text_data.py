@@ -96,8 +96,8 @@ class TextDataModule(LightningDataModule):
             micro_batch_size: samples (with packing: bins of samples) per device and forward pass.
             join_micro_batches: run micro-batches of one optimizer step in one forward pass while they fit in
                 micro_batch_tokens. Same loss and gradients, fewer passes.
-            micro_batch_tokens: maximum number of tokens of such a joined pass; by default micro_batch_size x max_length
-                (with packing, x packing), the memory that the recipe allows anyway.
+            micro_batch_tokens: maximum number of tokens of joined micro-batches, and of an evaluation batch; by default
+                micro_batch_size x max_length (with packing, x packing), the memory that the recipe allows anyway.
             packing: token budget of a bin of samples that are packed together, or off. A longer sample is an error.
             shuffle: draw a new order each epoch, from the seed.
             streaming: read training data while training, for data larger than memory; set trainer.max_steps.
