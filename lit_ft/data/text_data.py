@@ -93,12 +93,13 @@ class TextDataModule(LightningDataModule):
             overlong: treatment of longer samples: truncate (remove the end; raw text continues in further samples),
                 truncate_left_prompt (remove the beginning of the prompt, keep the answer), drop, or error.
             on_bad_row: treatment of a row that cannot be used: error, or skip (skipped rows are counted).
-            micro_batch_size: samples (with packing: bins of samples) per device and forward pass.
+            micro_batch_size: number of samples (with packing: of packed rows) per device and forward pass.
             join_micro_batches: run micro-batches of one optimizer step in one forward pass while they fit in
                 micro_batch_tokens. Same loss and gradients, fewer passes.
             micro_batch_tokens: maximum number of tokens of joined micro-batches, and of an evaluation batch; by default
                 micro_batch_size x max_length (with packing, x packing), the memory that the recipe allows anyway.
-            packing: token budget of a bin of samples that are packed together, or off. A longer sample is an error.
+            packing: token budget of a packed row (a bin of samples that are packed together), or off. A longer sample
+                is an error.
             shuffle: draw a new order each epoch, from the seed.
             streaming: read training data while training, for data larger than memory; set trainer.max_steps.
             shuffle_buffer: number of rows that streaming shuffles (and packs) at a time.
