@@ -1,1 +1,1 @@
-"""Measurements that the docs quote; each figure comes from a command here."""
+"""Benchmarks behind the figures in the docs; each figure comes from a command here."""

@@ -1,10 +1,10 @@
-"""Measures of how easy a code base is to find one's way in.
+"""Measures of the readability of a code base.
 
     python -m benchmarks.code_measures
     python -m benchmarks.code_measures ../torchtitan/torchtitan --tests ../torchtitan/tests
 
-Without a folder it measures ``lit_ft`` and ``lit_callbacks`` of this repository; with folders, those. All is counted on
-the syntax trees: nothing is imported.
+Without a folder it measures ``lit_ft`` and ``lit_callbacks`` of this repository, else the given folders. Everything is
+counted on syntax trees: nothing is imported.
 """
 
 import argparse
@@ -20,7 +20,7 @@ OURS = [REPOSITORY / "lit_ft", REPOSITORY / "callbacks" / "lit_callbacks"]
 BENCHMARKS = REPOSITORY / "benchmarks"
 OUR_TESTS = [REPOSITORY / "tests", REPOSITORY / "callbacks" / "tests"]
 SCENARIOS = "scenarios"
-"""Folder of tests of several modules together, which carry the name of what happens."""
+"""Folder of tests that cover several modules, which are named after a situation."""
 LONG_FUNCTION = 50
 
 
@@ -35,7 +35,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Measures:
-    """What was counted of one package."""
+    """Counts of one package."""
 
     modules: int
     lines: int
@@ -59,13 +59,13 @@ def read(folder: Path) -> list[Module]:
 
 
 def measure(folder: Path) -> Measures:
-    """Count one package.
+    """Measure one package.
 
     Args:
         folder: root of the package.
 
     Raises:
-        ValueError: it holds no Python file.
+        ValueError: the folder has no Python file.
     """
     modules = read(folder)
     if not modules:
@@ -97,7 +97,7 @@ def measure(folder: Path) -> Measures:
 
 
 def modules_named_after_their_subject(tests: Sequence[Path], packages: Sequence[Path]) -> tuple[int, int]:
-    """Test modules whose name begins with that of a module or folder, and all test modules.
+    """Number of test modules whose name begins with that of a module or folder, and number of all test modules.
 
     Args:
         tests: folders of test modules; those under ``scenarios`` are not counted.
@@ -133,7 +133,7 @@ def _public(modules: Sequence[Module]) -> Iterator[ast.FunctionDef | ast.AsyncFu
 
 
 def table(measured: dict[str, Measures]) -> str:
-    """The figures as a Markdown table, a column for each package."""
+    """Markdown table of the measures, one column per package."""
     rows = {
         "modules, lines": [f"{m.modules}, {m.lines:,}" for m in measured.values()],
         "modules beside each other, at most": [

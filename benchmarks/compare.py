@@ -1,19 +1,20 @@
-"""lit_ft against its peers on the same work, in one run.
+"""Comparison of lit_ft with its peers on the same workload.
 
     python -m benchmarks.peers.environments --root ENVIRONMENTS
     python -m benchmarks.compare --data huanhuan.json --environments ENVIRONMENTS
     python -m benchmarks.compare --data huanhuan.json --only lit_ft,bare --setting 16x1
 
-Each contestant runs in a process and an environment of its own, in alternating order, several rounds; medians and
-spread are printed. All are given the same files: weights, and rows that are tokenized already. The work is shown to be
-equal by the losses of each optimizer step. With ``--results`` every run is kept as a line of a file, so that a
-comparison can be interrupted and gone on with.
+Each contestant runs in its own process and environment, for several rounds in alternating order; medians and spread are
+printed. All read the same files: weights, and rows that are tokenized already. The losses of each optimizer step show
+that the work is equal. With ``--results`` every run is appended to a file as a line, so that an interrupted comparison
+can be continued.
 
-tokens/s: tokens of the data, padding never counted, over the time from the end of the first optimizer step to the end
-of the last. MFU: 4 FLOPs for each weight of a linear layer and token (frozen: forward, and its input's gradient), the
-head's on supervised tokens alone, over that time and the peak that ``benchmarks.peers.matrix_peak`` measures in the
-same rounds. Peak memory is until the end of the last step; on a CPU it is the process's largest resident size, pages of
-mapped weight files included. The time to the first step runs from the start of the process.
+tokens/s: non-padding tokens of the data, divided by the time from the end of the first optimizer step to the end of the
+last. MFU: 4 FLOPs per weight of a linear layer and token (frozen weights: the forward pass, and the gradient of the
+input), for the head per supervised token only, divided by that time and by the peak FLOP/s of
+``benchmarks.peers.matrix_peak`` in the same rounds. Peak memory is measured until the end of the last step; on a CPU it
+is the largest resident size of the process, pages of mapped weight files included. The time to the first step begins at
+the start of the process.
 """
 
 import argparse
@@ -39,30 +40,30 @@ from benchmarks.peers.job import Job
 from benchmarks.workload import MAX_LENGTH, SHAPES, Work, prepare
 
 SETTINGS = {"1x2": (1, 2), "16x1": (16, 1)}
-"""Samples of a micro-batch, and micro-batches of an optimizer step."""
+"""Samples per micro-batch, and micro-batches per optimizer step."""
 
 PEAK = "matrix_peak"
-"""What is measured beside the contestants, in the same rounds."""
+"""Measurement that runs in the same rounds as the contestants."""
 
 QUIET = 0.05
-"""Share of the machine that other processes may take during a run; if they take more, it is done again next time."""
+"""Largest share of the machine's processor time for other processes during a run; above it, the run is repeated."""
 
 Run = dict[str, Any]
-"""``contestant``, ``setting``, ``round``, and what was measured, or ``error``."""
+"""``contestant``, ``setting``, ``round``, and the measurements or ``error``."""
 
 
 def run_contestant(contestant: Contestant, job: Job, environments: Path, log: Path, limit_seconds: float) -> Run:
-    """A contestant's run in a fresh process.
+    """Run a contestant in a new process.
 
     Args:
-        contestant: who.
-        job: what, but for folder, start and the contestant's options.
+        contestant: contestant to run.
+        job: work to do; folder, start time and options are replaced.
         environments: folder of the peers' environments.
-        log: gets what the process writes.
-        limit_seconds: after which it is ended.
+        log: file for the output of the process.
+        limit_seconds: seconds after which the process is ended.
 
     Returns:
-        What it measured, or why it did not run as ``error``.
+        The measurements, or the reason of a failure as ``error``.
     """
     python = sys.executable
     if contestant.environment is not None:
@@ -76,7 +77,7 @@ def run_contestant(contestant: Contestant, job: Job, environments: Path, log: Pa
 
 
 def run_peak(asked: dict[str, Any], log: Path) -> Run:
-    """The peak of a model's matrix products, in a fresh process; ``asked`` are arguments of ``matrix_peak.peaks``."""
+    """Measure the peak of a model's matrix products in a new process; ``asked``: arguments of ``matrix_peak.peaks``."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peak.json"
         path.write_text(json.dumps(asked), encoding="utf-8")
@@ -98,7 +99,7 @@ def _run_module(python: str, module: str, asked: Path, log: Path, limit_seconds:
     if answer.is_file():
         result: Run = json.loads(answer.read_text(encoding="utf-8"))
         (busy, own, clock), (busy_before, own_before, clock_before) = _busy_seconds(), before
-        # Both cores taken for one second by others in ten: 0.1.
+        # Example: 0.1 if other processes take both of two cores for one of ten seconds.
         others = (busy - busy_before - (own - own_before)) / (clock - clock_before) / (os.cpu_count() or 1)
         return {**result, "others_share": others}
     said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -107,7 +108,7 @@ def _run_module(python: str, module: str, asked: Path, log: Path, limit_seconds:
 
 
 def _busy_seconds() -> tuple[float, float, float]:
-    """Seconds that all processors were busy, that ended children of this process took, and of the clock."""
+    """Busy seconds of all processors, processor seconds of ended child processes, and seconds of the clock."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = children.ru_utime + children.ru_stime
     stat = Path("/proc/stat")
@@ -118,14 +119,14 @@ def _busy_seconds() -> tuple[float, float, float]:
 
 
 class Comparison:
-    """Runs of all contestants on one piece of work."""
+    """Runs of all contestants on one workload."""
 
     def __init__(self, work: Work, options: argparse.Namespace) -> None:
-        """Go on from what ``options.results`` holds.
+        """Continue from the runs in ``options.results``.
 
         Args:
-            work: the files.
-            options: of the command line.
+            work: files that all contestants read.
+            options: options of the command line.
         """
         self.work, self.options = work, options
         self.runs: list[Run] = []
@@ -133,20 +134,20 @@ class Comparison:
             self.runs = [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
 
     def step_tokens(self, setting: str) -> list[tuple[int, int]]:
-        """Tokens of each optimizer step, and how many of them are supervised."""
+        """Tokens and supervised tokens of each optimizer step."""
         size, accumulate = SETTINGS[setting]
         lengths, samples = self.work.lengths, size * accumulate
         steps = [lengths[start : start + samples] for start in range(0, len(lengths), samples)]
         return [(sum(tokens for tokens, _ in step), sum(number for _, number in step)) for step in steps]
 
     def contestants(self, setting: str) -> list[Contestant]:
-        """Those that the command line asks for and that the setting is for."""
+        """Contestants that the command line selects and that support the setting."""
         only = self.options.only.split(",") if self.options.only else None
         largest = max(tokens for tokens, _ in self.step_tokens(setting))
         everyone = contestants(self.options.device, row_tokens=largest)
         if only and (unknown := set(only) - {one.key for one in everyone}):
             raise SystemExit(f"--only {sorted(unknown)}: there are {', '.join(one.key for one in everyone)}")
-        # What packs by itself has about the same samples in a step where a step is one row.
+        # A contestant that packs samples itself has about the same samples in a step only if a step is one packed row.
         return [
             one
             for one in everyone
@@ -154,7 +155,7 @@ class Comparison:
         ]
 
     def of(self, key: str, setting: str) -> list[Run]:
-        """What is known of a contestant, but for runs that other processes of the machine disturbed."""
+        """Runs of a contestant, without those that other processes on the machine disturbed."""
         return [
             run
             for run in self.runs
@@ -162,7 +163,7 @@ class Comparison:
         ]
 
     def run(self, setting: str) -> None:
-        """Run what is missing, in opposite order every other round."""
+        """Do the missing runs, in reverse order in every second round."""
         for number in range(self.options.rounds):
             order: list[Contestant | None] = [None, *self.contestants(setting)]
             for contestant in order if number % 2 == 0 else order[::-1]:
@@ -207,22 +208,22 @@ class Comparison:
         return run_contestant(contestant, job, self.options.environments, log, self.options.limit)
 
     def rates(self, run: Run) -> tuple[float, float]:
-        """Tokens and supervised tokens a second, the first step left out."""
+        """Tokens and supervised tokens per second, without the first step."""
         seconds = run["ends"][-1] - run["ends"][0]
         steps = self.step_tokens(run["setting"])
         tokens = sum(run["tokens"][1:]) if run["tokens"] else sum(tokens for tokens, _ in steps[1:])
-        # Where a contestant fills its own rows, its steps are taken to be supervised as the whole data is.
+        # For a contestant that packs its own rows, the share of supervised tokens is taken from the full data.
         share = sum(number for _, number in steps[1:]) / sum(tokens for tokens, _ in steps[1:])
         return tokens / seconds, tokens * share / seconds
 
     def flops_per_token(self, setting: str) -> float:
-        """Model FLOPs for each token of the data, by the 4N formula."""
+        """Model FLOPs per token of the data, by the 4N formula."""
         steps = self.step_tokens(setting)[1:]
         supervised = sum(number for _, number in steps) / sum(tokens for tokens, _ in steps)
         return 4 * (self.work.layer_weights + self.work.head_weights * supervised)
 
     def table(self, setting: str) -> str:
-        """Medians, spread and ratios as Markdown."""
+        """Markdown table of medians, spread and ratios."""
         lines = [
             "| trainer | tokens/s (min to max) | supervised | lit_ft is | MFU | peak memory (of it file pages) "
             "| lit_ft needs | first step | loss differs by |",
@@ -257,7 +258,7 @@ class Comparison:
 
 
 def loss_difference(runs: list[Run], reference: list[float]) -> str:
-    """The largest difference of any step's loss; where steps hold other samples, that of the runs' means."""
+    """Largest difference of a step's loss or, if the steps have other samples, of a run's mean loss."""
     if all(len(run["losses"]) == len(reference) and run["tokens"] is None for run in runs):
         largest = max(abs(a - b) for run in runs for a, b in zip(run["losses"], reference, strict=True))
         note = f" ({runs[0]['note']})" if runs[0]["note"] else ""
@@ -267,7 +268,7 @@ def loss_difference(runs: list[Run], reference: list[float]) -> str:
 
 
 def environment() -> str:
-    """Versions, machine and date in a line."""
+    """Date, versions and machine, in one line."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers", "peft"))
     return f"{date.today()}, {versions}, Python {platform.python_version()}, {_machine()}"
 
@@ -283,7 +284,7 @@ def _machine() -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen2.5-0.5b", help="shape; the weights are random")
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
@@ -301,7 +302,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run, and print tables."""
+    """Run the comparison and print tables."""
     options = parse()
     comparison = Comparison(prepare(options.folder, options.model, options.data, options.rows), options)
     print(f"{options.model} (random weights), {options.rows} rows of {Path(options.data).name}\n")

@@ -1,4 +1,4 @@
-"""Who is compared: lit_ft, a loop written by hand, and the peers at their defaults and at their best settings."""
+"""Contestants: lit_ft, a plain training loop, and the peers with their default and their best settings."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,25 +9,25 @@ class Contestant(NamedTuple):
     """A trainer and its settings."""
 
     key: str
-    """As ``--only`` names it."""
+    """Name for ``--only``."""
     name: str
-    """As the table names it."""
+    """Name in the table."""
     runner: str
-    """A module of ``benchmarks.peers``."""
+    """Module of ``benchmarks.peers`` that runs it."""
     environment: str | None
-    """As ``benchmarks.peers.environments`` names it; None is the one that the comparison runs in."""
+    """Name of its environment in ``benchmarks.peers.environments``; None is the environment of the comparison."""
     options: Mapping[str, Any] = MappingProxyType({})
-    """The runner's."""
+    """Options of the runner."""
     joins_samples: bool = False
-    """Whether it packs samples by itself, so that the samples of a step are not the job's."""
+    """Whether it packs samples itself, so that its steps have other samples than the job's."""
 
 
 def contestants(device: str, row_tokens: int) -> list[Contestant]:
-    """All of them.
+    """All contestants for a device.
 
     Args:
-        device: ``cpu`` or ``cuda``, where best settings are others.
-        row_tokens: what a packed row may hold: about the tokens of an optimizer step.
+        device: ``cpu`` or ``cuda``; the best settings differ.
+        row_tokens: length limit of a packed row in tokens, about the tokens of an optimizer step.
     """
     is_cuda = device == "cuda"
     flash = {"attn_implementation": "flash_attention_2"} if is_cuda else {}
@@ -89,7 +89,7 @@ def contestants(device: str, row_tokens: int) -> list[Contestant]:
             "torchtune lora_finetune_single_device" + ", logits in one piece" * (not is_cuda),
             "torchtune_lora",
             "torchtune",
-            # Its default, a piece of the logits at a time, takes minutes a step on a CPU.
+            # Its default, a chunked loss, takes minutes per step on a CPU.
             {} if is_cuda else {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}},
         ),
     ]

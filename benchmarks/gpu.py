@@ -1,13 +1,13 @@
-"""What only a GPU can show: TFLOP/s on a 7B shape, small models, long rows, quantized bases.
+"""Benchmarks for a GPU: TFLOP/s on a 7B shape, small models, long rows, quantized base models.
 
     python -m benchmarks.peers.environments --root ENVIRONMENTS --cuda transformers trl
     python -m benchmarks.gpu --data huanhuan.json --environments ENVIRONMENTS
     python -m benchmarks.gpu --shape tiny --device cpu --measure nf4
 
 Weights are random. Rows of a given length are random tokens, all supervised, each row one sample, so that every
-contestant does the same. TFLOP/s are by the 4N count: 4 FLOPs for each frozen weight and token, the head's for
-supervised tokens alone; attention and adapters come on top, uncounted. ``--shape tiny`` takes a tiny model and short
-rows in place of each, to try the script out.
+contestant does the same work. TFLOP/s follow the 4N count: 4 FLOPs per frozen weight and token, for the head per
+supervised token only; attention and adapters are not counted. ``--shape tiny`` uses a tiny model and short rows in all
+measurements, to try the script.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SEVEN_B = {
     "num_key_value_heads": 4,
     "vocab_size": 152_064,
 }
-"""Qwen/Qwen2.5-7B, whose head is not tied."""
+"""Shape of Qwen/Qwen2.5-7B, whose output head is not tied."""
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -55,23 +55,23 @@ OWN = [
         {"arguments": [f"--model.quantization={NF4}"]},
     ),
 ]
-"""What is measured here and not in ``benchmarks.compare``."""
+"""Contestants that are not in ``benchmarks.compare``."""
 
 
 class Measurement(NamedTuple):
-    """One table."""
+    """One measurement, printed as a table."""
 
     title: str
     target: str
     shape: dict[str, int]
     row_tokens: int | None
-    """Of random rows; None takes the rows of the data."""
+    """Tokens of each random row; None takes the rows of the data."""
     rows: int
     samples: int
-    """Of an optimizer step."""
+    """Samples per optimizer step."""
     lora_targets: list[str]
     keys: list[str]
-    """Contestants."""
+    """Keys of the contestants."""
 
 
 MEASUREMENTS = {
@@ -119,7 +119,7 @@ MEASUREMENTS = {
 
 
 def rows_of(measurement: Measurement, model: Path) -> Path:
-    """A file of random rows for the model."""
+    """Write a file of random rows for the model; returns its path."""
     vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     draw = random.Random(0)
     rows = [[draw.randrange(vocabulary) for _ in range(measurement.row_tokens or 0)] for _ in range(measurement.rows)]
@@ -129,7 +129,7 @@ def rows_of(measurement: Measurement, model: Path) -> Path:
 
 
 def measure(measurement: Measurement, options: argparse.Namespace) -> str:
-    """Run all contestants of a measurement in turn; a table."""
+    """Run all contestants of a measurement in turn; returns a Markdown table."""
     if options.shape == "tiny":
         measurement = measurement._replace(
             title=f"With a tiny model and short rows: {measurement.title}",
@@ -170,7 +170,7 @@ def measure(measurement: Measurement, options: argparse.Namespace) -> str:
 def table(
     measurement: Measurement, chosen: list[Contestant], runs: dict[str, list[Run]], lengths: list[tuple[int, int]]
 ) -> str:
-    """Medians as Markdown; the first contestant is what the others are set beside."""
+    """Markdown table of medians; the ratios are relative to the first contestant."""
     lines = [
         "| trainer | ms a step | tokens/s | TFLOP/s (4N) | takes | peak memory | needs | loss differs by |",
         "|---|---|---|---|---|---|---|---|",
@@ -195,7 +195,7 @@ def table(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, and print tables."""
+    """Run the measurements and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", choices=MEASUREMENTS, help="one of them; by default all")
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")

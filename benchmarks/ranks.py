@@ -1,4 +1,4 @@
-"""Runs a function in several processes of this machine that form a group, forked from this one."""
+"""Execution of a function in several forked processes that can form a process group."""
 
 import os
 import pickle
@@ -12,12 +12,12 @@ import torch.multiprocessing as mp
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``function(*arguments)`` returns in each process; Lightning finds its rank there as with ``torchrun``.
+    """Run a function on several ranks and return its results; Lightning finds its rank there as with ``torchrun``.
 
     Args:
         world: number of processes.
-        function: what each runs; torch raises what one of them raises.
-        arguments: for the function.
+        function: function that each process runs; torch raises an error if one of them does.
+        arguments: positional arguments of the function.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

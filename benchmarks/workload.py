@@ -1,4 +1,4 @@
-"""The work that every contestant does: one model folder, one list of tokenized rows."""
+"""Workload of every contestant: one model folder and one list of tokenized rows."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 1024,
     },
 }
-"""The shape of Qwen/Qwen2.5-0.5B; a smaller one for machines without the memory; one for tests."""
+"""Model shapes: that of Qwen/Qwen2.5-0.5B, a smaller one for machines with less memory, and one for tests."""
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -39,25 +39,25 @@ CHATML = (
 
 
 MAX_LENGTH = 384
-"""Longest row, in tokens, as recipes/qwen.yaml has it."""
+"""Length limit of a row in tokens, as in recipes/qwen.yaml."""
 
 
 class Work(NamedTuple):
-    """What every contestant is given: files that any of them can read."""
+    """Files of the workload, which every contestant can read."""
 
     model: Path
     """Folder with random weights in bf16 and a tokenizer."""
     rows: Path
     """JSON list of rows with ``input_ids`` and ``labels``."""
     lengths: list[tuple[int, int]]
-    """Tokens of each row, and how many of them are supervised."""
+    """Tokens and supervised tokens of each row."""
     layer_weights: int
-    """Elements of the linear layers, adapters and head left out."""
+    """Elements of the linear layers, without adapters and output head."""
     head_weights: int
 
 
 def prepare(folder: Path, shape: str, data: str, rows: int) -> Work:
-    """Write a model with random weights, unless it is there, and the first rows of a data set, tokenized."""
+    """Write a model with random weights, unless it exists, and the first rows of a data set, tokenized."""
     from lit_ft import TextDataModule
     from lit_ft.model.loading import load_tokenizer
 
@@ -72,7 +72,7 @@ def prepare(folder: Path, shape: str, data: str, rows: int) -> Work:
     samples = module.splits["train"]
     pairs = [samples[i] for i in range(len(samples))]
     tokens.write_text(json.dumps([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in pairs]))
-    # The first token of a sample is predicted by nothing.
+    # The first token of a sample is not predicted.
     lengths = [(len(ids), int((labels[1:] != -100).sum())) for ids, labels in pairs]
     return Work(model, tokens, lengths, layer_weights(SHAPES[shape]), head_weights(SHAPES[shape]))
 
@@ -83,7 +83,7 @@ def texts_of(rows: list[dict[str, str]]) -> list[str]:
 
 
 def linear_shapes(shape: dict[str, int]) -> list[tuple[int, int]]:
-    """Each linear layer of a decoder layer as ``(out, in)``."""
+    """Shape ``(out, in)`` of each linear layer of a decoder layer."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     of_keys = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
     attention = [(hidden, hidden), (of_keys, hidden), (of_keys, hidden), (hidden, hidden)]
@@ -91,17 +91,17 @@ def linear_shapes(shape: dict[str, int]) -> list[tuple[int, int]]:
 
 
 def layer_weights(shape: dict[str, int]) -> int:
-    """Elements of all decoder layers' linear weights."""
+    """Number of elements of the linear weights of all decoder layers."""
     return shape["num_hidden_layers"] * sum(out * of for out, of in linear_shapes(shape))
 
 
 def head_weights(shape: dict[str, int]) -> int:
-    """Elements of the output head."""
+    """Number of elements of the output head."""
     return shape["vocab_size"] * shape["hidden_size"]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
-    """A byte-level BPE of the texts, with ChatML."""
+    """Train a byte-level BPE tokenizer on texts, with a ChatML template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -124,13 +124,13 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
 
 
 def write_model(folder: Path, shape: dict[str, int], texts: list[str], is_tied: bool = True) -> None:
-    """A model with random weights in bf16, and a tokenizer of the texts, unless they are there.
+    """Write a model with random weights in bf16, and a tokenizer trained on the texts, unless they exist.
 
     Args:
-        folder: where.
-        shape: as in ``SHAPES``.
-        texts: that the tokenizer is made from.
-        is_tied: whether the head is the embeddings.
+        folder: folder of the model.
+        shape: config values of the model, as in ``SHAPES``.
+        texts: training texts of the tokenizer.
+        is_tied: whether the output head and the embedding are tied.
     """
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config

@@ -1,1 +1,1 @@
-"""Memory of optimizers, quantized bases and sharded models."""
+"""Memory of optimizer states, quantized base models and sharded models."""

@@ -1,4 +1,4 @@
-"""Bytes of optimizer state per trained weight, for each fragment of recipes/optimizers.
+"""Bytes of optimizer state per trainable parameter, for each fragment of recipes/optimizers.
 
     python -m benchmarks.memory.optimizer_state
 
@@ -26,15 +26,15 @@ from lit_ft.training.optimizers.configure import configure_optimizers
 
 FRAGMENTS = Path(__file__).parents[2] / "recipes" / "optimizers"
 LAYER = Qwen2Config(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2)
-"""Sizes of Qwen2.5-0.5B."""
+"""Decoder layer of Qwen2.5-0.5B."""
 
 
 def read_optimizer(path: Path, **options: Any) -> OptimizerCallable:
-    """What makes the optimizer of a fragment.
+    """Factory of a fragment's optimizer.
 
     Args:
-        path: the fragment.
-        options: in place of its own arguments.
+        path: path of the fragment.
+        options: arguments that replace the fragment's.
     """
     optimizer = yaml.safe_load(path.read_text(encoding="utf-8"))["optimizer"]
     optimizer["init_args"] = optimizer.get("init_args", {}) | options
@@ -44,7 +44,7 @@ def read_optimizer(path: Path, **options: Any) -> OptimizerCallable:
 
 
 def tensors_of(state: Any) -> Iterator[Tensor]:
-    """The tensors anywhere in an optimizer's state."""
+    """Tensors at any level of an optimizer's state."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, dict):
@@ -56,7 +56,7 @@ def tensors_of(state: Any) -> Iterator[Tensor]:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state; tensors that several weights share count once."""
+    """Bytes of an optimizer's state; a tensor that several parameters share counts once."""
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(optimizer.state_dict())
     }
@@ -64,7 +64,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def bytes_per_weight(make_optimizer: OptimizerCallable, lora: bool) -> float:
-    """Bytes of state per trained weight, of the layer's own weights or of a LoRA adapter on it."""
+    """Bytes of state per trainable parameter: of the full layer, or of a LoRA adapter on it."""
     torch.manual_seed(0)
     module = LightningModule()
     layer: Any = Qwen2DecoderLayer(LAYER, 0)
@@ -81,7 +81,7 @@ def bytes_per_weight(make_optimizer: OptimizerCallable, lora: bool) -> float:
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table."""
     print("| fragment | all weights | LoRA, r = 16 |\n|---|---|---|")
     for path in sorted(FRAGMENTS.glob("*.yaml")):
         full, lora = (bytes_per_weight(read_optimizer(path), lora) for lora in (False, True))

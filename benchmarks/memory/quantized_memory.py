@@ -1,8 +1,8 @@
-"""Bytes of a quantized base's weights, and the most memory that reading it takes. Linux only.
+"""Bytes of a quantized base model's weights, and the peak memory of loading it. Linux only.
 
     python -m benchmarks.memory.quantized_memory
 
-Each base is read in a process of its own. Random weights do: bytes are those of the shape.
+Each base model is loaded in its own process. Weights are random: the bytes depend on the shape only.
 """
 
 import argparse
@@ -33,7 +33,7 @@ BASES: dict[str, dict[str, Any] | None] = {
 
 
 def write_checkpoint(folder: Path, shape: str) -> None:
-    """Random weights in bf16."""
+    """Write a checkpoint with random weights in bf16."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -43,7 +43,7 @@ def write_checkpoint(folder: Path, shape: str) -> None:
 
 
 def tensors(module: Any) -> Iterator[Any]:
-    """What a module holds: parameters, buffers, and what bitsandbytes keeps beside packed weights."""
+    """Parameters and buffers of a module, and the quantization state of bitsandbytes."""
     import torch
 
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -58,17 +58,17 @@ def tensors(module: Any) -> Iterator[Any]:
 
 
 def resident(field: str) -> float:
-    """MiB that this process has in memory: its own (``RssAnon``), of files (``RssFile``), both at most (``VmHWM``)."""
+    """Resident MiB of this process: anonymous (``RssAnon``), of files (``RssFile``), or peak of both (``VmHWM``)."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) / 1024
 
 
 def measure(folder: str, base: str) -> dict[str, float]:
-    """Read one base in this process.
+    """Load one base model in this process.
 
     Returns:
-        MiB: of the linear layers but for the head, of all weights, and the most memory of its own that reading them
-        took, pages of the file left out: those are mapped, and the system drops them as it likes.
+        MiB of the linear layers without the head, of all weights, and of the peak memory of loading without pages of
+        mapped files, which the system may drop at any time.
     """
     import bitsandbytes  # noqa: F401  (its own memory is not the base's)
     from transformers import BitsAndBytesConfig
@@ -79,7 +79,7 @@ def measure(folder: str, base: str) -> dict[str, float]:
     options = BASES[base]
     quantization = BitsAndBytesConfig(**options) if options is not None else None
     before = resident("RssAnon")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     model = load_base(folder, quantization=quantization)
     peak = resident("VmHWM") - resident("RssFile")
 
@@ -92,7 +92,7 @@ def measure(folder: str, base: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure each base, print the table."""
+    """Measure each base model and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "BASE"), help=argparse.SUPPRESS)
@@ -103,7 +103,7 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), options.shape)
-        # Large blocks go back to the system when they are freed; else the peak is that of malloc's luck with gaps.
+        # Return large freed blocks to the system; else the peak depends on the fragmentation of malloc's heap.
         environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
         for base in BASES:
             command = [sys.executable, "-m", "benchmarks.memory.quantized_memory", "--one", folder, base]

@@ -1,10 +1,10 @@
-"""Host memory of each rank under each strategy, beside what the ZeRO paper's formula says. Linux only.
+"""Host memory of each rank under each strategy, compared with the formula of the ZeRO paper. Linux only.
 
     python -m benchmarks.memory.sharded_memory --strategies ddp,fsdp,deepspeed_zero3
 
-Full fine-tuning with AdamW of a model with random weights, one short row a step, on two processes of this machine.
-Memory is the process's own (``RssAnon`` and ``RssShmem``): pages of mapped weight files come on top while there is
-room.
+Full fine-tuning with AdamW of a model with random weights, one short row per step, in two processes on this machine.
+Memory is ``RssAnon`` plus ``RssShmem`` of a process: pages of mapped weight files, which the system may drop, are not
+included.
 """
 
 import argparse
@@ -27,14 +27,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Held:
-    """Shares of parameters, gradients and optimizer state on a rank: 1 or 1/N (Rajbhandari et al. 2020, section 3)."""
+    """Whether a rank holds 1/N of parameters, gradients and optimizer state (Rajbhandari et al. 2020, section 3)."""
 
     parameters: bool
     gradients: bool
     optimizer: bool
 
     def gib(self, parameters: int, ranks: int, bytes_each: int = 4) -> float:
-        """GiB of weights, gradients and Adam's two moments, each of ``bytes_each`` a parameter."""
+        """GiB per rank of weights, gradients and Adam's two moments, each of ``bytes_each`` bytes per parameter."""
         whole = [(self.parameters, 1), (self.gradients, 1), (self.optimizer, 2)]
         return sum(count * bytes_each * parameters / (ranks if split else 1) for split, count in whole) / GIB
 
@@ -51,14 +51,14 @@ STRATEGIES = {
 
 
 def own_memory() -> float:
-    """GiB that this process holds for itself."""
+    """GiB of this process's memory without mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     own = [line.split() for line in lines if line.startswith(("RssAnon", "RssShmem"))]
     return sum(int(kib) for _, kib, _ in own) * 1024 / GIB
 
 
 class Watch:
-    """The most memory since it was last asked."""
+    """Thread that records the peak memory of this process."""
 
     def __init__(self) -> None:
         self.most = 0.0
@@ -70,13 +70,13 @@ class Watch:
             time.sleep(0.02)
 
     def take(self) -> float:
-        """GiB; starts again."""
+        """Peak in GiB since the last call."""
         most, self.most = max(self.most, own_memory()), 0.0
         return most
 
 
 def run_rank(model: str, rows: str, strategy: str, ranks: int, out: str) -> None:
-    """Train three steps and write what was measured; Lightning starts the other ranks with the same command."""
+    """Train three steps and write the measurements; Lightning starts the other ranks with the same command."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
@@ -123,7 +123,7 @@ def run_rank(model: str, rows: str, strategy: str, ranks: int, out: str) -> None
 
 
 def main() -> None:
-    """Measure each strategy in processes of its own, and print the table."""
+    """Measure each strategy in its own processes and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)

@@ -1,1 +1,1 @@
-"""Cost of parallel layouts: pipeline bubbles, bytes sent, memory and overhead."""
+"""Costs of parallel layouts: pipeline bubbles, bytes sent, memory and overhead."""

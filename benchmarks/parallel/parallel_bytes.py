@@ -1,9 +1,9 @@
-"""Bytes that ranks send under ModelParallelStrategy, counted, beside what ``strategy.describe()`` says.
+"""Bytes that ranks send under ModelParallelStrategy, counted and compared with ``strategy.describe()``.
 
     python -m benchmarks.parallel.parallel_bytes
 
-One optimizer step of a small model with random weights, on processes of this machine. A dispatch mode sees every
-collective and every message; each is counted as a ring sends it.
+One optimizer step of a small model with random weights, in processes on this machine. A dispatch mode intercepts every
+collective and every point-to-point message; collectives are counted as ring algorithms.
 """
 
 import argparse
@@ -54,9 +54,9 @@ SAMPLES, LENGTH = 4, 32
 
 
 class CountBytes(TorchDispatchMode):
-    """Within it, what this process sends is counted, by the ranks that it exchanges with.
+    """Context manager that counts the bytes that this process sends, by the ranks of the process group.
 
-    A collective is counted as a ring sends it; what one rank gets only is not counted there.
+    A collective is counted as a ring algorithm; a receive is not counted.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class CountBytes(TorchDispatchMode):
         self.sent: dict[tuple[int, ...], float] = defaultdict(float)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, and do it."""
+        """Count an operation and run it."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, as operators on what is here
+            return NotImplemented  # DTensor calls again with operations on local tensors
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func._schema.name.split("::")[1].strip("_"), args)
@@ -94,7 +94,7 @@ def _ranks(args: Sequence[Any]) -> tuple[int, ...] | None:
             try:
                 return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(arg)))  # type: ignore[arg-type]
             except (KeyError, RuntimeError, ValueError):
-                continue  # the name of a reduction
+                continue  # not a group, but the name of a reduction
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
     return None
@@ -107,19 +107,19 @@ def _sizes(arg: Any) -> list[int]:
 
 
 class FixedRows(LightningDataModule):
-    """The same row for each step: samples of one length, all of it supervised."""
+    """Data module with the same packed batch in each step: samples of one length, all tokens supervised."""
 
     micro_batch_size = SAMPLES
 
     def train_dataloader(self) -> DataLoader:
-        """Two steps of it."""
+        """Two steps of the packed batch."""
         ids = [np.random.default_rng(seed).integers(3, 250, LENGTH) for seed in range(SAMPLES)]
         rows: Any = [pack_samples([(one, one) for one in ids])] * 2
         return DataLoader(rows, batch_size=None)
 
 
 class Measure(Callback):
-    """Counts the second step, and asks for the plan of it; the first has what is once in a run."""
+    """Callback that counts the bytes of the second step and plans them; the first step has one-time communication."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: PackedBatch, batch_idx: int) -> None:
         """Start to count."""
@@ -129,7 +129,7 @@ class Measure(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: PackedBatch, batch_idx: int
     ) -> None:
-        """Add up what went along each dimension of the mesh."""
+        """Sum the bytes along each dimension of the mesh."""
         self.count.__exit__(None, None, None)
         strategy: Any = trainer.strategy
         step = Step(1, batch["input_ids"].shape[1], len(batch["targets"]))
@@ -139,7 +139,7 @@ class Measure(Callback):
 
 
 def _by_group(planned: dict[str, float], mesh: Any) -> tuple[dict[str, float], dict[str, tuple[int, ...]]]:
-    """What is sent among the same ranks cannot be told apart: it is added up."""
+    """Join the dimensions of the mesh with the same ranks, whose bytes cannot be told apart."""
     spans = {"data": ("data_parallel", "context_parallel")}
     ranks = {name: _along(mesh, spans.get(name, (f"{name}_parallel",))) for name in planned}
     names: dict[tuple[int, ...], list[str]] = defaultdict(list)
@@ -150,19 +150,19 @@ def _by_group(planned: dict[str, float], mesh: Any) -> tuple[dict[str, float], d
 
 
 def _along(mesh: Any, names: Sequence[str]) -> tuple[int, ...]:
-    """Ranks of this rank's group along some dimensions."""
+    """Ranks of this rank's group along some dimensions of the mesh."""
     here = mesh.get_coordinate()
     index = tuple(slice(None) if name in names else at for name, at in zip(mesh.mesh_dim_names, here, strict=True))
     return tuple(mesh.mesh[index].flatten().tolist())
 
 
 def measure(folder: str, options: dict[str, Any], model: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """On a rank: bytes counted, and planned, along each dimension of the mesh in one optimizer step.
+    """Counted and planned bytes along each dimension of the mesh in one optimizer step, on this rank.
 
     Args:
-        folder: of the model's config.
-        options: of the strategy.
-        model: options of ``CausalLM``.
+        folder: folder of the model's config.
+        options: arguments of ``ModelParallelStrategy``.
+        model: arguments of ``CausalLM``.
     """
     watch = Measure()
     trainer = Trainer(
@@ -204,7 +204,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure the layouts and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layouts", default=";".join(LAYOUTS), help="names of LAYOUTS, between semicolons")
     parser.add_argument("--ways", default=";".join(WAYS), help="names of WAYS, between semicolons")
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def print_rows(name: str, way: str, ranks: list[Any]) -> None:
-    """A line for each dimension of the mesh."""
+    """Print one line per dimension of the mesh."""
     sent, planned = ranks[0]
     for kind in planned:
         ratios = [counted[kind] / formula[kind] for counted, formula in ranks]

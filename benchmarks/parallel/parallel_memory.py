@@ -1,9 +1,9 @@
-"""Host memory of each rank under ModelParallelStrategy, beside what ``lit_ft plan`` says. Linux only.
+"""Host memory of each rank under ModelParallelStrategy, compared with ``lit_ft plan``. Linux only.
 
     python -m benchmarks.parallel.parallel_memory
 
-Full fine-tuning with AdamW of a model with random weights in fp32, full activation checkpointing, a short row a step.
-Memory is what a process holds for itself, less what it held before the model was built; the most of the later steps.
+Full fine-tuning with AdamW of a model with random weights in fp32, full activation checkpointing, a short row per step.
+Memory is the peak of a process after the first step, without mapped files, minus its memory before the model was built.
 """
 
 import argparse
@@ -33,20 +33,20 @@ from lit_ft.strategies import ModelParallelStrategy
 
 CHOSEN = ("TP2", "TP2 + SP", "PP2", "PP2, ZBVZeroBubble", "DP2", "DP2 x TP2")
 RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Freed blocks go back to the system, so that what a process holds is what it needs."""
+"""Settings of malloc that return freed blocks to the system, so that a process holds only the memory that it needs."""
 
 
 class Measure(Callback):
-    """The most memory after the first step, which makes the optimizer's state."""
+    """Callback that measures the peak memory after the first step, which creates the optimizer state."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin anew."""
+        """Reset the peak."""
         if batch_idx == 0:
             self.watch = Watch()
         self.watch.take()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Look, and ask for the plan."""
+        """Read the peak and compute the plan."""
         self.gib, strategy = self.watch.take(), trainer.strategy
         base: Any = strategy._base  # type: ignore[attr-defined]
         layers, step = decoder_layers(base), Step(1, batch["input_ids"].shape[1], len(batch["targets"]))
@@ -55,7 +55,7 @@ class Measure(Callback):
 
 
 def measure(folder: str, options: dict[str, Any]) -> tuple[float, Memory]:
-    """On a rank: GiB above what there was before the model, and what was planned."""
+    """Measured GiB in addition to the memory before the model was built, and the planned memory, on this rank."""
     before, watch = own_memory(), Measure()
     trainer = Trainer(
         accelerator="cpu",
@@ -75,7 +75,7 @@ def measure(folder: str, options: dict[str, Any]) -> tuple[float, Memory]:
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure the layouts and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="0.1b")
     options = parser.parse_args()

@@ -1,10 +1,11 @@
-"""What Lightning and ModelParallelStrategy add to an optimizer step in one process, against a plain loop.
+"""Overhead of Lightning and ModelParallelStrategy per optimizer step in one process, compared with a plain loop.
 
     python -m benchmarks.parallel.parallel_overhead
 
-On CUDA with NCCL where there is a GPU, else on one CPU core with gloo. All train the same model on the same rows with
-AdamW and clip; rounds alternate. On CUDA a step is timed by the clock, with the device waited for at both ends of a
-round only; on CPU by the process's own time, which other work on the machine does not lengthen.
+On CUDA with NCCL if there is a GPU, else on one CPU core with gloo. All contestants train the same model on the same
+rows with AdamW and gradient clipping, in alternating rounds. On CUDA, steps are timed by the clock, with a
+synchronization only at both ends of a round; on a CPU, by the processor time of the process, which other work on the
+machine does not increase.
 """
 
 import argparse
@@ -32,17 +33,17 @@ from lit_ft.packed_batch import PackedBatch, pack_samples
 from lit_ft.strategies import ModelParallelStrategy
 
 WARM_UP = 4
-"""Steps before those that count."""
+"""Number of steps before the timed ones."""
 
 
 class Clock(Callback):
-    """Times all steps after the first few together."""
+    """Callback that measures the total time of all steps after the first ``WARM_UP``."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: PackedBatch, batch_idx: int) -> None:
-        """Start, once."""
+        """Start before the first timed step."""
         if batch_idx == WARM_UP:
             self.seconds = -now()
 
@@ -52,7 +53,7 @@ class Clock(Callback):
 
 
 def now() -> float:
-    """Seconds: by the clock once the GPU is done, or of this process on CPU."""
+    """Seconds of the clock after a synchronization on CUDA, or processor seconds of this process on a CPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -60,7 +61,7 @@ def now() -> float:
 
 
 def plain(module: CausalLM, rows: list[PackedBatch]) -> float:
-    """Seconds of the steps that count, in a loop of a few lines."""
+    """Seconds of the timed steps in a plain loop."""
     module.configure_model()
     module.to("cuda" if torch.cuda.is_available() else "cpu")
     optimizer, seconds = torch.optim.AdamW(module.parameters(), lr=1e-4), 0.0
@@ -76,7 +77,7 @@ def plain(module: CausalLM, rows: list[PackedBatch]) -> float:
 
 
 def with_trainer(strategy: Callable[[], Any], module: CausalLM, rows: list[PackedBatch]) -> float:
-    """Seconds of the steps that count, under Lightning."""
+    """Seconds of the timed steps with Lightning's trainer."""
     clock, some_rows = Clock(), rows
     trainer = Trainer(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
@@ -96,7 +97,7 @@ def with_trainer(strategy: Callable[[], Any], module: CausalLM, rows: list[Packe
 
 
 def alone() -> ModelParallelStrategy:
-    """The strategy in a process group of one."""
+    """``ModelParallelStrategy`` in a process group of one rank."""
     return ModelParallelStrategy(timeout=timedelta(seconds=60))
 
 
@@ -108,7 +109,7 @@ CONTESTANTS: dict[str, Callable[[CausalLM, list[PackedBatch]], float]] = {
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure the contestants and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b" if torch.cuda.is_available() else "0.1b")
     parser.add_argument("--tokens", type=int, default=4096 if torch.cuda.is_available() else 64, help="of a step")

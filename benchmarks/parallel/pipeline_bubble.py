@@ -1,10 +1,11 @@
-"""The share of a step that ranks of a pipeline wait, measured, beside the formula.
+"""Pipeline bubble: measured idle share of a step, compared with the formula.
 
     python -m benchmarks.parallel.pipeline_bubble
 
-torch's schedules run on processes of this machine, with stages that take a fixed time: they sleep, so that four of them
-do not contend for two cores, as they would not on devices of their own. The backward pass sleeps for a stage's inputs
-and for its weights apart, which zero-bubble schedules move. Hidden states are small: what a link takes is not in it.
+torch's schedules run in processes on this machine, with stages that take a fixed time: they sleep, so that four of them
+do not compete for two cores, as they would not on separate devices. The backward pass sleeps separately for the
+gradients of a stage's inputs and of its weights, which zero-bubble schedules split. Hidden states are small: the time
+of a network link is not included.
 """
 
 import argparse
@@ -29,7 +30,7 @@ RANKS, MICRO_BATCHES, WIDTH = (2, 4), (2, 4, 8, 16), 8
 
 
 class _SleepBack(torch.autograd.Function):
-    """Nothing forward; backward, it takes its time."""
+    """Identity whose backward pass sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stage: "SleepingStage") -> Tensor:
@@ -39,14 +40,14 @@ class _SleepBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.stage.sleep()
-        return grads[0].contiguous(), None  # gloo sends nothing else
+        return grads[0].contiguous(), None  # gloo sends contiguous tensors only
 
 
 class SleepingStage(nn.Module):
-    """Takes a fixed time forward, for gradients of what comes in, and for gradients of its weights.
+    """Pipeline stage with a fixed time for the forward pass, for the input gradients and for the weight gradients.
 
     Args:
-        seconds: of each.
+        seconds: seconds of each.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -54,20 +55,20 @@ class SleepingStage(nn.Module):
         self.weight, self.seconds, self.busy = nn.Parameter(torch.zeros(WIDTH)), seconds, 0.0
 
     def sleep(self) -> None:
-        """Take the time, and note how long it was."""
+        """Sleep, and add the measured time to ``busy``."""
         start = time.perf_counter()
         time.sleep(self.seconds)
         self.busy += time.perf_counter() - start
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(1, WIDTH)`` to ``(1, WIDTH)``."""
+        """Map ``(1, WIDTH)`` to ``(1, WIDTH)``."""
         self.sleep()
-        x = x if x.requires_grad else x.detach().requires_grad_()  # on the first stage: it has inner layers as well
+        x = x if x.requires_grad else x.detach().requires_grad_()  # the first stage stands for several layers, too
         return _SleepBack.apply(x, self) + _SleepBack.apply(self.weight, self)
 
 
 def measure(repeat: int, seconds: float) -> list[tuple[str, int, float | None]]:
-    """On a rank: schedule, micro-batches and its idle share, for each that the schedule takes."""
+    """Schedule, number of micro-batches and idle share of this rank; None if the schedule refuses the number."""
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     found: list[tuple[str, int, float | None]] = []
@@ -107,7 +108,7 @@ def _idle(schedule: str, ranks: int, count: int, repeat: int, seconds: float) ->
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure the schedules and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeat", type=int, default=2, help="steps of which the median is taken (2)")
     parser.add_argument(

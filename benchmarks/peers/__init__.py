@@ -1,1 +1,1 @@
-"""What lit_ft is compared with, each in an environment of its own; no module here needs lit_ft but ``bare_loop``."""
+"""Runners of the contestants, each for its own environment; of the peers, only ``bare_loop`` needs lit_ft."""

@@ -1,6 +1,7 @@
-"""A loop written by hand over lit_ft's model and loss: no Lightning trainer, no callbacks, no logging.
+"""Plain training loop over lit_ft's model and loss: no Lightning trainer, no callbacks, no logging.
 
-What lit_ft's command takes longer is what Lightning, callbacks and logging cost. Options: arguments of ``CausalLM``.
+The additional time of lit_ft's command is the cost of Lightning, callbacks and logging. Options: arguments of
+``CausalLM``.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from lit_ft.packed_batch import PackedBatch, pack_samples
 
 
 def windows(job: Job) -> Iterator[list[PackedBatch]]:
-    """The rows of each optimizer step: its micro-batches, as one row while they fit where one micro-batch may be."""
+    """Packed batches of each optimizer step; micro-batches are joined while they fit into the limit of one."""
     samples = [(np.array(row["input_ids"]), np.array(row["labels"])) for row in job.read_rows()]
     size = job.micro_batch_size
     for start in range(0, len(samples), size * job.accumulate):
@@ -34,9 +35,9 @@ def windows(job: Job) -> Iterator[list[PackedBatch]]:
 
 
 def run(job: Job) -> Measured:
-    """Train."""
+    """Train the job."""
     measured, losses = Measured(), []
-    seed_everything(0)  # new adapters are drawn by it
+    seed_everything(0)  # for the random initialization of adapters
     module = CausalLM(job.model, dtype="bfloat16", peft=LoraConfig(**job.lora), **job.options)
     module.configure_model()
     module.to(job.device)

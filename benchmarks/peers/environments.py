@@ -1,9 +1,9 @@
-"""A virtual environment for each peer, with pinned versions.
+"""Virtual environments of the peers, with pinned versions.
 
     python -m benchmarks.peers.environments --root DIR
     python -m benchmarks.peers.environments --root DIR --cuda trl llamafactory
 
-One that does not install leaves its reason in ``DIR/NAME.failed``, which ``benchmarks.compare`` shows in its table.
+If an installation fails, its reason is written to ``DIR/NAME.failed``, which ``benchmarks.compare`` shows in its table.
 """
 
 import argparse
@@ -20,7 +20,7 @@ REQUIREMENTS: dict[str, list[str]] = {
     "llamafactory": ["llamafactory==0.9.5"],
     "torchtune": ["torchtune==0.6.1", "torchao==0.10.0"],
 }
-"""By environment: the latest release of each peer, and of what it is built on where it leaves a choice.
+"""Requirements by environment: the latest release of each peer, and of dependencies that it does not pin.
 
 torchtune 0.6.1, its last release, needs a torchao that still has ``torchao.dtypes.nf4tensor``.
 """
@@ -30,19 +30,19 @@ CUDA_REQUIREMENTS: dict[str, list[str]] = {
     "trl": ["liger-kernel==0.8.5", "kernels==0.17.2"],
     "llamafactory": ["liger-kernel==0.8.5"],
 }
-"""What the best settings need on top where there is a GPU."""
+"""Additional requirements of the best settings on a GPU."""
 
 CUDA_BUILDS: dict[str, list[str]] = {"llamafactory": ["torchvision", "torchaudio"]}
-"""What a peer depends on, text does not need, and registries hold for CUDA alone: beside a CPU's torch it fails."""
+"""Dependencies that text does not need and that registries have for CUDA only: they fail with torch for a CPU."""
 
 
 def python_of(root: Path, name: str) -> Path:
-    """The interpreter of an environment."""
+    """Path of an environment's Python interpreter."""
     return root / name / "bin" / "python"
 
 
 def reason_of(root: Path, name: str) -> str | None:
-    """Why an environment is missing; None where it is there."""
+    """Reason why an environment is missing; None if it exists."""
     failed = root / f"{name}.failed"
     if failed.is_file():
         return failed.read_text(encoding="utf-8").strip()
@@ -52,16 +52,16 @@ def reason_of(root: Path, name: str) -> str | None:
 
 
 def install(root: Path, name: str, torch: str, is_cuda: bool = False) -> str | None:
-    """Make an environment.
+    """Create an environment.
 
     Args:
         root: folder of all environments.
-        name: a key of ``REQUIREMENTS``.
+        name: name of the environment, a key of ``REQUIREMENTS``.
         torch: version of torch, the same for all peers.
-        is_cuda: whether kernels for a GPU are installed, too.
+        is_cuda: whether to install the kernels for a GPU too.
 
     Returns:
-        The last line of pip's error, None where it went well.
+        Last line of pip's error; None on success.
     """
     failed = root / f"{name}.failed"
     failed.unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def install(root: Path, name: str, torch: str, is_cuda: bool = False) -> str | N
 
 
 def main() -> None:
-    """Parse and install."""
+    """Install the environments that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(REQUIREMENTS), help=f"of {', '.join(REQUIREMENTS)}; or all")
     parser.add_argument("--root", type=Path, required=True, help="folder of the environments")

@@ -1,4 +1,4 @@
-"""What a contestant is given and what it hands back, as JSON files, so that each can run in its own environment.
+"""Job and measurements of a contestant, exchanged as JSON files, so that each can run in its own environment.
 
 python -m benchmarks.peers.RUNNER job.json result.json
 """
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01
-"""Of AdamW; constant, without clipping."""
+"""Settings of AdamW for all contestants; the learning rate is constant, and gradients are not clipped."""
 
 LORA: dict[str, Any] = {
     "r": 8,
@@ -25,7 +25,7 @@ LORA: dict[str, Any] = {
     "target_modules": ["q_proj", "v_proj"],
     "task_type": "CAUSAL_LM",
 }
-"""As recipes/qwen.yaml has it, without the dropout: with it, no two losses could be compared."""
+"""LoRA of recipes/qwen.yaml without dropout, which would make losses incomparable."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Job:
     """One run of a contestant."""
 
     model: str
-    """Folder with weights in bf16 and a tokenizer, in Hugging Face's format."""
+    """Folder with weights in bf16 and a tokenizer, in the Hugging Face format."""
     rows: str
     """JSON list of rows of ``input_ids`` and ``labels`` (unshifted, -100 where not supervised), in training order."""
     micro_batch_size: int
@@ -41,51 +41,51 @@ class Job:
     device: str
     """``cpu`` or ``cuda``."""
     max_length: int
-    """Tokens of the longest row that the recipe allows."""
+    """Length limit of a row in tokens."""
     folder: str = ""
-    """For what the contestant writes."""
+    """Folder for the contestant's output."""
     started: float = 0.0
-    """``time.monotonic()`` when the process was asked for."""
+    """``time.monotonic()`` before the start of the process."""
     options: dict[str, Any] = field(default_factory=dict)
     """The contestant's own settings."""
     lora: dict[str, Any] = field(default_factory=lambda: dict(LORA))
     """Arguments of ``peft.LoraConfig``."""
 
     def read_rows(self) -> list[dict[str, list[int]]]:
-        """The rows, each with ``input_ids`` and ``labels``."""
+        """Read the rows, each with ``input_ids`` and ``labels``."""
         rows: list[dict[str, list[int]]] = json.loads(Path(self.rows).read_text(encoding="utf-8"))
         return rows
 
     def write(self, path: Path) -> None:
-        """For the process to come."""
+        """Write the job for the contestant's process."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 @dataclass
 class Measured:
-    """What a run came to."""
+    """Measurements of a run."""
 
     ends: list[float] = field(default_factory=list)
     """``time.monotonic()`` at the end of each optimizer step."""
     losses: list[float] = field(default_factory=list)
-    """Of each optimizer step."""
+    """Loss of each optimizer step."""
     tokens: list[int] | None = None
-    """Tokens of each optimizer step, padding left out; None where steps have the samples that the job says."""
+    """Non-padding tokens of each optimizer step; None if the steps have the job's samples."""
     note: str = ""
-    """What a reader of the table must know about this run, e.g. that losses are rounded."""
+    """Note for the reader of the table, e.g. that losses are rounded."""
     preparing_seconds: float = 0.0
-    """That went into what is done once and kept, such as weights in another format."""
+    """Seconds of one-time work whose result is kept, such as the conversion of weights."""
     peak_memory_bytes: int = 0
-    """Until the end of the last step: the process's largest resident size; on CUDA what PyTorch had allocated."""
+    """Peak until the end of the last step: resident size of the process; on CUDA, memory that PyTorch allocated."""
     file_page_bytes: int = 0
-    """Of the resident size at the end of the last step: pages of mapped files, which the system may take back."""
+    """Part of the resident size at the end of the last step: pages of mapped files, which the system may drop."""
 
     def __post_init__(self) -> None:
-        """On CUDA, steps end by events, so that nobody has to wait for the device."""
+        """Prepare to time steps; on CUDA by events, without a synchronization."""
         self._events: list[Any] = []
 
     def step_ended(self) -> None:
-        """Note time and memory."""
+        """Record time and memory."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             self.peak_memory_bytes, self.file_page_bytes = _resident_memory()
@@ -99,7 +99,7 @@ class Measured:
             self.ends.append(time.monotonic())
 
     def finish(self) -> None:
-        """Turn events into times."""
+        """Convert events to times."""
         if self._events:
             torch = sys.modules["torch"]
             torch.cuda.synchronize()
@@ -107,7 +107,7 @@ class Measured:
             self.peak_memory_bytes = torch.cuda.max_memory_allocated()
 
     def prepare(self, make: Callable[[], T]) -> T:
-        """Do what is done once and kept; its seconds are nobody's start."""
+        """Do one-time work whose result is kept; its seconds do not count as start-up time."""
         started = time.monotonic()
         made = make()
         self.preparing_seconds += time.monotonic() - started
@@ -115,7 +115,7 @@ class Measured:
 
 
 def serve(run: Callable[[Job], Measured]) -> None:
-    """Read the job that the command line names, run it, write what it came to."""
+    """Read the job that the command line names, run it, and write the measurements."""
     job = Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     measured = run(job)
     measured.finish()
@@ -125,11 +125,11 @@ def serve(run: Callable[[Job], Measured]) -> None:
 
 
 def _resident_memory() -> tuple[int, int]:
-    """High-water mark of this process's resident size, and how much of the present one is pages of mapped files."""
+    """Peak resident size of this process, and the pages of mapped files in its current one, in bytes."""
     status = Path("/proc/self/status")
     if not status.is_file():  # a Mac, where ru_maxrss counts bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
-    # Not ru_maxrss: that one counts what the parent held when it started this process, too.
+    # Not ru_maxrss: it includes the memory of the parent process at the start of this one.
     fields = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
     peak, pages = (int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "RssFile"))
     return peak, pages

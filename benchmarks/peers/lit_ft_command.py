@@ -1,4 +1,4 @@
-"""lit_ft as its command line runs it, with all default callbacks and loggers. Options: ``arguments``, its own."""
+"""lit_ft's command line, with all default callbacks and loggers. Options: ``arguments`` of the command line."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from lit_ft.commands.train import TrainingCLI
 
 
 class Clock(Callback):
-    """Notes each optimizer step's end and loss, last of all callbacks."""
+    """Callback that records the end and the loss of each optimizer step, after all other callbacks."""
 
     def __init__(self, measured: Measured) -> None:
-        """Note them in ``measured``."""
+        """Record into ``measured``."""
         self.measured = measured
         self.losses: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Note them; what the loss is, is read when all is over."""
+        """Record end and loss; the loss tensor is read after training."""
         if trainer.global_step > len(self.losses):
             self.losses.append(trainer.callback_metrics["train/loss"].clone())
             self.measured.step_ended()
@@ -30,7 +30,7 @@ class Clock(Callback):
 
 
 def command(job: Job) -> list[str]:
-    """The job as a command line of ``python -m lit_ft``."""
+    """Command line of ``python -m lit_ft`` for a job."""
     recipe = {
         "seed_everything": 0,
         "run_dir": f"{job.folder}/run",
@@ -70,7 +70,7 @@ def command(job: Job) -> list[str]:
 
 
 def run(job: Job) -> Measured:
-    """Train."""
+    """Train the job."""
     measured = Measured()
 
     class TimedCLI(TrainingCLI):

@@ -1,6 +1,6 @@
 """``litgpt finetune_lora``. Options: any argument of ``litgpt.finetune.lora.setup``.
 
-LitGPT warms the learning rate up from zero and lets it fall along a cosine; here it is constant, as everybody's.
+LitGPT has a learning-rate schedule with warmup and cosine decay; here the rate is constant, as for all contestants.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -24,14 +24,14 @@ from torch.utils.data import DataLoader
 from benchmarks.peers.job import LEARNING_RATE, WEIGHT_DECAY, Job, Measured, serve
 
 NAME = "Qwen2.5-0.5B"
-"""What the converted folder is called: LitGPT picks the architecture by it."""
+"""Name of the converted folder, by which LitGPT selects the architecture."""
 
 
 class Samples(list[dict[str, Any]]):
-    """Rows in LitGPT's form; where it looks for something to generate from, they are their own ``data``."""
+    """Rows in LitGPT's format; LitGPT reads ``data`` to get prompts for generation, which is the list itself."""
 
     def __init__(self, rows: list[dict[str, list[int]]]) -> None:
-        """Turn rows into tensors."""
+        """Convert rows to tensors."""
         super().__init__(
             {
                 **{name: torch.tensor(values) for name, values in row.items()},
@@ -48,10 +48,10 @@ class Samples(list[dict[str, Any]]):
 
 
 class Rows(DataModule):
-    """The job's rows, in their order."""
+    """Data module of the job's rows, in their order."""
 
     def __init__(self, job: Job, pad_id: int) -> None:
-        """Read them."""
+        """Read the rows."""
         super().__init__()
         rows = job.read_rows()
         self.train_dataset, self.test_dataset = Samples(rows), Samples(rows[:1])
@@ -59,19 +59,19 @@ class Rows(DataModule):
         self.prompt_style = Default()
 
     def connect(self, *_: Any, **__: Any) -> None:
-        """Batches are made as the job says."""
+        """Ignore LitGPT's batch settings: the job's are used."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         """All rows."""
         return DataLoader(self.train_dataset, batch_size=self.batch_size, collate_fn=self.collate)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """LitGPT wants one, and runs it once."""
+        """Validation data, which LitGPT requires and runs once."""
         return DataLoader(self.test_dataset, collate_fn=self.collate)  # type: ignore[arg-type]
 
 
 def know_shape(model: Path) -> None:
-    """Give LitGPT's architecture the sizes of the model at hand."""
+    """Set the sizes of the job's model in LitGPT's architecture."""
     hf = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config = next(config for config in configs if config["name"] == NAME)
     config |= {
@@ -87,7 +87,7 @@ def know_shape(model: Path) -> None:
 
 
 def converted(model: Path) -> Path:
-    """The model in LitGPT's format, beside the original, made by LitGPT's converter when it is first asked for."""
+    """Folder of the model in LitGPT's format, next to the original; converted by LitGPT at the first call."""
     folder = model.parent / f"{model.name}-litgpt" / NAME
     if not (folder / "lit_model.pth").is_file():
         subprocess.run([sys.executable, "-m", __spec__.name, str(model), str(folder)], check=True)
@@ -95,7 +95,7 @@ def converted(model: Path) -> Path:
 
 
 def convert(model: Path, folder: Path) -> None:
-    """Convert."""
+    """Convert a model to LitGPT's format."""
     know_shape(model)
     folder.mkdir(parents=True, exist_ok=True)
     for file in model.iterdir():
@@ -105,21 +105,21 @@ def convert(model: Path, folder: Path) -> None:
 
 
 def run(job: Job) -> Measured:
-    """Train."""
+    """Train the job."""
     measured = Measured(note="losses are means of micro-batch means")
     folder = measured.prepare(lambda: converted(Path(job.model)))
     know_shape(Path(job.model))
     pad_id = json.loads((Path(job.model) / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
 
     class Constant(torch.optim.lr_scheduler.LambdaLR):
-        """Stepped by LitGPT after each optimizer step, so it is the clock as well."""
+        """Constant schedule and clock: LitGPT steps it after each optimizer step."""
 
         def step(self, epoch: int | None = None) -> None:
             super().step(epoch)
             if self.last_epoch:
                 measured.step_ended()
 
-    # What follows training is in no figure; the first reads LitGPT's own command line.
+    # Skip the work after training, which is not measured; the first function reads LitGPT's own command line.
     lora.save_hyperparameters = lora.merge_lora = lambda *_, **__: None
     lora.get_lr_scheduler = lambda optimizer, **_: Constant(optimizer, lambda _: 1.0)
     out = Path(job.folder) / "litgpt"
@@ -142,7 +142,7 @@ def run(job: Job) -> Measured:
             lr_warmup_steps=1,
             epochs=1,
         ),
-        # An answer longer than the model may read is not generated; neither is anything else validated.
+        # No answer is generated, because max_new_tokens exceeds the model's context, and no validation runs.
         eval=EvalArgs(interval=10**9, max_new_tokens=10**6, max_iters=1, final_validation=False),
         optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
         seed=0,
@@ -152,7 +152,7 @@ def run(job: Job) -> Measured:
 
 
 def _losses(out: Path, accumulate: int) -> list[float]:
-    """The running mean over a step's micro-batches, at its last one."""
+    """Loss of each step: the running mean over its micro-batches, at the last one."""
     [path] = out.rglob("metrics.csv")
     with path.open(encoding="utf-8") as file:
         losses = [float(line["loss"]) for line in csv.DictReader(file) if line.get("loss")]

@@ -22,15 +22,15 @@ from llamafactory.train.tuner import run_exp
 
 
 class LossClock(Clock):
-    """Takes the losses too: the trainer is nowhere to be had afterwards."""
+    """Clock that stores the losses too, because the trainer is not accessible after the run."""
 
     def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Take them."""
+        """Store the losses."""
         self.measured.losses = losses_of(state)
 
 
 def run(job: Job) -> Measured:
-    """Train on rows that are tokenized already, which LLaMA-Factory takes as ``tokenized_path``."""
+    """Train on tokenized rows, which LLaMA-Factory reads from ``tokenized_path``."""
     measured = Measured()
     tokens = Path(job.folder) / "tokens"
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in job.read_rows()]
@@ -44,7 +44,7 @@ def run(job: Job) -> Measured:
         "lora_alpha": job.lora["lora_alpha"],
         "lora_dropout": job.lora["lora_dropout"],
         "lora_target": ",".join(job.lora["target_modules"]),
-        "dataset": "rows",  # a name is asked for; what is read is tokenized_path
+        "dataset": "rows",  # a name is required, but tokenized_path is read
         "tokenized_path": str(tokens),
         "template": "default",
         "disable_shuffling": True,

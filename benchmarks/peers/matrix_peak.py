@@ -1,10 +1,10 @@
-"""The most FLOP/s of bf16 matrix products of a model's own shapes, as a contestant's process would get them.
+"""Peak FLOP/s of bf16 matrix products with a model's shapes, in a process like a contestant's.
 
-Each linear layer's product forward, ``(tokens, in) x (in, out)``, and its input's gradient, ``(tokens, out) x
-(out, in)``, is repeated for a while, the best time counts. The peak is the FLOPs of all of a model's layers (the head
-on the supervised tokens alone) over the sum of their best times. Weights that fit stay in the caches, which no training
-has; so all products of all layers are also done once through, forward and back, as a step does them: what they
-reach with weights that come from memory.
+The products of each linear layer, forward ``(tokens, in) x (in, out)`` and for the gradient of its input ``(tokens,
+out) x (out, in)``, are repeated for a while; the best time counts. The peak is the FLOPs of all layers of the model
+(the head on the supervised tokens only) divided by the sum of their best times. Small weights stay in the caches then,
+which is not so in training; so all products of all layers are also run once in order, forward and backward, as in a
+training step: this is the rate with weights from memory.
 """
 
 import json
@@ -21,7 +21,7 @@ from benchmarks.workload import SHAPES, linear_shapes
 
 
 def best_seconds(work: Callable[[], object], seconds: float) -> float:
-    """Time of the fastest of the calls that fit into a while."""
+    """Seconds of the fastest of repeated calls within ``seconds``."""
     best, deadline = float("inf"), time.perf_counter() + seconds
     while best == float("inf") or time.perf_counter() < deadline:
         _wait()
@@ -38,26 +38,26 @@ def _wait() -> None:
 
 
 class Product:
-    """Layers of one shape: rows that go through one of them, and rows of gradients that come back."""
+    """Linear layers of one shape: their weights, inputs ``(tokens, in)`` and output gradients ``(tokens, out)``."""
 
     def __init__(self, count: int, rows: int, out: int, inner: int, device: str) -> None:
-        """Draw them."""
+        """Draw random tensors."""
         self.rows = torch.randn(rows, inner, device=device).to(torch.bfloat16)
         self.gradients = torch.randn(rows, out, device=device).to(torch.bfloat16)
         self.weights = [torch.randn(out, inner, device=device).to(torch.bfloat16) for _ in range(count)]
         self.flops = 2 * count * 2 * rows * out * inner
-        """Of all layers, forward and back."""
+        """FLOPs of all layers, forward and backward."""
 
 
 def peaks(shape: dict[str, int], tokens: int, supervised: int, device: str, seconds: float = 0.2) -> dict[str, float]:
-    """FLOP/s: the best of each product, and of all of them in order.
+    """FLOP/s from the best time of each product, and from the best time of all of them in order.
 
     Args:
-        shape: of the model, as in ``SHAPES``.
-        tokens: rows of the products, about those of an optimizer step.
-        supervised: rows of the head's.
+        shape: config values of the model, as in ``SHAPES``.
+        tokens: rows of the products, about the tokens of an optimizer step.
+        supervised: rows of the head's products, about the supervised tokens of an optimizer step.
         device: ``cpu`` or ``cuda``.
-        seconds: for each product, and for ten times all of them.
+        seconds: time for each product; all of them in order get ten times as much.
     """
     layers = shape["num_hidden_layers"]
     products = [Product(layers, tokens, *one, device=device) for one in linear_shapes(shape)]
@@ -83,7 +83,7 @@ def peaks(shape: dict[str, int], tokens: int, supervised: int, device: str, seco
 
 
 def main() -> None:
-    """Measure what the command line asks for, as JSON."""
+    """Read the arguments from a JSON file, measure, and write the result as JSON."""
     asked: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     result = peaks(SHAPES[asked.pop("shape")], **asked)
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")

@@ -14,42 +14,42 @@ from omegaconf import OmegaConf
 from benchmarks.peers.job import LEARNING_RATE, WEIGHT_DECAY, Job, Measured, serve
 
 MEASURED = Measured()
-"""torchtune finds its parts by name, so what they write to is here."""
+"""Global, because torchtune instantiates its components by name."""
 
 
 class PadId:
-    """All that torchtune asks of a tokenizer when rows are tokenized already."""
+    """Tokenizer with the one attribute that torchtune reads if rows are tokenized."""
 
     def __init__(self, pad_id: int) -> None:
-        """Keep it."""
+        """Store the id of the padding token."""
         self.pad_id = pad_id
 
 
 def rows(_: PadId, path: str) -> list[dict[str, list[int]]]:
-    """A data set: rows with ``tokens`` and ``labels``."""
+    """Data set of rows with ``tokens`` and ``labels``."""
     rows = json.loads(Path(path).read_text(encoding="utf-8"))
     return [{"tokens": row["input_ids"], "labels": row["labels"]} for row in rows]
 
 
 def constant(optimizer: torch.optim.Optimizer, **_: Any) -> torch.optim.lr_scheduler.LambdaLR:
-    """A constant learning rate."""
+    """Constant learning-rate schedule."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
 
 class Losses:
-    """A metric logger: torchtune calls it at the end of each optimizer step, so it is the clock as well."""
+    """Metric logger and clock: torchtune calls it at the end of each optimizer step."""
 
     def log_config(self, config: Any) -> None:
-        """Nothing to keep."""
+        """Ignore the config."""
 
     def log_dict(self, payload: dict[str, Any], step: int) -> None:
-        """Note time and loss."""
+        """Record time and loss."""
         MEASURED.step_ended()
         MEASURED.losses.append(float(payload["loss"]))
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """The recipe's config, as torchtune's own for Qwen2.5-0.5B but for the job."""
+    """Config of the recipe: torchtune's own for Qwen2.5-0.5B, with the values of the job."""
     hf = json.loads((Path(job.model) / "config.json").read_text(encoding="utf-8"))
     here = "benchmarks.peers.torchtune_lora"
     output = str(Path(job.folder) / "output")
@@ -108,9 +108,9 @@ def settings(job: Job) -> dict[str, Any]:
 
 
 def run(job: Job) -> Measured:
-    """Train."""
+    """Train the job."""
     config = OmegaConf.create(settings(job) | job.options)
-    # Recipes lie beside the package, and are no package themselves.
+    # Recipes are next to the package and not part of a package.
     file = Path(torchtune.__file__).parents[1] / "recipes" / "lora_finetune_single_device.py"
     recipe = runpy.run_path(str(file))["LoRAFinetuneRecipeSingleDevice"](config)
     recipe.setup(config)
@@ -119,6 +119,6 @@ def run(job: Job) -> Measured:
 
 
 if __name__ == "__main__":
-    from benchmarks.peers import torchtune_lora  # the module that torchtune finds by name, not __main__
+    from benchmarks.peers import torchtune_lora  # the module that torchtune imports by name, not __main__
 
     serve(torchtune_lora.run)

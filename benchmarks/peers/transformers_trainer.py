@@ -21,19 +21,19 @@ from benchmarks.peers.job import LEARNING_RATE, WEIGHT_DECAY, Job, Measured, ser
 
 
 class Clock(TrainerCallback):
-    """Notes the end of each optimizer step."""
+    """Callback that records the end of each optimizer step."""
 
     def __init__(self, measured: Measured) -> None:
-        """Note it in ``measured``."""
+        """Record into ``measured``."""
         self.measured = measured
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Note it."""
+        """Record the end of the step."""
         self.measured.step_ended()
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """What all trainers built on this one are given."""
+    """Arguments of all trainers that derive from this one."""
     return {
         "output_dir": str(Path(job.folder) / "output"),
         "per_device_train_batch_size": job.micro_batch_size,
@@ -55,18 +55,18 @@ def arguments(job: Job) -> dict[str, Any]:
 
 
 def losses_of(state: TrainerState) -> list[float]:
-    """The logged loss of each optimizer step."""
+    """Logged loss of each optimizer step."""
     return [entry["loss"] for entry in state.log_history if "loss" in entry]
 
 
 def base_model(job: Job, options: dict[str, Any]) -> Any:
-    """The model; ``weights`` (by default float32) and ``attn_implementation`` are taken out of the options."""
+    """Load the model; takes ``weights`` (by default float32) and ``attn_implementation`` out of the options."""
     dtype, attention = options.pop("weights", "float32"), options.pop("attn_implementation", None)
     return AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, dtype), attn_implementation=attention)
 
 
 def run(job: Job) -> Measured:
-    """Train."""
+    """Train the job."""
     options: dict[str, Any] = {"bf16": True, **job.options}
     set_seed(0)
     model = get_peft_model(base_model(job, options), LoraConfig(**job.lora))

@@ -12,7 +12,7 @@ from benchmarks.peers.transformers_trainer import Clock, arguments, base_model, 
 
 
 def run(job: Job) -> Measured:
-    """Train; packed rows hold other samples than the job's steps, so each step's tokens are counted here."""
+    """Train the job; packed steps have other samples than the job's, so the tokens of each step are counted here."""
     options = dict(job.options)
     measured = Measured()
     trainer = SFTTrainer(

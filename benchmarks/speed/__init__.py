@@ -1,1 +1,1 @@
-"""Speed of steps, tokenization and the command line."""
+"""Speed of optimizer steps, tokenization and the start of the command line."""

@@ -1,8 +1,9 @@
-"""Time scaled_dot_product_attention on segments of a row, forward and backward, by length and dtype.
+"""Time of scaled_dot_product_attention on one segment of a packed batch, forward and backward, by length and dtype.
 
     python -m benchmarks.speed.attention
 
-It is why ``lit_ft.model.packed_attention`` computes short bf16 segments in fp32 on CPU. Heads as in Qwen2.5-0.5B.
+The result is the reason why ``lit_ft.model.packed_attention`` computes short bf16 segments in fp32 on CPU. The heads
+are those of Qwen2.5-0.5B.
 """
 
 import time
@@ -16,7 +17,7 @@ HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64
 
 
 def milliseconds(length: int, dtype: torch.dtype, repeats: int) -> float:
-    """Median time of one forward and backward pass over a segment."""
+    """Median milliseconds of one forward and backward pass over a segment."""
     times = []
     for _ in range(repeats + 2):
         q = torch.randn(1, HEADS, length, HEAD_DIM, dtype=torch.bfloat16, requires_grad=True)
@@ -29,7 +30,7 @@ def milliseconds(length: int, dtype: torch.dtype, repeats: int) -> float:
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table."""
     print("| tokens | bf16 | in fp32, casts included |\n|---|---|---|")
     for length in (25, 50, 100, 200, 256, 400, 800):
         bf16, fp32 = (milliseconds(length, dtype, repeats=41) for dtype in (torch.bfloat16, torch.float32))

@@ -1,16 +1,15 @@
-"""What all callbacks of lit_callbacks together add to an optimizer step, on the quickstart.
+"""Overhead of all callbacks of lit_callbacks together per optimizer step, on the quickstart.
 
     python -m benchmarks.speed.callback_overhead --rounds 6
     python -m benchmarks.speed.callback_overhead --by-callback
 
 A round is a pair of processes that both have all callbacks, train on the same rows with the same random numbers, and
-take turns: one waits while the other takes the same step. In each ten steps one of them has its callbacks put away and
-the other has not, then the other way round. So what slows the machine down for a while slows both, and what makes one
-process faster than the other, by some percent for as long as it lives, is in both sides of the comparison.
+alternate: one waits while the other takes the same step. In each block of ten steps, the callbacks are disabled in one
+of the two processes, which alternates too. So a temporary slowdown of the machine affects both, and a difference in
+speed between the processes, some percent for as long as they live, is in both sides of the comparison.
 
-The mean holds whatever is done in some of the steps only: logging, writing. What is done once a run is left out, and in
-the last column of --by-callback: before the first step, in steps 1 and 2, whose tensors are followed, around
-validations and at the end.
+The mean includes work of some steps only: logging and writing. One-time work is excluded and in the last column of
+--by-callback: before the first step, in steps 1 and 2, whose tensors are tracked, around validations and at the end.
 """
 
 import argparse
@@ -34,28 +33,28 @@ from lightning.pytorch.profilers import Profiler
 from benchmarks.compare import environment
 
 FIRST = 10
-"""Steps before those that count: of allocation, and those that MemoryProfiler samples."""
+"""Number of steps before the timed ones: steps with allocation, and those that MemoryProfiler samples."""
 BLOCK = 10
-"""Steps with or without callbacks: as many as from one that is logged to the next. A block begins with the logged step:
-who comes back after it would see that one has passed, and log."""
+"""Length of a block with or without callbacks in steps, equal to the logging interval. A block begins with the logged
+step: a callback that is enabled after it would notice that a logging step has passed, and log."""
 Seconds = tuple[float, float]
-"""By the clock, and of the process's processor time: that of all its threads, which are two here and wait actively."""
+"""Seconds of the clock, and processor seconds of all threads of the process: two here, which busy-wait."""
 
 
 def now() -> Seconds:
-    """This moment."""
+    """Current time."""
     return time.perf_counter(), time.process_time()
 
 
 class StepClock(Callback):
-    """Stands last, and takes each optimizer step's time, with the callbacks before it or without them."""
+    """Last callback, which times each optimizer step with or without the other callbacks."""
 
     def __init__(self, turns: Sequence[int] = (), without: int | None = None) -> None:
-        """Start with nothing.
+        """Set the other process and the blocks.
 
         Args:
-            turns: files to read from when it is this process's turn, and to write to when it is the other's.
-            without: 0 puts the other callbacks away in every second block, 1 in the others, None never.
+            turns: file descriptors: one to read this process's turn from, one to write the other process's turn to.
+            without: parity of the blocks in which the other callbacks are disabled, 0 or 1; None never disables them.
         """
         self.seconds: dict[int, Seconds] = {}
         self._turns, self._without = turns, without
@@ -63,24 +62,24 @@ class StepClock(Callback):
         self._has_turn = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember what there is to put away."""
+        """Store the callbacks that can be disabled."""
         of: Any = trainer
         self._all: tuple[Any, Any, Any] = of.callbacks, of.profiler, pl_module.record_losses
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The step that comes next is not counted."""
+        """Exclude the next step."""
         if not trainer.sanity_checking:
             self._begun = None
             self._put(trainer, pl_module, back=True)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """A step is over, and the next begins when the other process has taken its own."""
+        """Record the step's time, and wait for the other process's step."""
         step = trainer.global_step
         if self._begun is not None and step > FIRST:
             clock, processor = now()
             self.seconds[step] = clock - self._begun[0], processor - self._begun[1]
         if self._turns:
-            with suppress(BrokenPipeError):  # the other has come to its end
+            with suppress(BrokenPipeError):  # the other process has ended
                 if self._has_turn:
                     os.write(self._turns[1], b".")
                 self._has_turn = os.read(self._turns[0], 1) != b""
@@ -96,7 +95,7 @@ class StepClock(Callback):
 
 
 def all_callbacks(folder: Path) -> list[Callback]:
-    """Every callback, as somebody would have it who wants them all."""
+    """All callbacks with usual settings."""
     import lit_callbacks as ours
 
     return [
@@ -105,7 +104,7 @@ def all_callbacks(folder: Path) -> list[Callback]:
         ours.ThroughputMonitor(peak=1e11),
         ours.MemoryProfiler(folder / "memory", picture=False),
         ours.SpikeGuard(),
-        ours.LossLedger(write_every_n_steps=2 * 100),  # counted in steps of the run, half of which it sees
+        ours.LossLedger(write_every_n_steps=2 * 100),  # in steps of the run, half of which it sees
         ours.ForgettingProbe(),
         ours.SampleGenerations(["What is the capital of France?"]),
         ours.RunReport(),
@@ -114,20 +113,20 @@ def all_callbacks(folder: Path) -> list[Callback]:
 
 
 class HookClock(Profiler):
-    """The training thread's time in each callback's hooks, step by step."""
+    """Profiler of the training thread's time in the hooks of each callback, per step."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
+        """Start without measurements."""
         super().__init__()
         self.steps: list[Counter[str]] = [Counter()]
         self._started: dict[str, float] = {}
 
     def start(self, action_name: str) -> None:
-        """Note it."""
+        """Record the start of an action."""
         self._started[action_name] = time.thread_time()
 
     def stop(self, action_name: str) -> None:
-        """Add it up; the last callback's last hook ends a step."""
+        """Add the time of an action; the last hook of the last callback ends a step."""
         if action_name.startswith("[Callback]") and action_name in self._started:
             name = re.split(r"[{.]", action_name.removeprefix("[Callback]"))[0]
             self.steps[-1][name] += time.thread_time() - self._started[action_name]  # type: ignore[assignment]
@@ -135,7 +134,7 @@ class HookClock(Profiler):
             self.steps.append(Counter())
 
     def table(self) -> str:
-        """Milliseconds a step, by callback, and seconds in what hooks do in no such step."""
+        """Markdown table of milliseconds per timed step and of the other seconds, by callback."""
         steps = self.steps[FIRST:-1]
         lines = ["| callback | median, ms a step | mean | once a run, s |", "|---|---|---|---|"]
         total = sum(self.steps, Counter[str]())
@@ -164,10 +163,10 @@ def run_here(folder: Path, epochs: int, clock: StepClock, profiler: Profiler | N
 
 
 def run_pair(epochs: int) -> list[dict[int, Seconds]]:
-    """Seconds by step of two processes; step n is with callbacks in one of them.
+    """Seconds by step of two processes; each step has the callbacks enabled in exactly one of them.
 
     Raises:
-        RuntimeError: one failed; with the end of what it wrote.
+        RuntimeError: a process failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory() as root:
         (read_0, write_0), (read_1, write_1) = os.pipe(), os.pipe()
@@ -190,9 +189,9 @@ def run_pair(epochs: int) -> list[dict[int, Seconds]]:
 
 
 def take_round(number: int, epochs: int) -> list[float]:
-    """Run a pair, print a row, and return the shares in it."""
+    """Run a pair of processes, print a row of the table, and return its relative overheads."""
     pair = run_pair(epochs)
-    # By step, the process in which callbacks are put away.
+    # For each step, the process in which the callbacks are disabled.
     bare = {step: step // BLOCK % 2 for step in sorted(pair[0].keys() & pair[1].keys())}
     shares = []
     for kind in (1, 0):
@@ -208,7 +207,7 @@ def take_round(number: int, epochs: int) -> list[float]:
 
 
 def main() -> None:
-    """Run the rounds and print a table."""
+    """Run the rounds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=3)

@@ -1,11 +1,11 @@
-"""How cost grows: tokens/s and memory against row length, model size, vocabulary, ranks and rows of the data set.
+"""Scaling curves: tokens/s and memory by row length, model size, vocabulary, ranks and rows of the data set.
 
     python -m benchmarks.speed.scaling --curve sequence --out docs/performance
     python -m benchmarks.speed.scaling --draw --out docs/performance
 
-Each point is a process of its own, whose result is added to ``OUT/CURVE.json``; points that are there are not measured
-again. Then the curve is drawn (needs matplotlib). Models have random weights; rows are random tokens, all of them
-supervised unless said otherwise. Linux only.
+Each point runs in its own process, and its result is added to ``OUT/CURVE.json``; existing points are not measured
+again. Then the curve is drawn (needs matplotlib). Models have random weights; rows are random tokens, all supervised
+unless stated otherwise. Linux only.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.workload import SHAPES
 
 GIB = 2**30
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-"""As recipes/qwen.yaml has it."""
+"""LoRA of recipes/qwen.yaml."""
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -53,20 +53,20 @@ MODELS: dict[str, dict[str, int]] = {
     "7 B": _shape(3584, 18_944, 28, 28, 4, 152_064),
     "14 B": _shape(5120, 13_824, 48, 40, 8, 152_064),
 }
-"""That of checkpoints/tiny-qwen2, two between, and those of Qwen2.5's public configs."""
+"""Model shapes: that of checkpoints/tiny-qwen2, two in between, and those of Qwen2.5's public configs."""
 PLANNED = ("1.5 B", "3 B", "7 B", "14 B")
-"""Not run."""
+"""Models that are planned and not run."""
 UNTIED = ("7 B", "14 B")
-"""Those whose head is not the embedding."""
+"""Models whose output head is not tied to the embedding."""
 
 Point = dict[str, Any]
 ROW_TOKENS = 512
-"""Of a row, in all curves but that of row lengths."""
+"""Tokens of a row, in all curves but that of row length."""
 ROWS = (1_000, 10_000, 100_000, 1_000_000)
 
 
 def points(curve: str) -> list[Point]:
-    """What a curve consists of: ``line`` and ``x``, and what the measuring function takes."""
+    """Points of a curve: ``line`` and ``x``, and the input of the measuring function."""
     if curve == "sequence":
         lengths = [2**power for power in range(8, 15)]
         checkpointing = {"as it is": False, "gradient_checkpointing": True}
@@ -90,14 +90,14 @@ def points(curve: str) -> list[Point]:
 
 
 def train(shape: dict[str, int], tokens: int, steps: int, one_in: int = 1, **options: Any) -> Point:
-    """Train on one row again and again; tokens/s without the first step, unless it is the only one.
+    """Train on one row repeatedly; measure tokens/s without the first step, unless it is the only one.
 
     Args:
-        shape: of the model.
-        tokens: of the row.
-        steps: that are timed.
-        one_in: supervised tokens are one in so many.
-        options: ``model`` for CausalLM, ``trainer`` for the Trainer.
+        shape: config values of the model.
+        tokens: number of tokens of the row.
+        steps: number of timed steps.
+        one_in: interval of supervised tokens: one of ``one_in`` tokens is supervised.
+        options: arguments for ``CausalLM`` (``model``) and for the trainer (``trainer``).
     """
     import numpy as np
     import torch
@@ -146,14 +146,14 @@ def _lora(**options: Any) -> dict[str, Any]:
 
 
 def measure_sequence(point: Point) -> Point:
-    """Rows of ``x`` tokens."""
+    """Measure rows of ``x`` tokens."""
     tokens = point["x"]
     steps = max(1, min(16, 8192 // tokens))
     return train(SHAPES["0.1b"], tokens, steps, model=_lora(gradient_checkpointing=point["checkpointing"]))
 
 
 def measure_size(point: Point) -> Point:
-    """The model named ``x``, or what is planned for it."""
+    """Measure the model named ``x``, or plan it."""
     shape = MODELS[point["x"]]
     if point["line"] == "planned":
         return plan(shape, point["x"])
@@ -161,7 +161,7 @@ def measure_size(point: Point) -> Point:
 
 
 def plan(shape: dict[str, int], name: str) -> Point:
-    """What ``python -m lit_ft plan`` counts, on one device: weights, gradients, AdamW's state, what layers keep."""
+    """Planned memory on one device, as in ``python -m lit_ft plan``: weights, gradients, AdamW state, layer inputs."""
     from transformers import Qwen2Config
 
     from lit_ft import CausalLM
@@ -174,20 +174,20 @@ def plan(shape: dict[str, int], name: str) -> Point:
         module = CausalLM(folder, init="random", **_lora())
         model: Any = module.check()
     trained = [p for p in model.parameters() if p.requires_grad]
-    inputs = ROW_TOKENS * shape["hidden_size"] * 2 * len(decoder_layers(model))  # of layers, in bf16
+    inputs = ROW_TOKENS * shape["hidden_size"] * 2 * len(decoder_layers(model))  # bytes of layer inputs in bf16
     of_optimizer = optimizer_bytes(module.optimizer, trained)
     memory = Memory(bytes_of(model.parameters()), 0, bytes_of(trained), of_optimizer, inputs)
     return {"gib": memory.total / GIB, "parameters": sum(p.numel() for p in model.parameters())}
 
 
 def measure_vocabulary(point: Point) -> Point:
-    """``x`` tokens in the vocabulary."""
+    """Measure a vocabulary of ``x`` tokens."""
     shape = {**SHAPES["0.1b"], "vocab_size": point["x"]}
     return train(shape, ROW_TOKENS, 6, point["one_in"], model=_lora())
 
 
 def measure_ranks(point: Point) -> Point:
-    """``x`` processes of a thread each, with a row each; tokens/s of all together."""
+    """Measure ``x`` processes with one thread and one row each; tokens/s of all together."""
     from benchmarks.ranks import on_ranks
 
     results = on_ranks(point["x"], _train_rank, point["line"], point["x"])
@@ -207,9 +207,9 @@ def _train_rank(line: str, ranks: int) -> Point:
 
 
 def measure_rows(point: Point) -> Point:
-    """``x`` rows in a JSON-lines file: from the start of the process to the end of the first step.
+    """Measure ``x`` rows in a JSON-lines file, from the start of the process to the end of the first step.
 
-    Processor time is that of all processes; other work on the machine leaves it nearly as it is.
+    Processor time is that of all processes; other work on the machine has little effect on it.
     """
     from lightning.pytorch import Trainer
 
@@ -232,7 +232,7 @@ def measure_rows(point: Point) -> Point:
 
 
 def write_rows(folder: Path, rows: int) -> Path:
-    """Alpaca-style rows of some 40 tokens, no two alike."""
+    """Write distinct Alpaca-style rows of some 40 tokens."""
     path = folder / f"{rows}.jsonl"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -251,7 +251,7 @@ def write_rows(folder: Path, rows: int) -> Path:
 
 
 def measure(curve: str, point: Point, folder: Path) -> Point:
-    """Measure a point in a process of its own, forked once libraries are there; start-up time has them in it."""
+    """Measure a point in its own process, forked after the imports, except where start-up time is measured."""
     if curve != "rows":
         from lit_ft import CausalLM  # noqa: F401
 
@@ -270,11 +270,11 @@ def measure_curve(curve: str, only: list[str] | None, out: Path, folder: Path, u
     """Measure the points that ``OUT/CURVE.json`` lacks.
 
     Args:
-        curve: its name.
-        only: the values of ``x`` that are measured; None for all.
-        out: folder of results.
-        folder: for data files.
-        until: no point is begun after this time.
+        curve: name of the curve.
+        only: values of ``x`` to measure; None measures all.
+        out: folder of the results.
+        folder: folder for data files.
+        until: time after which no further point starts.
     """
     path = out / f"{curve}.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"points": []}
@@ -291,7 +291,7 @@ def measure_curve(curve: str, only: list[str] | None, out: Path, folder: Path, u
 
 
 def main() -> None:
-    """Measure, write, draw."""
+    """Measure and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--curve", choices=CURVES, help="one of them; by default all")
     parser.add_argument("--only", help="values of x, with commas, e.g. 256,512")

@@ -1,4 +1,4 @@
-"""Curves of ``benchmarks.speed.scaling`` as pictures, readable in black and white, and as tables."""
+"""Pictures, legible in black and white, and tables of the curves of ``benchmarks.speed.scaling``."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,16 +9,16 @@ from matplotlib.figure import Figure
 
 Point = dict[str, Any]
 STYLES = (("#1f4e79", "-", "o"), ("#d17a00", "--", "s"), ("#3f7f3f", ":", "^"))
-"""Color, line and mark of a curve's lines, in order."""
+"""Color, line style and marker of a curve's lines, in order."""
 
 
 class Axis(NamedTuple):
-    """What a panel shows."""
+    """Quantity of an axis."""
 
     key: str
-    """Of a point."""
+    """Key of the quantity in a point."""
     label: str
-    """With its unit."""
+    """Label of the axis, with the unit."""
 
 
 RATE, MEMORY = Axis("tokens_per_second", "tokens/s"), Axis("gib", "memory, GiB")
@@ -29,21 +29,21 @@ PANELS = {
     "ranks": ("ranks", (RATE, MEMORY)),
     "rows": ("rows of the data set", (Axis("processor_seconds", "processor seconds to the first step"), MEMORY)),
 }
-"""Of each curve: its x, and what is drawn over it."""
+"""For each curve, the label of its x axis and the y axes of its panels."""
 TICKS = {
     "sequence": {256: "256", 1024: "1k", 4096: "4k", 16_384: "16k"},
     "ranks": {1: "1", 2: "2", 4: "4"},
 }
-"""Of curves whose x doubles from point to point."""
+"""Tick labels of curves whose x doubles from point to point."""
 
 
 def draw(curve: str, points: list[Point], path: Path) -> str:
-    """Write the picture; returns the table in Markdown.
+    """Write the picture of a curve; returns its table in Markdown.
 
     Args:
-        curve: its name.
-        points: ``line``, ``x`` and what was measured.
-        path: of the picture, .svg.
+        curve: name of the curve.
+        points: points with ``line``, ``x`` and the measurements.
+        path: path of the SVG file.
     """
     x_label, axes = PANELS[curve]
     figure = Figure(figsize=(7.2, 2.9), layout="constrained")
@@ -67,7 +67,7 @@ def draw(curve: str, points: list[Point], path: Path) -> str:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False, fontsize=8)
-    # Without a date and with fixed names of its parts, the same points give the same file.
+    # No date and fixed ids of elements, so that the same points give the same file.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": curve}):
         figure.savefig(path, metadata={"Date": None})
     return table(curve, points)
@@ -78,7 +78,7 @@ def _x(curve: str, point: Point) -> float:
 
 
 def table(curve: str, points: list[Point]) -> str:
-    """What was measured, a row for each ``x``."""
+    """Markdown table of the measurements, one row for each ``x``."""
     x_label, axes = PANELS[curve]
     lines = list(dict.fromkeys(point["line"] for point in points))
     columns = [(line, a) for line in lines for a in axes if any(p["line"] == line and a.key in p for p in points)]

@@ -1,9 +1,10 @@
-"""What the fragments of recipes/speed do to tokens/s, memory and the time to the first step, beside the run without.
+"""Effect of the fragments of recipes/speed on tokens/s, memory and the time to the first step.
 
     python -m benchmarks.speed.speed_fragments --data huanhuan.json
 
 The setting is that of recipes/qwen.yaml (micro-batch 1, accumulate 2, LoRA r=8 on q and v, bf16) without dropout, on
-random weights. Each run is a process of its own, in alternating order; losses are compared step by step.
+random weights. Each run has its own process, in alternating order; losses are compared step by step with the run
+without a fragment.
 """
 
 import argparse
@@ -24,19 +25,19 @@ from benchmarks.workload import MAX_LENGTH, SHAPES, prepare
 
 SPEED = Path("recipes/speed")
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-"""As recipes/qwen.yaml has it, without the dropout: with it, no two losses could be compared."""
+"""LoRA of recipes/qwen.yaml without dropout, which would make losses incomparable."""
 BASELINES: dict[str, dict[str, Any]] = {"without": {}, "gradient_checkpointing": {"gradient_checkpointing": True}}
 WARM_UP = 8
-"""Optimizer steps that are not in the rate: by then every kind of row has been compiled."""
+"""Number of untimed optimizer steps: after them every shape of a row has been compiled."""
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """What a fragment, or a run to hold it against, asks of the model."""
+    """Options of the model for a fragment or for a run that it is compared with."""
     return BASELINES[name] if name in BASELINES else yaml.safe_load((SPEED / f"{name}.yaml").read_text())["model"]
 
 
 def run(model: str, rows: str, name: str) -> dict[str, Any]:
-    """Train an epoch."""
+    """Train for one epoch."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
     from peft import LoraConfig
@@ -83,7 +84,7 @@ def run(model: str, rows: str, name: str) -> dict[str, Any]:
 
 
 def in_a_process(model: str, rows: str, name: str) -> dict[str, Any]:
-    """``run``, with kernels compiled anew."""
+    """``run`` in a new process, with kernels compiled anew."""
     with tempfile.TemporaryDirectory() as cache:
         environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         command = [sys.executable, "-m", "benchmarks.speed.speed_fragments", "--child", model, rows, name]
@@ -95,12 +96,12 @@ def in_a_process(model: str, rows: str, name: str) -> dict[str, Any]:
 
 
 def median(runs: list[dict[str, Any]], key: str) -> float:
-    """Of what runs measured."""
+    """Median of a measurement over runs."""
     return statistics.median(result[key] for result in runs)
 
 
 def main() -> None:
-    """Run, and print a table."""
+    """Run the fragments and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="qwen2.5-0.5b")
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")

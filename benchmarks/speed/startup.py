@@ -2,8 +2,8 @@
 
     python -m benchmarks.speed.startup
 
-Each round is a process of its own, which does what ``python -m lit_ft fit --config recipes/quickstart.yaml`` does and
-ends after the step. Nothing is cached between rounds but what the system keeps of files; tokens are not.
+Each round is a new process, which does the work of ``python -m lit_ft fit --config recipes/quickstart.yaml`` and ends
+after the step. Only the file cache of the system is kept between rounds; the token cache is not.
 """
 
 import argparse
@@ -21,38 +21,38 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 
 PARTS = ("imports", "recipe", "checks and data", "model", "answers and losses before training", "first step")
-"""What passes between two marks."""
+"""Names of the intervals between two marks."""
 
 
 class Clock(Callback):
-    """Ends the process after the first optimizer step, and prints when each part was done."""
+    """Callback that ends the process after the first optimizer step, and prints the time of each mark."""
 
-    marks: list[float] = []  # noqa: RUF012  # of the process: imports end before there is an instance
+    marks: list[float] = []  # noqa: RUF012  # of the class: imports end before an instance exists
 
     def __init__(self) -> None:
         self.marks.append(time.time())
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The checks are done, and data is there."""
+        """Mark the end of checks and data."""
         self.marks.append(time.time())
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """The model is built."""
+        """Mark the end of the model's construction."""
         self.marks.append(time.time())
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """What comes before training is done."""
+        """Mark the end of the work before training."""
         self.marks.append(time.time())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Print, and leave."""
+        """Print the marks and end the process."""
         self.marks.append(time.time())
         print(f"MARKS {json.dumps(self.marks)}", flush=True)
         os._exit(0)
 
 
 def run_child(recipe: str, run_dir: str) -> None:
-    """What ``python -m lit_ft fit`` does, with marks."""
+    """Run ``python -m lit_ft fit`` with marks."""
     from benchmarks.speed.startup import Clock as named_clock  # this file is __main__, and the recipe names the class
     from lit_ft import cli
     from lit_ft.commands import train  # noqa: F401
@@ -63,7 +63,7 @@ def run_child(recipe: str, run_dir: str) -> None:
 
 
 def measure(recipe: str) -> list[float]:
-    """Seconds of each part in one process."""
+    """Seconds of each part, measured in one process."""
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "LIT_FT_CACHE": f"{folder}/cache"}
         command = [sys.executable, "-m", "benchmarks.speed.startup", "--child", recipe, f"{folder}/run"]
@@ -77,7 +77,7 @@ def measure(recipe: str) -> list[float]:
 
 
 def main() -> None:
-    """Print medians of all rounds."""
+    """Print the medians over all rounds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recipe", default="recipes/quickstart.yaml")

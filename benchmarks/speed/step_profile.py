@@ -1,10 +1,10 @@
-"""Where an optimizer step of lit_ft goes on a CPU: products of matrices with their rate, and other operators.
+"""Profile of an optimizer step of lit_ft on a CPU: matrix products with their FLOP/s, and other operators.
 
     python -m benchmarks.speed.step_profile --data huanhuan.json
 
-Forward and backward passes of benchmarks.compare's work at 16 samples a step, under torch's profiler; means over all
-steps but the first. ``N`` stands for dimensions that differ from step to step. The optimizer, which has four small
-matrices a layer to do, is left out.
+Forward and backward passes of benchmarks.compare's workload at 16 samples per step, under torch's profiler; means over
+all steps but the first. ``N`` stands for dimensions that differ from step to step. The optimizer, which updates four
+small matrices per layer, is left out.
 """
 
 import argparse
@@ -25,17 +25,17 @@ from lit_ft.packed_batch import PackedBatch
 
 
 def pass_over(module: CausalLM, rows: list[PackedBatch]) -> None:
-    """Forward and backward."""
+    """Run forward and backward passes over packed batches."""
     for row in rows:
         module(row).loss_sum.backward()
 
 
 def product(sizes: set[int], shapes: list[list[int]]) -> tuple[str, int]:
-    """``rows x inner x columns`` of a matrix product, and its FLOPs.
+    """Text ``rows x inner x columns`` of a matrix product, and its FLOPs.
 
     Args:
-        sizes: dimensions that are written as they are; others are ``N``.
-        shapes: of the two matrices.
+        sizes: dimensions that are printed as numbers; others are printed as ``N``.
+        shapes: shapes of the two matrices.
     """
     (rows, inner), (_, columns) = shapes[:2]
     named = [str(n) if n in sizes else "N" for n in (rows, inner, columns)]
@@ -43,7 +43,7 @@ def product(sizes: set[int], shapes: list[list[int]]) -> tuple[str, int]:
 
 
 def table(events: Any, sizes: set[int], steps: int, top: int) -> str:
-    """What takes longest, by ``self_cpu_time_total``: a row each, and a row for the rest."""
+    """Markdown table of the slowest operators by ``self_cpu_time_total``, with one row for the rest."""
     microseconds: Counter[str] = Counter()
     flops: Counter[str] = Counter()
     for event in events:
@@ -64,7 +64,7 @@ def table(events: Any, sizes: set[int], steps: int, top: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Profile, and print a table."""
+    """Profile the steps and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen2.5-0.5b", help="shape; the weights are random")
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")

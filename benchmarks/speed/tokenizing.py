@@ -1,4 +1,4 @@
-"""Rows per second from file to labeled tokens, against the bare tokenizer on the same text.
+"""Rows per second from file to labeled tokens, compared with the bare tokenizer on the same text.
 
     python -m benchmarks.speed.tokenizing --data huanhuan.json --repeat 20 --workers 2
 
@@ -38,7 +38,7 @@ def _encode(texts: list[str]) -> list[list[int]]:
 
 
 def bare(tokenizer: Any, texts: list[str], workers: int) -> int:
-    """Tokens that the bare tokenizer makes of the texts."""
+    """Number of tokens of the texts from the bare tokenizer."""
     batches = [texts[i : i + ROWS_PER_BATCH] for i in range(0, len(texts), ROWS_PER_BATCH)]
     if workers < 1:
         _start(tokenizer)
@@ -48,7 +48,7 @@ def bare(tokenizer: Any, texts: list[str], workers: int) -> int:
 
 
 def lit_ft(tokenization: Tokenization, rows: list[Any], workers: int) -> int:
-    """Tokens that lit_ft makes of the rows, with their labels."""
+    """Number of tokens of the rows from lit_ft, which makes their labels too."""
     placed = [(0, place, row) for place, row in rows]
     batches = ((None, placed[i : i + ROWS_PER_BATCH]) for i in range(0, len(placed), ROWS_PER_BATCH))
     return sum(
@@ -57,7 +57,7 @@ def lit_ft(tokenization: Tokenization, rows: list[Any], workers: int) -> int:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure both and print the rates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="file of conversations, in any format that lit_ft reads")
     parser.add_argument("--tokenizer", help="folder with a tokenizer; by default one of 32,000 tokens is trained")
