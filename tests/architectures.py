@@ -1,4 +1,4 @@
-"""Tiny models, with random weights, of the architectures that parallelism is compared on."""
+"""Tiny models with random weights, one per architecture of the parallelism tests."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-"""Targets of adapters where experts are not to have any."""
+"""Target modules of adapters that leave out the experts."""
 
 
 def save_model(architecture: str, folder: Path) -> str:

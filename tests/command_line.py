@@ -1,4 +1,4 @@
-"""Command-line runs of the tests: recipes, environments, and what runs logged."""
+"""Command-line runs for tests: recipes, environments and logged values."""
 
 import csv
 import os
@@ -16,7 +16,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYT
 
 
 def recipe(tmp_path: Path, model_folder: str, data: str | None, **trainer: Any) -> list[str]:
-    """Options of ``fit``: LoRA with dropout, SGD, a ragged last window in each epoch."""
+    """Options of ``fit``: LoRA with dropout, SGD, fewer micro-batches in the last optimizer step of each epoch."""
     content = {
         "seed_everything": 3,
         "model": {

@@ -1,4 +1,4 @@
-"""Fits under a strategy, recorded and compared with one process."""
+"""Comparison of fits under a strategy with a fit in one process."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 
 class Record(Callback):
-    """Loss and gradient norm of each optimizer step."""
+    """Callback that records the loss and the gradient norm of each optimizer step."""
 
     def __init__(self, save_after: int | None, path: str | None) -> None:
         self.steps: list[tuple[float, float]] = []
@@ -35,12 +35,12 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def load_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights in a folder, in one file or several."""
+    """All weights in a folder, from one file or several."""
     return {name: weight for file in sorted(folder.glob("*.safetensors")) for name, weight in load_file(file).items()}
 
 
 def assert_same(steps: Any, found: Any, wanted: Any, weights: Any, tolerance: float, what: str = "") -> None:
-    """Compare losses and norms of steps, and final weights."""
+    """Compare the losses and gradient norms of all steps, and the final weights."""
     assert len(steps) == len(wanted)
     for got, want in zip(steps, wanted, strict=True):
         assert got == pytest.approx(want, rel=tolerance)

@@ -1,4 +1,4 @@
-"""A model, a tokenizer and some rows, small enough to build for each test session."""
+"""Fixtures: a model, a tokenizer and rows, small enough to build in each test session."""
 
 import gc
 import json
@@ -42,15 +42,15 @@ def make_tokenizer() -> Any:
 
 
 differences: dict[str, tuple[float, float]] = {}
-"""For each parity test: the largest relative difference of a step's loss, and the largest of a weight."""
+"""Largest relative difference of a step's loss, and of a weight, for each parity test."""
 
 
 methods: dict[str, dict[str, str]] = {}
-"""For each tuning method, what the tests found of it."""
+"""Test results for each tuning method."""
 
 
 matrix: dict[str, dict[str, str]] = {}
-"""For each architecture and layout, the largest relative difference from one process, or that it is refused."""
+"""Largest relative difference from one process, or the refusal, for each architecture and layout."""
 
 
 def record_cell(architecture: str, layout: str, text: str) -> None:
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # What is imported stays; a collection that visits all of it takes a third of a second.
+    # Imported objects stay alive; a collection that visits all of them takes a third of a second.
     gc.collect()
     gc.freeze()
 
@@ -99,7 +99,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def record_difference(losses: list[tuple[float, float]], weights: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Keep what a parity test found, under its name; ``weights`` may be empty where a peer's have other names."""
+    """Store the differences of a parity test under its name; ``weights`` may be empty if a peer's have other names."""
     name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].rsplit(" (", 1)[0]
     loss = max(abs(a - b) / abs(b) for a, b in losses)
     weight = max((float((a - b).abs().max()) for a, b in weights), default=math.nan)
@@ -108,7 +108,7 @@ def record_difference(losses: list[tuple[float, float]], weights: list[tuple[tor
 
 
 def make_model(folder: Path) -> str:
-    """A Qwen2 of 60 thousand parameters with random fp32 weights, tied embeddings and grouped-query attention."""
+    """Write a Qwen2 of 60 thousand parameters with random fp32 weights, tied embeddings and grouped-query attention."""
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -124,7 +124,7 @@ def make_model(folder: Path) -> str:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         dtype="float32",
-        initializer_range=0.2,  # logits far from uniform, so that a wrong mask or position shows
+        initializer_range=0.2,  # logits far from uniform, so that a wrong mask or position changes the loss
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -133,13 +133,13 @@ def make_model(folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of ``make_model``."""
+    """Folder of the model that ``make_model`` writes."""
     return make_model(tmp_path_factory.mktemp("models") / "nano-qwen2")
 
 
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., str]:
-    """Write rows to a JSON file; returns its path."""
+    """Function that writes rows to a JSON file and returns its path."""
 
     def write(rows: list[Any] | None = None, name: str = "rows.json", count: int = 22) -> str:
         path = tmp_path / name
@@ -151,7 +151,7 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """A quiet CPU trainer."""
+    """Function that makes a CPU trainer without progress output."""
     seed_everything(7, verbose=False)
     yield lambda **options: Trainer(
         **{

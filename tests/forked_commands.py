@@ -1,7 +1,8 @@
-"""``python -m lit_ft`` in a fork of the test's process, whose imports are made: a cold start spends seconds on them.
+"""``python -m lit_ft`` in a fork of the test process, which saves the seconds that its imports take.
 
-A fork has its own arguments, environment, folder, session, output and exit handlers, and runs the module as ``-m``
-does. Where a command starts others of its kind, as Lightning's launcher does, those are forks too.
+A fork has its own arguments, environment, working directory, session, output and exit handlers, and runs the module as
+``-m`` does. If a command starts further ``python -m lit_ft`` processes, as Lightning's launcher does, they are forks
+too.
 """
 
 import atexit
@@ -26,14 +27,14 @@ from typing import IO, Any, NoReturn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from ranks import end_with_parent
 
-import lit_ft.commands.train  # noqa: F401  # what a fit imports
+import lit_ft.commands.train  # noqa: F401  # imports the modules of a fit before the fork
 
 COLD_POPEN = subprocess.Popen
 _CLONE_NEWNET = 0x40000000
 
 
 class ForkedCommand:
-    """``python -m lit_ft ARGUMENTS`` in a fork, with what tests and launchers use of ``subprocess.Popen``."""
+    """``python -m lit_ft ARGUMENTS`` in a fork, with the part of ``subprocess.Popen`` that tests and launchers use."""
 
     def __init__(
         self,
@@ -47,17 +48,17 @@ class ForkedCommand:
         network: str | None = None,
         dies_with_parent: bool = True,
     ) -> None:
-        """Start it.
+        """Start the command.
 
         Args:
-            arguments: what follows ``python -m lit_ft``.
-            env: all environment variables; None inherits.
-            cwd: the folder to run in; None inherits.
-            stdout: a file to write to; None inherits, and so does ``stderr``.
-            stderr: a file to write to.
-            start_new_session: whether it leads a session of its own.
+            arguments: arguments after ``python -m lit_ft``.
+            env: all environment variables; None inherits them.
+            cwd: working directory; None inherits it.
+            stdout: file for stdout; None inherits stdout.
+            stderr: file for stderr; None inherits stderr.
+            start_new_session: whether the command leads a session of its own.
             network: name of the network namespace (``ip netns``) to enter.
-            dies_with_parent: whether it is killed when this process ends.
+            dies_with_parent: whether the command is killed when this process ends.
         """
         self.args = [sys.executable, "-m", "lit_ft", *arguments]
         self.returncode: int | None = None
@@ -88,7 +89,7 @@ class ForkedCommand:
                 os._exit(1)
 
     def poll(self) -> int | None:
-        """The exit code, or minus the signal that ended it; None while it runs."""
+        """Exit code, or minus the number of the signal that ended the command; None while it runs."""
         if self.returncode is None:
             done, status = os.waitpid(self.pid, os.WNOHANG)
             if done:
@@ -96,7 +97,7 @@ class ForkedCommand:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """``poll`` until it has ended, at most for ``timeout`` seconds."""
+        """Wait for the end of the command, at most ``timeout`` seconds; returns the exit code."""
         deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -134,9 +135,9 @@ def run_forked(
 
 
 def _run(arguments: list[str]) -> NoReturn:
-    """Run the module in this fork as ``python -m`` runs it in a process of its own, and end the process."""
+    """Run the module in this fork as ``python -m`` does in a new process, and end the fork."""
     gc.freeze()
-    atexit._clear()  # the handlers of the test's process; there is no public way
+    atexit._clear()  # remove the handlers of the test process; there is no public way
     for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -158,7 +159,7 @@ def _run(arguments: list[str]) -> NoReturn:
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
-    atexit._run_exitfuncs()  # the command's own
+    atexit._run_exitfuncs()  # the handlers of the command
     if isinstance(code, str):
         print(code, file=sys.stderr)
     sys.stdout.flush()
@@ -167,7 +168,7 @@ def _run(arguments: list[str]) -> NoReturn:
 
 
 def _write_to_descriptors() -> None:
-    """Have output, warnings and logs go to descriptors 1 and 2, not to where pytest collects them."""
+    """Send output, warnings and logs to descriptors 1 and 2, not to pytest's capture."""
     # These outlive the objects: those of a fork's fork would else close what they are replaced with.
     sys.stdin, sys.stdout, sys.stderr = (
         open(number, mode, buffering=1, closefd=False)  # noqa: SIM115
@@ -179,7 +180,7 @@ def _write_to_descriptors() -> None:
     for logger in logging.root.manager.loggerDict.values():
         for handler in getattr(logger, "handlers", []):
             if type(handler) is logging.StreamHandler:
-                handler.stream = sys.stderr  # setStream flushes the one before, which may be closed
+                handler.stream = sys.stderr  # setStream would flush the previous stream, which may be closed
 
 
 def _enter_network(name: str) -> None:
@@ -189,7 +190,7 @@ def _enter_network(name: str) -> None:
 
 
 class _Popen(COLD_POPEN):  # type: ignore[misc, type-arg]
-    """``subprocess.Popen``, but a fork where the command is ``python -m lit_ft``."""
+    """``subprocess.Popen`` that forks if the command is ``python -m lit_ft``."""
 
     def __new__(cls, command: Any, **options: Any) -> Any:
         if list(command[:2]) == [sys.executable, "-m"] and command[2] in ("lit_ft", "lit_ft.__main__"):

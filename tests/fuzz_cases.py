@@ -1,4 +1,4 @@
-"""Runs the command line on bad input, each case in a forked process with limits, and judges how it ended."""
+"""Fuzzing of the command line: each case runs in a forked process with limits, and its result is classified."""
 
 import argparse
 import contextlib
@@ -21,17 +21,17 @@ from tqdm import tqdm
 
 _PR_SET_PDEATHSIG = 1
 LONGEST_MESSAGE = 1_000
-"""Characters of an error's line; a path or a value in it may be long."""
+"""Maximum characters of an error line; a path or a value in it may be long."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended."""
+    """Result of a case."""
 
     verdict: str
-    """``runs``, ``refused``, or what is wrong: ``traceback``, ``exit 1``, ``hang``, ``died``, ``not one line``."""
+    """``runs``, ``refused``, or a failure: ``traceback``, ``exit 1``, ``hang``, ``died``, ``not one line``."""
     message: str
-    """The last lines of stderr."""
+    """Last lines of stderr."""
     seconds: float
 
     @property
@@ -43,10 +43,10 @@ def run_case(arguments: list[str], folder: Path, seconds: float = 120, gib: int 
     """Run a command line in a process forked from this one.
 
     Args:
-        arguments: of ``python -m lit_ft``.
-        folder: the process's working directory; its output goes there.
-        seconds: after which it counts as hanging.
-        gib: of memory beyond what this process has; more is refused to it.
+        arguments: arguments after ``python -m lit_ft``.
+        folder: working directory of the process, also for its output.
+        seconds: seconds after which the process counts as hanging.
+        gib: limit in GiB of the memory in addition to that of this process.
     """
     start, parent = time.monotonic(), os.getpid()
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,14 +55,14 @@ def run_case(arguments: list[str], folder: Path, seconds: float = 120, gib: int 
     status = _wait(process, start + seconds)
     text = (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
     if status is None:
-        # An option may ask for a million steps: it does as it is told.
+        # An option may set a million steps: a long run is correct then.
         verdict = "runs" if re.search(r"^step [\d,]+: ", text, re.MULTILINE) else "hang"
         return Outcome(verdict, _tail(text), time.monotonic() - start)
     return Outcome(*judge(os.waitstatus_to_exitcode(status), arguments, text), time.monotonic() - start)
 
 
 def judge(code: int, arguments: list[str], stderr: str) -> tuple[str, str]:
-    """A verdict on an exit code and what was written to stderr, and the lines to show for it."""
+    """Verdict on an exit code and the text on stderr, and the lines to show for it."""
     said = [line for line in stderr.split("\n") if line.startswith("lit_ft: ")]
     if "Traceback (most recent call last)" in stderr:
         return "traceback", _tail(stderr)
@@ -71,7 +71,7 @@ def judge(code: int, arguments: list[str], stderr: str) -> tuple[str, str]:
     if code == 0 or (code == 1 and arguments[0] in ("check", "verify") and not said):
         return "runs", ""
     if code == 1 and len(said) == 1 and said[0].startswith("lit_ft: failed: NotFinite: "):
-        return "runs", ""  # until a loss or weight is not finite, as it says
+        return "runs", ""  # until a loss or weight is not finite, which is a correct error
     if code == 2 and len(said) == 1 and stderr.rstrip("\n").split("\n")[-1] == said[0]:
         line = said[0]
         is_clean = re.fullmatch(r"lit_ft: error: .{10,}", line) and not re.search(
@@ -82,7 +82,7 @@ def judge(code: int, arguments: list[str], stderr: str) -> tuple[str, str]:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Counts by verdict, as lines of text."""
+    """Text table of the counts by verdict."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     return "\n".join(f"{verdict:<20} {count:>6,}" for verdict, count in counts.most_common())
 
@@ -90,13 +90,13 @@ def table(outcomes: Iterable[Outcome]) -> str:
 def in_turn(
     cases: Iterable[tuple[str, Callable[[Path], list[str]]]], folder: Path, part: str = "1/1", **limits: Any
 ) -> Iterator[tuple[str, Outcome]]:
-    """Run cases one after another; yields what each is called, and how it ended.
+    """Run cases one after another; yields the title and the outcome of each.
 
     Args:
-        cases: a title, and a function that writes the case's files into a folder and returns the arguments.
-        folder: for the cases' folders; those that ended well are removed.
+        cases: a title and a function for each case; the function writes files into a folder and returns the arguments.
+        folder: parent folder of the cases' folders; those of successful cases are removed.
         part: ``2/3`` runs every third case, from the second on.
-        limits: of ``run_case``.
+        limits: limits for ``run_case``.
     """
     number, count = map(int, part.split("/"))
     for i, (title, write) in enumerate(cases):
@@ -114,13 +114,13 @@ Cases = Iterator[tuple[str, Callable[[Path], list[str]]]]
 
 
 def main_loop(about: str | None, what: str, count: int, every: Callable[[Path, int, int], Cases]) -> None:
-    """Run cases from the command line, show those that went wrong and a table of all.
+    """Run cases from the command line, and print the failures and a table of all outcomes.
 
     Args:
-        about: the program's help.
-        what: the cases are called.
-        count: cases by default.
-        every: from a folder for inputs, a count and a seed to the cases.
+        about: help text of the program.
+        what: name of the cases.
+        count: default number of cases.
+        every: function from a folder for inputs, a count and a seed to the cases.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--cases", type=int, default=count)
@@ -145,7 +145,7 @@ def main_loop(about: str | None, what: str, count: int, every: Callable[[Path, i
 
 
 def remove(folder: Path) -> None:
-    """Delete a case's folder, links in it not followed."""
+    """Delete a case's folder without following links in it."""
     import shutil
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -161,8 +161,8 @@ def _child(arguments: list[str], folder: Path, gib: int, parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        os.setsid()  # so that what it starts can be ended with it
-        tqdm.set_lock(threading.RLock())  # its own is shared with all forks, and a kill would leave it taken
+        os.setsid()  # so that its child processes can be ended with it
+        tqdm.set_lock(threading.RLock())  # the default lock is shared with all forks, and a kill would leave it locked
         os.chdir(folder)
         for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
             os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
@@ -200,7 +200,7 @@ def _limit_memory(gib: int) -> None:
 
 
 def _start_no_process() -> None:
-    """Where Lightning would start the other ranks, the case has passed all checks that come before: it runs."""
+    """End a case with success where Lightning would start the other ranks: it has passed all earlier checks."""
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
     def started(_: Any) -> None:
@@ -211,7 +211,7 @@ def _start_no_process() -> None:
 
 
 def _wait(process: int, deadline: float) -> int | None:
-    """Its exit status; None where it was still running, and was killed."""
+    """Exit status of a process; None if it was still running at the deadline, and was killed."""
     status = None
     while status is None and time.monotonic() < deadline:
         done, found = os.waitpid(process, os.WNOHANG)
@@ -225,7 +225,7 @@ def _wait(process: int, deadline: float) -> int | None:
 
 
 def in_fork(function: Callable[[], str], seconds: float = 60) -> str:
-    """What a function returns in a process of its own, or how that process ended."""
+    """Result of a function in a forked process, or the way that the process ended."""
     reading, writing = os.pipe()
     if (process := os.fork()) == 0:
         try:

@@ -1,6 +1,6 @@
-"""Damaged model folders, adapters and runs: every command refuses them with exit code 2 and a line, or runs.
+"""Fuzzing with damaged model folders, adapters and runs: a command refuses one in one line, exit code 2, or runs.
 
-``python tests/fuzz_folders.py --cases 300 --seed 1`` runs so many and prints how they ended.
+``python tests/fuzz_folders.py --cases 300 --seed 1`` runs 300 cases and prints the outcomes.
 """
 
 import json
@@ -21,11 +21,11 @@ VALUES: list[Any] = [
     *("", "x", "\ud83d", "\x1b[31m", "../../x", "a" * 5000, "auto", "float99"),
     *("Qwen3ForCausalLM", "LlamaForCausalLM", "qwen2", "llama", "bert", "mamba"),
 ]
-"""What a key of a JSON file is set to."""
+"""Values that a key of a JSON file is set to."""
 
 
 def damage_json(rng: random.Random, path: Path) -> str:
-    """Change a value, delete a key, or make it another document."""
+    """Change a value, delete a key, or replace the document."""
     text = path.read_text(encoding="utf-8")
     document = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
     found = [(holder, key) for holder, key in places(document)]
@@ -47,7 +47,7 @@ def damage_json(rng: random.Random, path: Path) -> str:
 
 
 def damage_bytes(rng: random.Random, path: Path) -> str:
-    """Truncate, flip, overwrite, empty or remove a file."""
+    """Truncate, flip a bit of, overwrite, empty or remove a file."""
     raw = path.read_bytes()
     at = rng.randrange(len(raw) or 1)
     deed = rng.choice(["cut", "flip", "flip early", "noise", "empty", "remove", "folder", "zeros", "long header"])
@@ -78,7 +78,7 @@ READ_BY_ALL = (".csv", ".json", ".jsonl", ".yaml", ".ckpt")
 def cases(
     count: int, seed: int, model: Path, run: Path, rows: str
 ) -> Iterator[tuple[str, Callable[[Path], list[str]]]]:
-    """Titles of damaged folders, and what makes each."""
+    """Titles of damaged folders, and a function that writes each."""
     kinds = {"model": files_of(model), "run": files_of(run)}
     for number in range(count):
         rng = random.Random(f"{seed} {number}")

@@ -1,6 +1,6 @@
-"""Mutated recipes: every one is refused with exit code 2 and a line, or it runs.
+"""Fuzzing with mutated recipes: each is refused with exit code 2 and one line, or runs.
 
-``python tests/fuzz_recipes.py --cases 2000 --seed 1`` runs so many and prints how they ended.
+``python tests/fuzz_recipes.py --cases 2000 --seed 1`` runs 2000 cases and prints the outcomes.
 """
 
 import functools
@@ -25,7 +25,7 @@ FRAGMENTS = sorted((REPOSITORY / "recipes").glob("*/*.yaml"))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Each container of a recipe with each of its keys."""
+    """All containers of a recipe, each with each of its keys."""
     for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield value, key
         yield from places(value[key], (*path, key))
@@ -36,7 +36,7 @@ def junk(rng: random.Random) -> Any:
 
 
 def near(rng: random.Random, value: Any) -> Any:
-    """Another value of the same type, or of one that YAML could have read."""
+    """Another value of the same type, or of a type that YAML could have read."""
     if isinstance(value, bool):
         return rng.choice([not value, int(value), str(value)])
     if isinstance(value, int | float):
@@ -64,11 +64,11 @@ def near(rng: random.Random, value: Any) -> Any:
 
 
 Known = dict[str, dict[str, str]]
-"""For each part of a recipe its options, each with its type as text."""
+"""Options of each part of a recipe, each with its type as text."""
 
 
 def options() -> Known:
-    """What each part of a recipe takes, by the signatures."""
+    """Options of each part of a recipe, from the signatures."""
     from lightning.pytorch import Trainer
 
     from lit_ft import CausalLM, TextDataModule
@@ -85,7 +85,7 @@ def options() -> Known:
 
 @functools.cache
 def typed_options(named: Any) -> dict[str, str]:
-    """Options of a class, or of the class of that path, with their types as text."""
+    """Options of a class, or of the class with that path, with their types as text."""
     if isinstance(named, str):
         module, _, name = named.rpartition(".")
         try:
@@ -100,7 +100,7 @@ def typed_options(named: Any) -> dict[str, str]:
 
 
 def typed(rng: random.Random, annotation: str) -> Any:
-    """A value that an option of this type takes, from its far ends too."""
+    """Value of an option's type, extreme values included."""
     draws: list[Any] = []
     if "bool" in annotation:
         draws += [True, False]
@@ -125,7 +125,7 @@ DEEDS = "junk junk near near delete rename option class move list typed typed ty
 
 
 def mutate(rng: random.Random, recipe: dict[str, Any], known: Known) -> str:
-    """Change a recipe in one place; says what was done."""
+    """Change a recipe at one position; returns a description of the change."""
     found = list(places(recipe))
     deed = rng.choice(
         ["junk", "junk", "near", "near", "delete", "rename", "option", "class", "move", "list"]
@@ -191,7 +191,7 @@ ENDINGS = [" {", " [", " '", ' "', " &a", " *a", " !!python/object:os.system", "
 
 
 def mutate_text(rng: random.Random, text: str) -> bytes:
-    """Damage to the file itself."""
+    """Damage the text of a recipe file."""
     lines = text.split("\n")
     at = rng.randrange(len(lines))
     deed = rng.randrange(7)
@@ -217,7 +217,7 @@ def mutate_text(rng: random.Random, text: str) -> bytes:
 
 
 def small(recipe: dict[str, Any], model: str, rows: str) -> dict[str, Any]:
-    """A shipped recipe with a tiny model and data, for one step."""
+    """A shipped recipe, changed to a tiny model, tiny data and one step."""
     recipe = deepcopy(recipe)
     recipe.setdefault("model", {})["pretrained"] = model
     data = recipe.setdefault("data", {})
@@ -245,7 +245,7 @@ def small_fragment(fragment: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases(count: int, seed: int, model: str, rows: str) -> Iterator[tuple[str, Callable[[Path], list[str]]]]:
-    """Titles of mutated recipes, and what writes each."""
+    """Titles of mutated recipes, and a function that writes each."""
     known, loaded = (
         options(),
         {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in [*RECIPES, *FRAGMENTS]},
@@ -290,7 +290,7 @@ def writer(command: str, texts: list[bytes]) -> Callable[[Path], list[str]]:
 
 
 def preload() -> None:
-    """Import once what commands import."""
+    """Import the modules of all commands once."""
     import bitsandbytes  # noqa: F401
     import datasets  # noqa: F401
     import deepspeed  # noqa: F401

@@ -1,4 +1,4 @@
-"""Values that fuzzed recipes and files hold in the place of good ones."""
+"""Values that replace valid ones in fuzzed recipes and files."""
 
 import math
 from typing import Any
@@ -116,4 +116,4 @@ CLASSES = """
     schedulefree.SGDScheduleFree bitsandbytes.optim.Adam8bit torchmetrics.MeanMetric lit_ft lit_ft. .CausalLM
     CausalLM lit_ft.training.causal_lm lit_ft.model.loading.load_base torch.optim Trainer ddp
 """.split()
-"""Names of classes, of other things and of nothing, in packages whose code may run."""
+"""Names of classes, of other objects and of nothing, in packages whose code may run."""

@@ -1,4 +1,4 @@
-"""Pickles that run code."""
+"""Malicious pickles, which run code when they are loaded."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Evil:
-    """Unpickling it leaves a mark."""
+    """Object that leaves a trace if it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,4 +1,4 @@
-"""Runs that are killed."""
+"""Runs for the tests of killed processes."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torture import CASES, Case, Life
 def fit(
     folder: Path, recipe: Path, *options: str, case: Case = CASES["one"], prepare: Callable[[], None] = lambda: None
 ) -> tuple[set[int], str]:
-    """Exit codes of a short run in ``folder/run``, and what its first rank said."""
+    """Exit codes of a short run in ``folder/run``, and the output of its first rank."""
     log = folder / f"log-{len(list(folder.glob('log-*')))}"
     arguments = ["fit", "--config", str(recipe), "--trainer.max_steps", "4", *options, *case.options]
     life = Life(case, [*arguments, "--trainer.devices", str(case.ranks)], log, prepare=prepare)
@@ -20,7 +20,7 @@ def fit(
 
 
 def in_a_child(function: Callable[..., Any], *arguments: Any) -> int:
-    """How a forked process that runs it ends: its exit code, or minus the signal."""
+    """Run a function in a forked process; returns its exit code, or minus the signal that ended it."""
     if (child := os.fork()) == 0:
         code = 1
         try:

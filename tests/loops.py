@@ -1,4 +1,4 @@
-"""Fits that are stopped at any moment and resumed, and a plain training loop over the same samples."""
+"""Fits that are stopped at a given moment and resumed, and a plain training loop over the same samples."""
 
 import os
 import time
@@ -26,18 +26,18 @@ SEED = 3
 
 @dataclass
 class Run:
-    """What is trained on; ``sources`` are JSON-lines files with their number of rows."""
+    """Data and settings of a fit; ``sources`` are JSON-lines files with their number of rows."""
 
     model: str
     sources: list[tuple[str, int]]
     val_path: str | None = None
     ranks: int = 1
     strategy: Callable[[], Any] | None = None
-    """Makes that of several ranks; None is DDP."""
+    """Factory of the strategy for several ranks; None is DDP."""
     data: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     schedule: dict[int, int] | None = None
-    """Of gradient accumulation, by epoch."""
+    """Gradient accumulation factor by epoch."""
 
     def module_and_data(self) -> tuple[CausalLM, TextDataModule]:
         module = CausalLM(self.model)
@@ -56,7 +56,7 @@ class Run:
         resume_data: Any = "same",
         **trainer: Any,
     ) -> "Outcome":
-        """Train in this process, which is one rank of ``ranks``."""
+        """Train in this process, one rank of ``ranks``."""
         os.environ["PL_GLOBAL_SEED"] = str(SEED)
         module, data = self.module_and_data()
         data.resume_data = resume_data
@@ -92,20 +92,20 @@ class Run:
 @dataclass
 class Outcome:
     weights: dict[str, Tensor]
-    """This rank's parts of them."""
+    """This rank's shards of the weights."""
     losses: dict[int, float]
-    """Of each optimizer step that this process took, by its number from 1."""
+    """Loss of each optimizer step of this process, by its number from 1."""
     norms: dict[int, float]
     validations: list[tuple[int, float]]
-    """Steps taken before, and loss."""
+    """Number of optimizer steps before each validation, and its loss."""
     epoch: int
     step: int
     logged: dict[tuple[str, int], float]
-    """Losses by their name and the step that they were logged with."""
+    """Logged losses by name and step."""
 
 
 class Logged(DummyLogger):
-    """Keeps the losses that a trainer logs."""
+    """Logger that stores the losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,15 +142,15 @@ class Stopped(Exception):
 
 
 class Stop(Callback):
-    """Saves at a moment, and ends the run there."""
+    """Callback that saves a checkpoint at a given moment and ends the run."""
 
     def __init__(self, moment: str, number: float, path: Path) -> None:
-        """Choose the moment.
+        """Set the moment.
 
         Args:
             moment: ``batch``, ``backward``, ``validation``, ``validation_batch``, ``should_stop`` or ``max_time``.
-            number: which one, counted from 1; in ``max_time``, seconds of each micro-batch.
-            path: the checkpoint.
+            number: number of the moment, counted from 1; for ``max_time``, seconds of each micro-batch.
+            path: path of the checkpoint.
         """
         self.moment, self.left, self.path, self._saves_at_end = moment, number, str(path), False
 
@@ -196,7 +196,7 @@ class Stop(Callback):
 
 
 def plain_losses(run: Run, epochs: int) -> tuple[dict[int, float], dict[str, Tensor]]:
-    """Loss of each optimizer step and the final weights, one sample at a time, without Lightning."""
+    """Loss of each optimizer step and final weights of a loop over single samples, without Lightning."""
     model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5)
     losses: dict[int, float] = {}
@@ -218,7 +218,7 @@ def plain_losses(run: Run, epochs: int) -> tuple[dict[int, float], dict[str, Ten
 
 
 def steps_of(run: Run, epochs: int) -> Iterator[list[Any]]:
-    """The samples of each optimizer step."""
+    """Samples of each optimizer step."""
     _, data = run.module_and_data()
     limit: Any = run.trainer.get("overfit_batches") or run.trainer.get("limit_train_batches", 1.0)
     per_batch = data.micro_batch_size * run.ranks
@@ -242,7 +242,7 @@ def steps_of(run: Run, epochs: int) -> Iterator[list[Any]]:
 
 
 def units_of(run: Run, data: TextDataModule) -> Iterator[list[Any]]:
-    """For each pass over the data its units, each a list of samples."""
+    """Units of each pass over the data, each a list of samples."""
     data.load(AutoTokenizer.from_pretrained(run.model))
     plan = data.plan(run.ranks)
     if run.trainer.get("overfit_batches"):
@@ -258,7 +258,7 @@ def units_of(run: Run, data: TextDataModule) -> Iterator[list[Any]]:
 
 
 def _streamed(run: Run, data: TextDataModule, plan: Any, epoch: int) -> list[Any]:
-    """A pass in buffers; what does not fill an optimizer step goes first in the next buffer, unshuffled."""
+    """A pass in buffers; samples that do not fill an optimizer step are the first of the next buffer, unshuffled."""
     _, whole = replace(run, data={**run.data, "streaming": False}).module_and_data()
     whole.load(AutoTokenizer.from_pretrained(run.model))
     samples = whole.splits["train"]

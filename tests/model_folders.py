@@ -1,4 +1,4 @@
-"""Model folders with changed weights and untied heads."""
+"""Model folders with changed weights or untied output heads."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def untied(model_folder: str, folder: Path) -> str:
-    """The test model with a head of its own."""
+    """Write the test model with an untied output head."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
     model.config.tie_word_embeddings = False
@@ -18,7 +18,7 @@ def untied(model_folder: str, folder: Path) -> str:
 
 
 def change(folder: Path, name: str = "model.layers.1.self_attn.v_proj.bias") -> None:
-    """Train one small tensor of a base."""
+    """Change one small tensor of a base model, as training would."""
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = tensors[name] + 1e-3
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Fits in this process that record losses."""
+"""Fits in the test process that record losses."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def train(
 
 
 class Signal(Callback):
-    """Sends a signal to this process while a micro-batch runs."""
+    """Callback that sends a signal to this process during a micro-batch."""
 
     def __init__(self, step: int, number: signal.Signals = signal.SIGINT) -> None:
         self.step, self.number = step, number

@@ -1,4 +1,4 @@
-"""What a user brings: a module and data that know nothing of lit_ft."""
+"""A user's module and data module, independent of lit_ft."""
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule

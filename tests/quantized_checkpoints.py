@@ -1,4 +1,4 @@
-"""Quantized checkpoints written by hand from a dense one, each with the dense checkpoint that it stands for.
+"""Quantized checkpoints made from a dense one, each with its dequantized checkpoint.
 
 Legend: w a weight ``(out, in)``; q its integers; s scales; z zero points; groups lie along the inputs.
 """
@@ -15,18 +15,18 @@ from torch import Tensor
 
 GROUP = 32
 Stored = tuple[dict[str, Tensor], Tensor]
-"""What a checkpoint holds in a weight's place, and the weight that this stands for."""
+"""Tensors that a checkpoint has in place of a weight, and the dequantized weight."""
 
 
 def pack(integers: Tensor, order: Sequence[int] = range(8)) -> Tensor:
-    """Eight 4-bit integers of a row in each int32, the first of ``order`` lowest."""
+    """Pack eight 4-bit integers of a row into each int32; the first of ``order`` is in the lowest bits."""
     eights = integers.reshape(len(integers), -1, 8)[..., list(order)].to(torch.int64)
     packed = (eights << (4 * torch.arange(8))).sum(-1)
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
 def four_bits(w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Round to 4 bits; q ``(out, in)``, z and s ``(out, groups)``, and the weight that they stand for in fp16."""
+    """Quantize to 4 bits: q ``(out, in)``, z and s ``(out, groups)``, and the dequantized weight in fp16."""
     groups = w.reshape(len(w), -1, GROUP)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     s = ((high - low) / 15).half().float()
@@ -39,7 +39,7 @@ def four_bits(w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def gptq(w: Tensor) -> Stored:
     q, z, s, dense = four_bits(w)
     group_of = (torch.arange(w.shape[1]) // GROUP).int()
-    # Zero points are stored less one, and wrap round: 0 as 15.
+    # Zero points are stored minus one, modulo 16: 0 as 15.
     parts = {"qweight": pack(q).t(), "qzeros": pack((z.t() - 1) % 16), "scales": s.t().half(), "g_idx": group_of}
     return parts, dense
 
@@ -115,14 +115,14 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
 
 
 def write(dense: str, format: str, folder: Path) -> tuple[str, str]:
-    """Write a checkpoint in ``format`` and the dense one that it stands for; returns their folders."""
+    """Write a checkpoint in ``format`` and its dequantized checkpoint; returns their folders."""
     quantize, config = FORMATS[format]
     weights = load_file(f"{dense}/model.safetensors")
     stored, stands_for = dict(weights), dict(weights)
     for name in [name for name in weights if name.endswith("proj.weight")]:
         parts, stands_for[name] = quantize(stored.pop(name))
         stored |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
-    if format in ("gptq", "awq"):  # their layers hold biases in fp16
+    if format in ("gptq", "awq"):  # their layers have fp16 biases
         stands_for = {n: t.half().float() if n.endswith("proj.bias") else t for n, t in stands_for.items()}
     for name, tensors, extra in (("quantized", stored, {"quantization_config": config}), ("dense", stands_for, {})):
         shutil.copytree(dense, folder / name)

@@ -1,4 +1,4 @@
-"""Runs a function in several processes that form a group, and brings back what each returned."""
+"""Execution of a function in several forked processes that can form a process group."""
 
 import ctypes
 import gc
@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process, which ``parent`` has forked, as soon as that one ends."""
+    """Let the kernel kill this process, a fork of ``parent``, when ``parent`` ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -34,17 +34,17 @@ def end_with_parent(parent: int) -> None:
 def on_ranks(
     world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300, local_world: int | None = None
 ) -> list[Any]:
-    """What ``function(*arguments)`` returns in each of ``world`` processes, forked from this one.
+    """Run ``function(*arguments)`` in ``world`` processes, forked from this one; returns the result of each.
 
-    Lightning finds its rank in the environment, as with ``torchrun``. A process that is still there after
-    ``timeout`` seconds is killed, and the others with it; so are all when the test is.
+    Lightning finds its rank in the environment, as with ``torchrun``. All processes are killed if one of them runs for
+    more than ``timeout`` seconds, or if the test is killed.
 
     Args:
         world: number of processes.
-        function: what each runs; it may fit models with ``devices=world``.
-        arguments: for the function.
-        timeout: seconds.
-        local_world: processes per pretended node; None puts all on one.
+        function: function that each process runs; it may fit models with ``devices=world``.
+        arguments: positional arguments of the function.
+        timeout: time limit in seconds.
+        local_world: number of processes per simulated node; None puts all on one node.
     """
     port = free_port()
     local = local_world or world
@@ -63,19 +63,19 @@ def on_ranks(
 
 @dataclass
 class CasesOnRanks:
-    """Cases that run one after the other in one group of processes, and are reported one by one.
+    """Cases that run one after another in one group of processes, and are reported one by one.
 
-    What a rank finds out once, as the shapes of its operators, serves all of them.
+    The cases share the caches of a rank, e.g. for the shapes of its operators.
     """
 
     world: int
     function: Callable[..., Any]
     cases: dict[str, tuple[Any, ...]]
-    """Arguments of the function, by name of the case."""
+    """Arguments of the function by name of the case."""
     timeout: float = 300
 
     def of(self, name: str) -> list[Any]:
-        """What the function returns on each rank; a case that failed, and those after it, raise what it raised."""
+        """Result of the function on each rank; a failed case, and all cases after it, raise the error of that case."""
         failures = [error for _, error in self._by_rank if error]
         if any(name not in found for found, _ in self._by_rank):
             raise AssertionError("\n".join(failures))
@@ -103,7 +103,7 @@ def _start(
         return process
     code = 1
     try:
-        # A collection would visit, and so copy, all that this process shares with its parent.
+        # A collection would visit, and so copy, all memory that this process shares with its parent.
         gc.freeze()
         end_with_parent(parent)
         os.environ |= {
@@ -134,7 +134,7 @@ def _wait(processes: list[int], deadline: float) -> list[int]:
                 if done:
                     codes[process] = os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline or any(codes.values()):
-            time.sleep(1)  # let the others report what they saw
+            time.sleep(1)  # let the other ranks report their errors
             for process in set(processes) - set(codes):
                 os.kill(process, signal.SIGKILL)
             for process in set(processes) - set(codes):

@@ -1,15 +1,15 @@
-"""Kill runs at random moments, half of them inside a save, and resume them until they end.
+"""Stress test of resuming: kills runs at random moments, half of them within a save, and resumes them to the end.
 
     python tests/torture.py --kills 200
     python tests/torture.py --kills 20 --strategies one,ddp --seed 1
     python tests/torture.py --damage 400
 
-``--damage`` flips bits of checkpoints and cuts them short in place of killing runs, and counts what is found.
+``--damage`` flips bits of checkpoints and truncates them instead of killing runs, and counts the detected damages.
 
 Each run is ``fit --resume auto`` on a tiny model, forked from this process, so that a kill costs seconds. Its ranks
 are ended with SIGKILL: all at a random time, or one just before a random write, sync, rename or removal of a save, and
-then the others. A run that ends is compared with one that was not killed: weights, optimizer states, learning rates and
-the rows of ``metrics.csv``, bit by bit. A table says what was found; the exit code is 1 if anything was wrong.
+then the others. A finished run is compared with an uninterrupted one: weights, optimizer states, learning rates and the
+rows of ``metrics.csv``, bit by bit. A table shows the results; the exit code is 1 if there was any error.
 """
 
 import argparse
@@ -57,7 +57,7 @@ IN_A_SAVE: list[tuple[Any, str]] = [
     (Path, "replace"),
     (shutil, "rmtree"),
 ]
-"""What a save calls, one after the other; a kill comes just before one of them."""
+"""Functions that a save calls; a kill happens just before one of the calls."""
 
 MOST_KILLS_OF_A_RUN = 5
 
@@ -91,7 +91,7 @@ CASES = {
 
 @dataclass
 class Result:
-    """What was found of a strategy."""
+    """Results of a strategy."""
 
     kills: int = 0
     in_saves: int = 0
@@ -109,7 +109,10 @@ class Result:
 
 
 def write_recipe(folder: Path, accumulate: int) -> Path:
-    """A model of 60 thousand parameters, rows, and a recipe of 24 steps, 12 on two ranks: two saves at each second."""
+    """Write a model of 60 thousand parameters, rows, and a recipe of 24 steps, 12 on two ranks.
+
+    Every second step writes two checkpoints.
+    """
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 512}
@@ -141,14 +144,14 @@ def write_recipe(folder: Path, accumulate: int) -> Path:
 
 @dataclass
 class Aim:
-    """A rank, and which call of a save of its it is killed before."""
+    """A rank, and the call of a save before which it is killed."""
 
     rank: int
     call: int
 
 
 class Life:
-    """The processes of a run, from a start or a resumption to their end."""
+    """Processes of a run from a start or a resumption to their end."""
 
     def __init__(
         self,
@@ -169,10 +172,10 @@ class Life:
             return process
         code = 1
         try:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # goes with its parent
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
             if os.getppid() != parent:
                 os._exit(1)
-            tqdm.set_lock(threading.RLock())  # its own is shared with all forks, and a kill would leave it taken
+            tqdm.set_lock(threading.RLock())  # the default lock is shared with all forks; a kill would leave it locked
             _redirect_output(self.log / f"output-{rank}")
             if case.ranks > 1:
                 os.environ |= _as_torchrun(rank, case.ranks, port)
@@ -185,7 +188,7 @@ class Life:
             os._exit(code)
 
     def _watch_saves(self, rank: int, last_call: int | None) -> None:
-        """Count the calls of saves, note which checkpoints are complete, and be killed before one of the calls."""
+        """Count the calls of saves, record the complete checkpoints, and kill this rank before one of the calls."""
         calls = 0
 
         def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,13 +211,13 @@ class Life:
             with (self.log / "saved").open("a") as file:
                 file.write(f"{position.global_step}\n")
 
-        # Only around saves: files of other kinds are written as well.
+        # Only during saves: other files are written too.
         for owner, name in IN_A_SAVE:
             setattr(owner, name, counted(getattr(owner, name)))
         replacement.replace = noted
 
     def wait(self, until: float = float("inf")) -> bool:
-        """Wait for the end; after ``until``, or once a rank was killed, kill all. Whether any was killed."""
+        """Wait for the end; after ``until``, or after a rank was killed, kill all. Returns whether any was killed."""
         codes: dict[int, int] = {}
         while len(codes) < len(self.processes):
             for process in set(self.processes) - set(codes):
@@ -223,7 +226,7 @@ class Life:
                     codes[process] = os.waitstatus_to_exitcode(status)
             if time.monotonic() > until or any(code != 0 for code in codes.values()):
                 if any(code > 0 for code in codes.values()):
-                    time.sleep(2)  # the others say what they saw
+                    time.sleep(2)  # let the other ranks report their errors
                 for process in set(self.processes) - set(codes):
                     os.kill(process, signal.SIGKILL)
                 for process in set(self.processes) - set(codes):
@@ -242,7 +245,7 @@ class Life:
 
 
 def _redirect_output(path: Path) -> None:
-    """Write all that this process says to a file, loggers that hold an earlier stream included."""
+    """Send the output of this process to a file, that of loggers with an earlier stream included."""
     sys.stdout = sys.stderr = path.open("a", buffering=1)
     os.dup2(sys.stderr.fileno(), 1)
     os.dup2(sys.stderr.fileno(), 2)
@@ -284,7 +287,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def differences(got: Any, wanted: Any, where: str = "") -> list[str]:
-    """Where two nested values differ, tensors bit by bit."""
+    """Differences of two nested values by path; tensors are compared bit by bit."""
     if isinstance(wanted, torch.Tensor):
         return [] if torch.equal(got, wanted) and got.dtype == wanted.dtype else [where]
     if isinstance(wanted, dict):
@@ -299,7 +302,7 @@ def differences(got: Any, wanted: Any, where: str = "") -> list[str]:
 
 
 def torture(name: str, kills: int, recipe: Path, folder: Path, rng: random.Random) -> Result:
-    """Kill runs of a strategy, resume them, and compare what comes of them with a run that was not killed."""
+    """Kill and resume runs of a strategy, and compare the results with an uninterrupted run."""
     case, result = CASES[name], Result()
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -350,7 +353,7 @@ def _one_run(
     rng: random.Random,
     result: Result,
 ) -> None:
-    """Start a run and resume it until it ends, killed up to ``kills`` times."""
+    """Start a run, kill it up to ``kills`` times, and resume it until it ends."""
     for life in range(kills + 1):
         aim, until = None, float("inf")
         if life < kills and rng.random() < 0.5:
@@ -375,7 +378,7 @@ def _one_run(
 
 
 def _lost(run_dir: Path, log: Path) -> str | None:
-    """What is gone of the checkpoints that were complete before a kill."""
+    """Description of complete checkpoints that were lost by a kill; None if there are none."""
     saved = [int(line) for file in log.glob("*/saved") for line in file.read_text().split()]
     if not saved:
         return None
@@ -389,7 +392,7 @@ def _tail(log: Path) -> str:
 
 
 def damage(count: int, recipe: Path, folder: Path, rng: random.Random) -> str:
-    """Flip bits of a checkpoint file and of a folder, and cut them short; a table of what is found."""
+    """Flip bits of a checkpoint file and of a folder, and truncate them; returns a table of the detected damages."""
     lines = ["| checkpoint | damage | times | found |", "|---|---|---|---|"]
     for name in ("one", "fsdp folder"):
         case, run = CASES[name], folder / name
@@ -433,12 +436,12 @@ def flip_bit(path: Path, rng: random.Random) -> None:
 
 
 def cut_short(path: Path, rng: random.Random) -> None:
-    """Leave a random part of a file's beginning."""
+    """Truncate a file at a random position."""
     os.truncate(path, rng.randrange(path.stat().st_size))
 
 
 def table(results: dict[str, Result]) -> str:
-    """The figures as Markdown."""
+    """Markdown table of the results."""
     lines = [
         "| strategy | kills | inside a save | runs | lost | failed to resume | not bit-equal |",
         "|---|---|---|---|---|---|---|",

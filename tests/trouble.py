@@ -1,4 +1,4 @@
-"""A callback that does harm on one rank."""
+"""Callback that fails on one rank, for the tests of failures."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 
 class Trouble(Callback):
-    """On one rank, before a step: raise, die as if out of memory, be stopped, or hang."""
+    """Failure on one rank before a step: an error, a kill as by the out-of-memory killer, a stop, or a hang."""
 
     def __init__(self, kind: str, mark: str, rank: int = 1, step: int = 4) -> None:
         self.kind, self.mark, self.rank, self.step = kind, mark, rank, step

@@ -1,4 +1,4 @@
-"""Ranks of a process group, forked from the test: no imports to wait for."""
+"""Ranks of a process group, forked from the test process, so that they need no imports."""
 
 import ctypes
 import gc
@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Ranks:
-    """Processes of a function, forked from this one as ranks of a group, each of which writes to a file."""
+    """Forked processes that run a function as ranks of a group, with one output file each."""
 
     def __init__(self, folder: Path, count: int, function: Callable[[], Any]) -> None:
         self.folder, self.count = folder, count
@@ -31,8 +31,8 @@ class Ranks:
             return process
         code: Any = 1
         try:
-            gc.freeze()  # a collection would copy what this process shares with its parent
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # none outlives a test that is killed
+            gc.freeze()  # a collection would copy the memory that this process shares with its parent
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives a killed test
             if os.getppid() != parent:
                 os._exit(1)
             with (self.folder / f"rank-{rank}").open("w", buffering=1) as out:
@@ -54,7 +54,7 @@ class Ranks:
             os._exit(code)
 
     def wait(self, ranks: list[int], seconds: float) -> float:
-        """Until these ranks have ended; returns for how many seconds."""
+        """Wait until these ranks have ended; returns the seconds."""
         start = time.monotonic()
         while missing := [rank for rank in ranks if rank not in self.codes]:
             assert time.monotonic() - start < seconds, f"ranks {missing} go on\n{self.output()}"

@@ -1,4 +1,4 @@
-"""Processes that find nothing of what the tests before them did to this one."""
+"""Processes in a clean environment, independent of earlier tests."""
 
 import os
 import subprocess
@@ -8,17 +8,17 @@ _KEPT = {"PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "REQUEST
 
 
 def clean_environment() -> dict[str, str]:
-    """What a process needs to start, and pip to install; Lightning leaves ports, ranks and seeds in ``os.environ``."""
+    """Environment variables for a process and for pip, without the ports, ranks and seeds that Lightning sets."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name in _KEPT or name.startswith(("PIP_", "SSL_")) or name.upper().endswith("_PROXY")
     }
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # neither slow nor shared
+    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # one thread and no GPU: fast start
 
 
 def python(executable: Path | str, *arguments: str, folder: Path, timeout: float = 300) -> str:
-    """What a fresh process prints."""
+    """Run Python in a new process; returns its stdout."""
     done = subprocess.run(
         [str(executable), *arguments],
         cwd=folder,

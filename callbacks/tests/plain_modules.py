@@ -1,4 +1,4 @@
-"""Small modules of torch and lightning alone, that the callbacks' tests train."""
+"""Small modules of torch and lightning only, for the tests of the callbacks."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ VOCABULARY = 32
 
 
 class Digits(LightningModule):
-    """An MLP on pictures of 8 x 8, ``(batch, 64)`` with labels ``(batch,)``."""
+    """An MLP on images of 8 x 8 pixels, ``(batch, 64)``, with labels ``(batch,)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def digits(count: int = 16, batch_size: int = 2) -> DataLoader:
 
 
 def texts(count: int = 16, batch_size: int = 2, length: int = 8, padding: int = 0, prompt: int = 0) -> DataLoader:
-    """Samples of ``length`` tokens: the last ``padding`` are padding, the first ``prompt`` have no label."""
+    """Data loader of samples of ``length`` tokens: the last ``padding`` are padding, the first ``prompt`` unlabeled."""
     draw = torch.Generator().manual_seed(0)
     rows = []
     for ids in torch.randint(0, VOCABULARY, (count, length), generator=draw):

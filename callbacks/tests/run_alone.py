@@ -1,6 +1,6 @@
-"""Trains a plain module with every callback: ``python run_alone.py digits|text ddp|fsdp|single FOLDER``.
+"""Training of a plain module with every callback: ``python run_alone.py digits|text ddp|fsdp|single FOLDER``.
 
-The test of the clean environment runs it where lit_callbacks is installed alone.
+A test runs it in a clean environment in which only lit_callbacks is installed.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 class Told(LightningModule):
-    """Tells the ledger the loss of each sample, and writes its own weights."""
+    """Module that passes the loss of each sample to the ledger, and writes its weights itself."""
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
@@ -69,7 +69,7 @@ class ToldText(Told, TinyLM):
         return {"loss": losses.mean(), "token_losses": losses.detach()}
 
     def said(self, prompts: Sequence[str]) -> list[str]:
-        """Greedy: each answer is four more tokens, as numbers."""
+        """Greedy answers of four tokens each, as numbers."""
         ids = torch.tensor([[int(word) for word in prompt.split()] for prompt in prompts])
         for _ in range(4):
             ids = torch.cat([ids, self.head(self.layer(self.embedding(ids)))[:, -1:].argmax(-1)], dim=1)
@@ -82,13 +82,13 @@ class ToldText(Told, TinyLM):
 
 
 def ids_of(batch: Any) -> list[str]:
-    """A sample's sum tells it from the others here."""
+    """Ids of a batch's samples: their sums, which are distinct here."""
     rows = batch["input_ids"] if isinstance(batch, dict) else batch[0]
     return [f"{total:.6f}" for total in rows.double().sum(1).tolist()]
 
 
 def main(kind: str, how: str, folder: Path) -> None:
-    """Fit, and leave in ``said.json`` what the test wants to know."""
+    """Fit, and write the results for the test to ``said.json``."""
     seed_everything(0, verbose=False)
     module = ToldDigits() if kind == "digits" else ToldText()
     data, validation = (digits(32), digits(8)) if kind == "digits" else (texts(32, padding=2), texts(8))
