@@ -14,7 +14,7 @@ def clean_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name in _KEPT or name.startswith(("PIP_", "SSL_")) or name.upper().endswith("_PROXY")
     }
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # one thread and no GPU: fast start
+    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # not slowed by threads, not on a shared GPU
 
 
 def python(executable: Path | str, *arguments: str, folder: Path, timeout: float = 300) -> str:

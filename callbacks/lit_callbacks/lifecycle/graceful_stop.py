@@ -147,7 +147,7 @@ class GracefulStop(Callback):
         if self._trainer.is_global_zero:
             os.write(2, f"\n{text}\n".encode())
 
-    # --- places to stop ------------------------------------------------------------------------------
+    # --- points to stop at ---------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the step at which training starts or resumes."""

@@ -112,7 +112,7 @@ class SpikeGuard(Callback):
         Args:
             threshold: number of robust standard deviations above the median of the last good steps at which a spike
                 begins (see ``excess``).
-            window: number of last good steps whose median is taken.
+            window: number of last good optimizer steps whose median is taken.
             warmup_steps: number of good steps before a finite value can count as a spike.
             stop_after: number of skipped steps among the last ``window`` steps at which ``SpikesPersist`` is raised.
             folder: folder for the evidence, a JSON file for each skipped step and rank; None is ``spikes`` in

@@ -1,4 +1,4 @@
-"""How fast training goes and where its time goes, without what is not training."""
+"""Throughput of training and the time of each part of a step, without validation and checkpoints."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
