@@ -1,1 +1,1 @@
-"""The LightningModule with its loss and metrics, and what watches over a run."""
+"""LightningModule with its loss and metrics, optimizers, loggers, and checks during a run."""

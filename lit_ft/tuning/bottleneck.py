@@ -1,10 +1,10 @@
-"""Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751), which PEFT does not have: a method like its others.
+"""Bottleneck adapters (Houlsby et al. 2019, arXiv:1902.00751) as a PEFT method, which PEFT itself does not have.
 
-After the layers it targets, a small two-layer network is added to their output: ``y + s up(act(down(y)))``. With
+A small two-layer network is added to the output of each target layer: ``y + s up(act(down(y)))``. With
 ``target_modules: [o_proj, down_proj]`` these are the outputs of attention and feed-forward block (Houlsby); with
 ``[down_proj]``, of the feed-forward block alone (Pfeiffer et al. 2021, arXiv:2005.00247).
 
-Importing this module makes the method known to PEFT, so that ``PeftModel.from_pretrained`` reads its adapters.
+Importing this module registers the method with PEFT, so that ``PeftModel.from_pretrained`` reads its adapters.
 """
 
 from dataclasses import dataclass, field
@@ -19,16 +19,16 @@ from transformers.activations import ACT2FN
 
 
 class _Type(str):
-    """A PEFT type beside those of PEFT's enumeration, which cannot be added to; like its members it is a string."""
+    """PEFT type outside PEFT's enumeration, which cannot be extended; like its members it is a string."""
 
     @property
     def value(self) -> str:
-        """The name."""
+        """Name of the type, as enumeration members have it."""
         return str(self)
 
 
 BOTTLENECK = _Type("BOTTLENECK")
-"""What ``adapter_config.json`` has as ``peft_type``."""
+"""Value of ``peft_type`` in ``adapter_config.json``."""
 
 
 @dataclass
@@ -46,10 +46,10 @@ class BottleneckConfig(PeftConfig):
     init_weights: bool = field(default=True, metadata={"help": "Start as the identity."})
 
     def __post_init__(self) -> None:
-        """Set the type.
+        """Set the PEFT type.
 
         Raises:
-            ValueError: a size or name that cannot be.
+            ValueError: ``bottleneck_size`` or ``activation`` is invalid.
         """
         super().__post_init__()
         self.peft_type: Any = BOTTLENECK
@@ -60,11 +60,11 @@ class BottleneckConfig(PeftConfig):
 
 
 class BottleneckLayer(nn.Module, BaseTunerLayer):
-    """A linear layer with adapters after it."""
+    """Linear layer followed by adapters."""
 
     adapter_layer_names = ("bottleneck_down", "bottleneck_up")
     other_param_names = ()
-    # What BaseTunerLayer, which has no type hints, brings along.
+    # Attributes of BaseTunerLayer, which has no type hints.
     get_base_layer: Any
     set_adapter: Any
     active_adapters: Any
@@ -83,7 +83,7 @@ class BottleneckLayer(nn.Module, BaseTunerLayer):
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: BottleneckConfig) -> None:
-        """Add an adapter; its last layer is zero, so that it begins as the identity."""
+        """Add an adapter; its last layer is initialized with zeros, so that it starts as the identity."""
         width = self.get_base_layer().out_features
         down, up = nn.Linear(width, config.bottleneck_size), nn.Linear(config.bottleneck_size, width)
         if config.init_weights:
@@ -96,7 +96,7 @@ class BottleneckLayer(nn.Module, BaseTunerLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The layer's output ``(..., out_features)``, adapted."""
+        """Compute the layer's output ``(..., out_features)`` with its active adapters."""
         base: Any = self.base_layer
         y = base(x, *args, **kwargs)
         for name in [] if self.disable_adapters else self.active_adapters:
@@ -107,21 +107,21 @@ class BottleneckLayer(nn.Module, BaseTunerLayer):
         return y
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refuse.
+        """Refuse to merge.
 
         Raises:
-            ValueError: always; an activation lies between the adapter's layers.
+            ValueError: always, because an activation lies between the adapter's layers.
         """
         raise ValueError(
             "BOTTLENECK adapters are not linear and cannot be merged into the base; use the adapter as it is"
         )
 
     def unmerge(self) -> None:
-        """Nothing was merged."""
+        """Do nothing, because adapters are never merged."""
 
 
 class BottleneckModel(BaseTuner):
-    """Puts the adapters into a model."""
+    """Tuner that adds bottleneck adapters to a model."""
 
     prefix = "bottleneck_"
     tuner_layer_cls = BottleneckLayer

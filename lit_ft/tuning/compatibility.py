@@ -1,4 +1,4 @@
-"""PEFT's methods: which are refused and why, and what some of them must be told of the model."""
+"""Compatibility of PEFT methods with this trainer, with merging, and with quantized base models."""
 
 from typing import Any, cast
 
@@ -14,14 +14,14 @@ _REFUSED = {
     "LILY": "averages its routing over all tokens of a row, so that samples would see each other (peft 0.21)",
     "FROD": "cannot be built without weights, so that a recipe could not be checked before they are read (peft 0.21)",
 }
-"""Methods that do not train right here, and why."""
+"""Methods that do not train correctly here, each with the reason."""
 
 
 def check_method(peft: PeftConfig) -> None:
-    """Refuse methods, and variants of LoRA, that would not train right.
+    """Refuse methods, and variants of LoRA, that would not train correctly.
 
     Raises:
-        RecipeError: it says why.
+        RecipeError: the method is one of them; the message gives the reason.
     """
     if peft.task_type not in (None, "CAUSAL_LM"):
         raise RecipeError(f"model.peft: task_type={peft.task_type} is not for causal language models; leave it out")
@@ -45,10 +45,10 @@ def check_method(peft: PeftConfig) -> None:
 
 
 def check_mergeable(peft: PeftConfig) -> None:
-    """Refuse to plan a merge of a method that adds no weights to the base's.
+    """Refuse to plan a merge for methods that cannot be merged into the base model's weights.
 
     Raises:
-        RecipeError: it says why.
+        RecipeError: the method is one of them; the message gives the reason.
     """
     if peft.is_prompt_learning or peft.peft_type.value in ("ADAPTION_PROMPT", "BOTTLENECK"):
         raise RecipeError(
@@ -77,14 +77,14 @@ def _get(config: Any, name: str) -> Any:
 
 
 def check_quantized(peft: PeftConfig | None, quantization: str) -> None:
-    """Refuse methods that do not compute on a quantized base what they do on the dequantized one.
+    """Refuse methods whose results on a quantized base model differ from those on the dequantized one.
 
     Args:
-        peft: the tuning method.
-        quantization: transformers' name for that of the base, e.g. ``gptq``.
+        peft: config of the tuning method.
+        quantization: transformers' name for the quantization of the base model, e.g. ``gptq``.
 
     Raises:
-        RecipeError: it names a method that does.
+        RecipeError: the method is one of them; the message names one that works.
     """
     if peft is None:
         return
@@ -121,7 +121,7 @@ _ON_QUANTIZED = {
     *("HIRA", "ROAD", "SHIRA", "BEFT", "TRAINABLE_TOKENS", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"),
     *("ADALORA", "ADAPTION_PROMPT", "BOTTLENECK"),
 }
-"""Methods that were compared on an NF4 base and on the same base dequantized (tests/tuning/test_tuning.py)."""
+"""Methods with equal results on an NF4 base model and on the same model dequantized (tests/tuning/test_tuning.py)."""
 
 
 _ON_GPTQMODEL = {
@@ -135,4 +135,4 @@ _TUNING = {
     "gptq": _ON_GPTQMODEL,
     "awq": _ON_GPTQMODEL,
 }
-"""By quantization, the methods that were compared likewise; any other quantization takes LoRA."""
+"""Methods that were compared in the same way, by quantization; with any other quantization only LoRA is allowed."""

@@ -1,8 +1,8 @@
-"""Inits of LoRA that look at the training data (EVA, CorDA, LoRA-GA), take their start out of the base (PiSSA, OLoRA,
-CorDA, LoRA-GA) or make up for its quantization (LoftQ): done once, then kept in checkpoints.
+"""LoRA inits that read training data (EVA, CorDA, LoRA-GA), subtract the initial adapter from the base weights (PiSSA,
+OLoRA, CorDA, LoRA-GA) or compensate for quantization (LoftQ): computed once, then stored in checkpoints.
 
-Words: a *start* is what such an init found. Checkpoints hold it, so that a resumed run, a validation and an export
-begin from the same base without doing it again.
+Terms: a *start* is the result of such an init (``LoraInitState``). Checkpoints hold it, so that a resumed run, a
+validation and an export start from the same base weights without running the init again.
 """
 
 import copy
@@ -28,36 +28,36 @@ from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 
 FROM_DATA = ("eva", "corda", "lora_ga")
-"""Values of ``init_lora_weights`` that look at training data."""
+"""Values of ``init_lora_weights`` that read training data."""
 FROM_THE_BASE = ("pissa", "olora", "corda", "lora_ga")
-"""Beginnings of those that take what the adapter starts as out of the base's weights."""
+"""Prefixes of values of ``init_lora_weights`` that subtract the initial adapter from the base weights."""
 
 _EVA_PASSES = 50
-"""EVA reads the rows again and again until its directions stand still, without an end of its own."""
+"""Maximum number of passes over the data for EVA, which repeats them without limit until its directions converge."""
 
 
 class LoraInitState(TypedDict):
-    """What an init found, for checkpoints."""
+    """Result of an init, for checkpoints."""
 
     settings: dict[str, Any]
-    """Fields of the LoRA config that it chose: EVA deals ranks out to the layers."""
+    """Fields of the LoRA config that the init has set: EVA distributes ranks over the layers."""
     taken: dict[str, Tensor]
-    """Factors A and B, by their names in the adapter, whose scaled product was taken out of the base's weights."""
+    """Initial factors A and B, by their names in the adapter, whose scaled product was subtracted from the base."""
 
 
 def init_of(peft: PeftConfig | None) -> str:
-    """The named init of a LoRA config; ``""`` for PEFT's default and for other methods."""
+    """Name of the init of a LoRA config; ``""`` for PEFT's default and for other methods."""
     init = getattr(peft, "init_lora_weights", True)
     return init if isinstance(init, str) else ""
 
 
 def needs_init(peft: PeftConfig | None) -> bool:
-    """Whether the init does more than draw numbers."""
+    """Whether the init does more than draw random numbers."""
     return init_of(peft).startswith((*FROM_DATA, *FROM_THE_BASE, "loftq"))
 
 
 def with_default_init(peft: PeftConfig, start: LoraInitState | None = None) -> PeftConfig:
-    """The config with PEFT's default init, and with the fields that an init chose."""
+    """Copy of a config with PEFT's default init, and with the fields that an init has set."""
     config = _settled(copy.deepcopy(peft))
     for name, value in (start["settings"] if start else {}).items():
         setattr(config, name, value)
@@ -72,7 +72,7 @@ def _settled(config: Any) -> Any:
 
 
 def check_init(peft: PeftConfig, is_quantized: bool) -> None:
-    """Refuse what an init cannot be combined with.
+    """Refuse settings that an init cannot be combined with.
 
     Raises:
         RecipeError: DoRA, whose magnitudes would be those of the changed base; LoftQ on a base that is not quantized.
@@ -105,15 +105,15 @@ def run_lora_init(
     """Wrap a base model and run the config's init.
 
     Args:
-        base: the model; its weights are changed where the init takes its start out of them.
-        peft: a config whose init needs a start.
-        wrap: makes the ``PeftModel`` of a config.
-        rows: of the training data; unused by inits that do not look at it.
-        forward: runs the model on a row.
-        unquantized: reads the base model as it was before quantization; LoftQ asks for it.
+        base: base model; its weights are changed if the init subtracts the initial adapter from them.
+        peft: config of an init for which ``needs_init`` is true.
+        wrap: function that creates the ``PeftModel`` of a config.
+        rows: packed batches of training data; unused by inits that do not read data.
+        forward: function that runs the model on a packed batch.
+        unquantized: function that reads the base model without quantization, for LoftQ.
 
     Raises:
-        RecipeError: EVA's directions do not come to a stand.
+        RecipeError: EVA's directions do not converge.
     """
     init, began = init_of(peft), time.perf_counter()
     config = cast(LoraConfig, copy.deepcopy(peft))
@@ -121,7 +121,7 @@ def run_lora_init(
         f"adapter init {init}: " + (f"{len(rows)} micro-batches of training data" if rows else "SVD of layers")
     )
     if init in ("corda", "lora_ga") and config.target_modules in (None, "all-linear"):
-        config.target_modules = _names_of_targets(wrap(with_default_init(config)))  # their preparation knows lists only
+        config.target_modules = _names_of_targets(wrap(with_default_init(config)))  # PEFT's preprocessing needs a list
     with _weights_kept(base, wanted=init.startswith(FROM_THE_BASE)):
         if init == "corda":
             preprocess_corda(base, config, run_model=lambda: _run(forward, rows))
@@ -158,7 +158,7 @@ def _names_of_targets(probe: PeftModel) -> list[str]:
 
 
 def restore(model: PeftModel, start: LoraInitState) -> PeftModel:
-    """Give a freshly wrapped base the start of an earlier run."""
+    """Apply the init state of an earlier run to a newly wrapped base model."""
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in start["taken"].items():
@@ -168,10 +168,10 @@ def restore(model: PeftModel, start: LoraInitState) -> PeftModel:
 
 
 def check_same(ours: LoraInitState | None, saved: LoraInitState | None) -> None:
-    """Refuse weights that were trained from another start.
+    """Refuse weights that were trained from another init state.
 
     Raises:
-        RecipeError: the init was run again and found something else.
+        RecipeError: the init was run again, with another result.
     """
     if ours is saved is None:
         return
@@ -198,7 +198,7 @@ def _subtract_initial_product(model: PeftModel, taken: dict[str, Tensor]) -> Non
 
 @contextmanager
 def _weights_kept(base: nn.Module, wanted: bool) -> Iterator[None]:
-    """Undo what PEFT does to the weights of linear layers; ``_subtract_initial_product`` repeats it exactly."""
+    """Restore the weights of linear layers after PEFT has changed them; ``_subtract_initial_product`` does it again."""
     layers = [module for module in base.modules() if isinstance(module, nn.Linear)] if wanted else []
     kept = [layer.weight.detach().clone() for layer in layers]
     yield
@@ -212,14 +212,14 @@ def _run(forward: Callable[[PackedBatch], TokenLoss], rows: Sequence[PackedBatch
 
 
 def _backward(forward: Callable[[PackedBatch], TokenLoss], rows: Sequence[PackedBatch]) -> None:
-    # The inputs of the first layers need no gradients, and their hooks fire all the same.
+    # The inputs of the first layers need no gradients, but the hooks of these layers are still called.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     for row in rows:
         (forward(row).loss_sum / len(row["targets"])).backward()
 
 
 class _AsItIs(dict[str, Any]):
-    """A row that PEFT does not try to move between devices."""
+    """Packed batch that PEFT does not move between devices."""
 
     def to(self, _: Any) -> "_AsItIs":
         return self
@@ -255,9 +255,9 @@ def _eva(model: PeftModel, rows: Sequence[PackedBatch], forward: Callable[[Packe
 
 @torch.no_grad()
 def _loftq(model: PeftModel, original: nn.Module) -> None:
-    """Start at what quantization took from each weight, as far as the rank goes (Li et al. 2023, arXiv:2310.08659).
+    """Set LoRA factors to the best low-rank approximation of the quantization error (Li et al. 2023, arXiv:2310.08659).
 
-    PEFT's own ``replace_lora_weights_loftq`` computes on CUDA alone, and knows no scaling.
+    PEFT's own ``replace_lora_weights_loftq`` runs only on CUDA, and ignores the scaling.
     """
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
@@ -272,7 +272,7 @@ def _loftq(model: PeftModel, original: nn.Module) -> None:
 def save_as_plain_lora(
     model: PeftModel, start: LoraInitState, folder: Path, state_dict: dict[str, Tensor] | None = None
 ) -> None:
-    """Write an adapter whose start was taken out of the base so that it fits the base itself.
+    """Write an adapter, whose initial value was subtracted from the base, as one for the unchanged base.
 
     ``W - s B0 A0 + s B A`` is ``W + s [B, -B0] [A; A0]``: LoRA of twice the rank with the same scaling.
     """

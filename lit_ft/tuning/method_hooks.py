@@ -1,4 +1,4 @@
-"""What some PEFT methods want besides gradients: a term on the loss, and a call after each optimizer step."""
+"""Hooks for PEFT methods that need more than gradients: a term in the loss, and a call after each optimizer step."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from lit_ft.gradient_norm import norms
 
 _IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
-"""What AdaLoRA's rank allocator remembers of each weight."""
+"""Attributes of AdaLoRA's rank allocator with the importance statistics of each weight."""
 
 
 def regularization(model: Any) -> Tensor | None:
-    """The term that the method adds to the loss of an optimizer step; None where it has none.
+    """Regularization term that the method adds to the loss of an optimizer step; None if it has none.
 
-    AdaLoRA keeps its factors orthogonal (Zhang et al. 2023, arXiv:2303.10512, eq. 4), KaSA too (Wang et al. 2024,
-    arXiv:2412.06071, eq. 9-12).
+    AdaLoRA keeps its factors orthogonal (Zhang et al. 2023, arXiv:2303.10512, eq. 4), and so does KaSA (Wang et al.
+    2024, arXiv:2412.06071, eq. 9-12).
     """
     if not isinstance(model, PeftModel):
         return None
@@ -34,7 +34,7 @@ def regularization(model: Any) -> Tensor | None:
 
 
 def check_schedule(model: Any, steps: float) -> None:
-    """Say where AdaLoRA's schedule is not as long as the run, whose optimizer steps are given."""
+    """Warn if the length of AdaLoRA's schedule differs from that of the run, ``steps`` optimizer steps."""
     if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
         return
     config = model.active_peft_config
@@ -46,14 +46,14 @@ def check_schedule(model: Any, steps: float) -> None:
 
 
 def after_optimizer_step(model: Any, steps: int) -> None:
-    """Let AdaLoRA weigh its ranks by the gradients of the step just taken, which must still be there.
+    """Update AdaLoRA's rank allocation from the gradients of the last step, which must not have been freed.
 
-    A step that was skipped, by ``SpikeGuard`` (no gradients) or by a gradient scaler (infinite ones), says nothing of
-    importance; the schedule of ranks goes on.
+    A step that was skipped, by ``SpikeGuard`` (no gradients) or by a gradient scaler (infinite ones), does not change
+    the importance statistics; the schedule of ranks continues.
 
     Args:
-        model: any model.
-        steps: optimizer steps taken, this one included.
+        model: model with any tuning method, or none.
+        steps: number of optimizer steps taken, this one included.
     """
     if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
         return
@@ -75,7 +75,7 @@ def _has_finite_gradients(model: PeftModel) -> bool:
 
 
 def state_of(model: Any) -> dict[str, Any]:
-    """What a checkpoint must hold of the method besides its weights."""
+    """State of the method that a checkpoint must hold besides its weights."""
     if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
         return {}
     allocator = model.base_model.rankallocator
@@ -86,7 +86,7 @@ def state_of(model: Any) -> dict[str, Any]:
 
 
 def load_state(model: Any, state: dict[str, Any]) -> None:
-    """Give it back."""
+    """Restore the state that ``state_of`` returned."""
     if not state:
         return
     model.active_peft_config.rank_pattern = state["rank_pattern"]

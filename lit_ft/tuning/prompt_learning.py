@@ -1,8 +1,8 @@
-"""Prompt tuning, P-tuning and prefix tuning on padding-free rows: each sample gets its own virtual tokens.
+"""Prompt tuning, P-tuning and prefix tuning on packed batches: each sample gets its own virtual tokens.
 
-PEFT puts them in front of a padded batch, in ``PeftModel.forward``, which a row does not pass through.
-Virtual embeddings are laid in front of every sample of the row; a prefix of keys and values, which is a
-cache of one length, is given to one sample at a time.
+PEFT prepends them to a padded batch in ``PeftModel.forward``, which is not called for a packed batch. Here virtual
+embeddings are prepended to every sample of the packed batch; a prefix of keys and values, which is a cache of one
+length, is used for one sample at a time.
 """
 
 from typing import Any
@@ -16,31 +16,31 @@ from lit_ft.packed_batch import PackedBatch
 EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")
 """PEFT methods whose virtual tokens are input embeddings."""
 PREFIX = "PREFIX_TUNING"
-"""The one whose virtual tokens are keys and values of each layer."""
+"""PEFT method whose virtual tokens are keys and values of each layer."""
 
 
 def method_of(model: Any) -> str | None:
-    """The prompt-learning method of a ``PeftModel``; None for other methods and other models."""
+    """Name of the prompt-learning method of a ``PeftModel``; None for other methods and other models."""
     if not isinstance(model, PeftModel) or not model.active_peft_config.is_prompt_learning:
         return None
     return str(model.active_peft_config.peft_type.value)
 
 
 def virtual_lengths(model: Any, lengths: list[int]) -> list[int]:
-    """Tokens of each sample, its virtual ones included."""
+    """Number of tokens of each sample, including its virtual tokens."""
     if method_of(model) not in EMBEDDINGS:
         return lengths
     return [length + model.active_peft_config.num_virtual_tokens for length in lengths]
 
 
 def hidden_states(model: Any, decoder: Any, row: PackedBatch, **options: Any) -> Tensor:
-    """Final hidden states of the row's own tokens, ``(1, T, H)``.
+    """Final hidden states of a packed batch without its virtual tokens, ``(1, T, H)``.
 
     Args:
-        model: a ``PeftModel`` of a prompt-learning method.
-        decoder: the base model's.
-        row: T tokens.
-        options: what the decoder is called with besides.
+        model: ``PeftModel`` of a prompt-learning method.
+        decoder: decoder of the base model.
+        row: packed batch of T tokens.
+        options: further keyword arguments of the decoder.
     """
     if method_of(model) == PREFIX:
         return _with_prefix(model, decoder, row)

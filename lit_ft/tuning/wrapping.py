@@ -1,4 +1,4 @@
-"""Tuning methods applied to a base model: PEFT's wrappers, and parameters chosen by name."""
+"""Application of a tuning method to a base model: PEFT's wrappers, or parameters selected by name."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ from lit_ft.tuning import compatibility
 def add_peft(
     model: PreTrainedModel, peft: PeftConfig, adapter_dtype: Literal["float32", "auto"] = "float32"
 ) -> PeftModel:
-    """Wrap a base model with a tuning method; the base is frozen.
+    """Wrap a base model with a tuning method, and freeze the base weights.
 
     Args:
-        model: the base.
-        peft: any PEFT config; it is copied, so that one recipe object can serve twice.
-        adapter_dtype: of the new weights; ``auto`` is the base's.
+        model: base model.
+        peft: any PEFT config; it is copied, so that one recipe object can be used twice.
+        adapter_dtype: dtype of the adapter's weights; ``auto`` is that of the base model.
 
     Raises:
-        RecipeError: the method's target modules match nothing.
+        RecipeError: the method's target modules match no layer.
     """
     compatibility.check_method(peft)
     adapt_to_architecture(model, peft)
@@ -54,14 +54,14 @@ def add_peft(
 
 
 def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze each parameter whose name no pattern is found in.
+    """Freeze all parameters except those whose names match a pattern.
 
     Args:
-        model: changed in place.
-        patterns: regular expressions.
+        model: model, changed in place.
+        patterns: regular expressions that are searched for in the names.
 
     Raises:
-        RecipeError: a pattern is none, or is found in no name.
+        RecipeError: a pattern is not a regular expression, or matches no name.
     """
     names = [name for name, _ in model.named_parameters()]
     found = matching(patterns, names, "model.trainable")
@@ -70,10 +70,10 @@ def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
-    """Refuse target modules that the model does not have; one of several is enough to refuse.
+    """Refuse target modules if the model lacks any of them.
 
     Raises:
-        RecipeError: it lists the linear layers that there are.
+        RecipeError: a target module is missing; the message lists the model's linear layers.
     """
     targets = getattr(peft, "target_modules", None)
     if not targets or isinstance(targets, str):
@@ -88,17 +88,17 @@ def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    """Last parts of the names of the linear layers, each once."""
+    """Sorted last name components of the linear layers, without duplicates."""
     linear = (nn.Linear,)
     return sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, linear)})
 
 
 def give_values(skeleton: nn.Module, peft: PeftConfig) -> None:
-    """Give a model on the meta device values to look at, for the methods that look at them when they are made.
+    """Give a model on the meta device random weights, for methods that read weights when they are created.
 
     Args:
-        skeleton: changed in place; small random weights on the CPU, whose memory is free again after the check.
-        peft: the method.
+        skeleton: model, changed in place: it gets small random weights on the CPU, which are freed after the check.
+        peft: config of the tuning method.
     """
     if peft.peft_type.value in _LOOK_AT_WEIGHTS or getattr(peft, "velora_config", None) is not None:
         skeleton.to_empty(device="cpu")
@@ -112,15 +112,15 @@ _LOOK_AT_WEIGHTS = {"ADAMSS", "SHIRA"}
 def wrap_in_final_dtype(
     base: nn.Module, peft: PeftConfig, wrap: Callable[[], PeftModel], in_float32: bool
 ) -> PeftModel:
-    """Wrap a base whose weights are cast later, so that its adapter is that of a base which is cast already.
+    """Wrap a base model whose weights are cast later, so that its adapter equals that of a model which is cast already.
 
-    PEFT draws new weights in the dtype of the layer that they are added to, or computes them from its weights: one
-    layer at a time has its final dtype meanwhile.
+    PEFT creates new weights in the dtype of the layer that they are added to, or computes them from its weights: each
+    layer temporarily gets its final dtype while its adapter is created.
 
     Args:
-        base: with noted dtypes (``late_casting.mark``).
-        peft: the method.
-        wrap: makes the ``PeftModel``.
+        base: base model whose final dtypes are stored (``deferred_cast.mark``).
+        peft: config of the tuning method.
+        wrap: function that creates the ``PeftModel``.
         in_float32: whether ``wrap`` casts the adapter's weights to float32.
     """
     tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(peft.peft_type)
@@ -128,7 +128,7 @@ def wrap_in_final_dtype(
         wrapped = wrap()
     elif isinstance(tuner, type) and issubclass(tuner, BaseTuner):
         wrapped = _layer_by_layer(tuner, wrap)
-    else:  # LLaMA-Adapter puts its prompts in without BaseTuner's steps
+    else:  # LLaMA-Adapter adds its prompts without BaseTuner's steps
         deferred_cast.cast(base)
         wrapped = wrap()
     _cast_copies(wrapped, next(p.cast_to for p in base.parameters() if hasattr(p, "cast_to")), in_float32)
@@ -150,19 +150,19 @@ def _layer_by_layer(tuner: Any, wrap: Callable[[], PeftModel]) -> PeftModel:
 
 
 def _cast_copies(model: nn.Module, dtype: torch.dtype, in_float32: bool) -> None:
-    """Cast what ``modules_to_save`` and trainable tokens have copied from the base, in the dtype of its file."""
+    """Cast the copies that ``modules_to_save`` and trainable tokens have made of base weights in their file's dtype."""
     for wrapper in (module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)):
         for tensor in [*wrapper.parameters(), *wrapper.buffers()]:
             if tensor.is_floating_point() and not hasattr(tensor, "cast_to"):
                 tensor.data = tensor.data.to(dtype)
-        cast_adapter_dtype(wrapper, "default", in_float32)  # of tokens alone: PEFT leaves modules_to_save as they are
+        cast_adapter_dtype(wrapper, "default", in_float32)  # trainable tokens only: PEFT does not cast modules_to_save
 
 
 def check_ranks(model: PeftModel) -> None:
-    """Refuse LoRA of a rank above a layer's size, which would train more than the layer has.
+    """Refuse LoRA with a rank above a layer's smaller dimension, which is the largest rank that its weight can have.
 
     Raises:
-        RecipeError: it names the layer.
+        RecipeError: a rank is too large; the message names the layer.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or not isinstance(layer.get_base_layer(), nn.Linear):
@@ -176,10 +176,10 @@ def check_ranks(model: PeftModel) -> None:
 
 
 def adapt_to_architecture(model: nn.Module, peft: PeftConfig) -> None:
-    """Tell PEFT what LLaMA-Adapter needs to know of the model's attention; PEFT lists three architectures.
+    """Register the attention of the model's architecture with PEFT for LLaMA-Adapter; PEFT knows three architectures.
 
     Raises:
-        RecipeError: its attention is not built like Llama's.
+        RecipeError: the model's attention is not built like Llama's.
     """
     kind: str = cast(Any, model).config.model_type
     if peft.peft_type.value != "ADAPTION_PROMPT" or kind in TRANSFORMERS_MODEL_CONFIG:
@@ -198,11 +198,11 @@ def adapt_to_architecture(model: nn.Module, peft: PeftConfig) -> None:
 
 
 def name_all_linear(model: PreTrainedModel, peft: PeftConfig) -> None:
-    """Spell ``target_modules: all-linear`` out where PEFT would not find the layers: GPTQ's are no ``nn.Linear``.
+    """Replace ``target_modules: all-linear`` by the layers' names if PEFT would miss some: GPTQ's are no ``nn.Linear``.
 
     Args:
-        model: the base.
-        peft: changed in place.
+        model: base model.
+        peft: config of the tuning method, changed in place.
     """
     modules = linear_modules(model)
     if getattr(peft, "target_modules", None) == "all-linear" and not all(

@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO: the configuration, and the state of its flat partitions."""
+"""DeepSpeed's ZeRO: checks of its configuration, and conversion of its flat partitions to full tensors."""
