@@ -1,1 +1,1 @@
-"""The base model: loading, quantization, and how its parts compute on packed batches."""
+"""Base model: loading, quantization, and its computation on packed batches."""

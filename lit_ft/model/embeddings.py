@@ -1,4 +1,4 @@
-"""Rows of the embeddings: tokens that a recipe adds, who trains them, and heads that are tied to them."""
+"""Embeddings of tokens that a recipe adds: resizing, training of the new embeddings, and tied heads."""
 
 import copy
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], specia
     """Add tokens to a tokenizer.
 
     Args:
-        tokenizer: changed in place.
-        tokens: each is one token wherever it stands in a text.
-        special: left out where answers are decoded.
+        tokenizer: tokenizer, changed in place.
+        tokens: texts that each become one token, wherever they occur.
+        special: whether they are special tokens, which are left out when answers are decoded.
 
     Returns:
-        Their ids.
+        Ids of the tokens.
 
     Raises:
-        RecipeError: one is empty, given twice, or a token already.
+        RecipeError: a token is empty, given twice, or already in the vocabulary.
     """
     option, vocabulary = "model.added_special_tokens" if special else "model.added_tokens", tokenizer.get_vocab()
     for token in tokens:
@@ -41,15 +41,15 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], specia
 
 
 def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
-    """Give a model rows for all tokens; new ones are drawn around the mean of the others (transformers' way).
+    """Resize a model's embeddings to all tokens; transformers draws new ones around the mean of the others.
 
     Args:
-        model: changed in place where it has too few; without weights where it is on the meta device.
-        tokenizer: with the added tokens.
-        added: how many of its tokens the recipe added.
+        model: model, changed in place if it has too few embeddings; it may be on the meta device.
+        tokenizer: tokenizer with the added tokens.
+        added: number of tokens that the recipe added.
 
     Raises:
-        RecipeError: the tokenizer had more tokens than the model before.
+        RecipeError: the tokenizer had more tokens than the model before tokens were added.
     """
     embeddings: Any = model.get_input_embeddings()
     rows, wanted, is_skeleton = embeddings.num_embeddings, len(tokenizer), embeddings.weight.is_meta
@@ -66,15 +66,15 @@ def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def train_rows(peft: PeftConfig, model: PreTrainedModel, ids: Sequence[int]) -> PeftConfig:
-    """A tuning method that trains the rows of added tokens too, in the embeddings and in the head.
+    """Config of a tuning method that also trains the embeddings of added tokens, and their rows in the head's weight.
 
     Args:
-        peft: the recipe's; a copy is changed.
-        model: the base.
-        ids: of the added tokens; with none, the method stays as it is.
+        peft: config of the recipe, which is not changed.
+        model: base model.
+        ids: ids of the added tokens; without any, ``peft`` is returned.
 
     Raises:
-        RecipeError: the method cannot.
+        RecipeError: the method cannot train them.
     """
     _check_tying(peft, model)
     if not ids:
@@ -108,7 +108,7 @@ def train_rows(peft: PeftConfig, model: PreTrainedModel, ids: Sequence[int]) -> 
 
 
 def check_rows_train(model: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Refuse full fine-tuning of part of the weights that leaves added tokens as they were drawn.
+    """Refuse partial fine-tuning that leaves the random embeddings of added tokens untrained.
 
     Raises:
         RecipeError: embeddings or head are frozen.

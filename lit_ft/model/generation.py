@@ -1,4 +1,4 @@
-"""Greedy answers from a model that trains on packed rows."""
+"""Greedy generation with a model that trains on packed batches."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from lit_ft.model.render_limits import render_chat
 
 @contextmanager
 def dense_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Padded batches and a KV cache instead of packed rows."""
+    """Context in which the model takes padded batches and a KV cache instead of packed batches."""
     training = model.config._attn_implementation
     model.set_attn_implementation("sdpa" if training == PACKED else training)
     try:
@@ -27,13 +27,13 @@ def dense_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def greedy_decoding(model: PreTrainedModel, stops: Sequence[int], pad_token_id: int | None) -> Iterator[None]:
-    """The likeliest token each time: no sampling, penalty or constraint that the base's generation_config asks for.
+    """Context of greedy decoding, without any sampling, penalty or constraint of the model's ``generation_config``.
 
     Args:
-        model: the Hugging Face model; its ``generation_config`` is set aside, because ``generate`` fills in from it
-            whatever its caller leaves open.
-        stops: ids that end an answer.
-        pad_token_id: for answers that end before others.
+        model: Hugging Face model; its ``generation_config`` is replaced, because ``generate`` takes from it all values
+            that its caller does not set.
+        stops: token ids that end an answer.
+        pad_token_id: token id that fills answers which end before others.
     """
     given = model.generation_config
     model.generation_config = GenerationConfig(
@@ -46,9 +46,9 @@ def greedy_decoding(model: PreTrainedModel, stops: Sequence[int], pad_token_id: 
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: the base's end tokens, the tokenizer's, and those that close a turn in the chat template.
+    """Token ids that end an answer: end tokens of model and tokenizer, and those that close a chat template's turn.
 
-    A base model's own end token may never come after a turn of a conversation, where the template has another one.
+    A base model's own end token may never follow a turn of a conversation, because the template uses another one.
     """
     given = model.generation_config.eos_token_id
     stops = [given] if isinstance(given, int) else list(given or [])
@@ -57,7 +57,7 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Special tokens that the chat template writes right after an answer; none where there is no such template."""
+    """Special tokens that the chat template writes right after an answer; empty without a chat template."""
     if not tokenizer.chat_template:
         return []
     answer = "probe answer"
@@ -66,7 +66,7 @@ def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         closing = render_chat(tokenizer, turns).rpartition(answer)[2]
     except RecipeError:
         raise
-    except Exception:  # whatever a foreign template raises: it renders no plain answers, and says nothing of their end
+    except Exception:  # a foreign template may raise anything: then the end of its answers is unknown
         return []
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     one = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
@@ -85,17 +85,17 @@ def generate_answers(
     """Answer prompts greedily, as one left-padded batch; an answer ends at any of ``stop_ids``.
 
     Args:
-        model: what generates: ``base`` or the PEFT model around it.
-        base: the Hugging Face model.
-        tokenizer: with a padding or end-of-sequence token.
-        prompts: rendered: special tokens are written out, as is the opening of the assistant's turn.
-        max_new_tokens: most tokens of an answer.
+        model: model that generates: ``base``, or the PEFT model around it.
+        base: Hugging Face model.
+        tokenizer: tokenizer with a padding or end-of-sequence token.
+        prompts: rendered prompts, with special tokens as text and the opening of the assistant's turn.
+        max_new_tokens: largest number of tokens of an answer.
     """
     lockstep = is_split(base)
     if not prompts and not lockstep:
         return []
     pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    # A rank without prompts answers one that nobody asked: the others need its share of the weights.
+    # A rank without prompts answers a dummy prompt: the other ranks need its shards of the weights.
     encoded = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts or ["."]]
     longest = max(map(len, encoded))
     input_ids = torch.tensor([[pad_token_id] * (longest - len(ids)) + ids for ids in encoded], device=base.device)

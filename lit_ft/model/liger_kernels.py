@@ -10,14 +10,14 @@ from lit_ft.errors import RecipeError
 
 
 def check(config: PretrainedConfig, device: torch.device) -> None:
-    """Refuse what Liger does not serve.
+    """Refuse devices and architectures that Liger does not support.
 
     Args:
-        config: of the base model.
-        device: that it trains on.
+        config: config of the base model.
+        device: device of the training.
 
     Raises:
-        RecipeError: the device is no CUDA one, the package is missing, or it has no kernels for the architecture.
+        RecipeError: the device is not CUDA, the package is missing, or it has no kernels for the architecture.
     """
     if device.type != "cuda":
         raise RecipeError(
@@ -35,16 +35,16 @@ def check(config: PretrainedConfig, device: torch.device) -> None:
 
 
 def apply_liger(base: PreTrainedModel) -> None:
-    """Have the model's norms, rotary embeddings and MLPs computed by Liger's kernels.
+    """Replace the model's norms, rotary embeddings and MLPs by Liger's kernels.
 
     Rotary embeddings are replaced in the architecture's module, so for all its models in this process. The loss stays
-    ``losses.token_cross_entropy``, which holds no logits either.
+    ``training.token_cross_entropy``, which does not hold all logits either.
     """
     _kernels()._apply_liger_kernel_to_instance(model=base, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def _kernels() -> Any:
-    # Private by name, but what transformers' Trainer calls as well: nothing else takes a model that is there already.
+    # Private by name, but transformers' Trainer calls it as well: no other function takes an existing model.
     from liger_kernel.transformers import monkey_patch
 
     return monkey_patch

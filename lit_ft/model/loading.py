@@ -1,4 +1,4 @@
-"""From a name or folder to a tokenizer, a config, a model: the Hugging Face side of a run."""
+"""Loading of tokenizer, config and base model from a folder or from the Hugging Face hub."""
 
 import copy
 import os
@@ -32,27 +32,27 @@ from lit_ft.model.files.weight_files import check_weight_files
 from lit_ft.model.packed_attention import PACKED
 
 CONFIG_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, StrictDataclassError)
-"""What transformers raises of a config.json."""
+"""Exceptions of transformers for a bad config.json."""
 WEIGHT_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, SafetensorError, UnpicklingError)
-"""What transformers raises of weight files."""
+"""Exceptions of transformers for bad weight files."""
 Init = Literal["pretrained", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id.
+    """Load the tokenizer of a folder or hub id.
 
     Raises:
-        RecipeError: there is none, or it cannot be reached.
+        RecipeError: there is no tokenizer, or the hub cannot be reached.
     """
-    # A folder may hold a tokenizer alone.
+    # A folder may hold a tokenizer only.
     if not os.path.isfile(Path(pretrained).expanduser() / "tokenizer_config.json"):
         _check_folder(pretrained)
     try:
         tokenizer = AutoTokenizer.from_pretrained(pretrained, trust_remote_code=False)
-        tokenizer("a")  # some settings are looked at only then
+        tokenizer("a")  # some settings are checked only on use
         return tokenizer
-    except Exception as error:  # tokenizers raises nothing more exact of a file that does not parse
+    except Exception as error:  # tokenizers raises no more specific class for a file that does not parse
         if os.path.isdir(pretrained):
             raise RecipeError(
                 f"model.pretrained={pretrained!r} holds no tokenizer that loads ({_first_line(error)}); put "
@@ -62,10 +62,10 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
 
 
 def load_config(pretrained: str) -> PretrainedConfig:
-    """The model config of a folder or hub id.
+    """Load the model config of a folder or hub id.
 
     Raises:
-        RecipeError: there is none, it does not parse, or it cannot be reached.
+        RecipeError: there is no config, it does not parse, or the hub cannot be reached.
     """
     _check_folder(pretrained)
     if os.path.isfile(path := Path(pretrained).expanduser() / "config.json"):
@@ -92,7 +92,7 @@ def _check_folder(pretrained: str) -> None:
     looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
     if looks_like_path and not os.path.exists(folder):
         raise RecipeError(f"model.pretrained={pretrained!r} does not exist; name a model folder or a hub id")
-    if os.path.isdir(folder):  # which, unlike Path.is_dir, takes names that are too long
+    if os.path.isdir(folder):  # unlike Path.is_dir, it accepts names that are too long
         return
     try:
         is_cached = try_to_load_from_cache(pretrained, "config.json") is not None
@@ -106,10 +106,10 @@ def _check_folder(pretrained: str) -> None:
 
 
 def _check_hub(pretrained: str) -> None:
-    """Ask the hub once; transformers would ask ten times, for a minute, where there is no network."""
+    """Query the hub once; without a network, transformers would try ten times, for a minute."""
     try:
         HfApi().model_info(pretrained, timeout=10)
-    except Exception as error:  # from no name server to a wrong name: all mean that the model cannot be had
+    except Exception as error:  # any error, from DNS to a wrong name, means that the model is not available
         raise _unreachable(pretrained, error) from error
 
 
@@ -126,13 +126,13 @@ def _first_line(error: Exception) -> str:
     if "custom code" in str(error):
         return "it wants Python code of its own (auto_map) to be run, which is never done"
     lines = str(error).strip().split("\n")
-    if isinstance(error, StrictDataclassError):  # says which check has failed, and in the next line what it found
+    if isinstance(error, StrictDataclassError):  # the first line names the failed check, the next one the value
         lines = [" ".join(line.strip() for line in lines)]
     return lines[0].rstrip(".:")[:160]
 
 
 def pick_attention(config: PretrainedConfig, requested: str) -> str:
-    """The attention function: ``auto`` is packed attention where it computes what the model asks for."""
+    """Name of the attention function: ``auto`` is packed attention if it supports what the model needs, else eager."""
     if requested != "auto":
         return requested
     text = config.get_text_config()
@@ -141,10 +141,10 @@ def pick_attention(config: PretrainedConfig, requested: str) -> str:
 
 
 def check_architecture(config: PretrainedConfig) -> None:
-    """Refuse models that would train on something else than they compute elsewhere.
+    """Refuse models whose results on packed batches would differ from those on single samples.
 
     Raises:
-        RecipeError: it says why.
+        RecipeError: the model is one of them; the message gives the reason.
     """
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     if "chunked_attention" in kinds:
@@ -167,12 +167,12 @@ def load_base(
     Args:
         pretrained: folder or hub id.
         init: ``pretrained`` reads the weights; ``random`` draws them (config.json is enough).
-        dtype: of the weights; ``auto`` is what the config says.
-        attn_implementation: as transformers has it, or ``auto``.
-        quantization: quantize the weights while reading them.
+        dtype: dtype of the weights; ``auto`` is that of the config.
+        attn_implementation: name of an attention function of transformers, or ``auto``.
+        quantization: quantization that is applied while the weights are read; None for none.
 
     Raises:
-        RecipeError: weights are missing, or quantized in a way that does not train.
+        RecipeError: weights are missing, or quantized in a way that cannot be trained on.
     """
     config = load_config(pretrained)
     check_architecture(config)
@@ -183,7 +183,7 @@ def load_base(
     if init == "random":
         if quantization is not None:
             raise RecipeError("model.quantization needs weights to quantize; set model.init to pretrained")
-        config.quantization_config = None  # drawn weights are dense, whatever the checkpoint's are
+        config.quantization_config = None  # random weights are dense, even if the checkpoint is quantized
         options["dtype"] = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
         size_check.check_memory(skeleton(pretrained), options["dtype"], _named(pretrained))
         with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
@@ -212,7 +212,7 @@ def load_base(
             f"({len(missing)}: {', '.join(missing[:3])}, ...); name a checkpoint that has them all"
         )
     model.train()
-    if not deferred_cast.is_wanted():  # else the strategy looks at each rank's part, once it is split
+    if not deferred_cast.is_wanted():  # otherwise the strategy checks each rank's shards
         finite_weights.check_base(model, pretrained)
     if casts_later:
         deferred_cast.mark(model, getattr(torch, dtype))
@@ -221,7 +221,7 @@ def load_base(
 
 
 def skeleton(pretrained: str, dtype: Dtype = "auto") -> PreTrainedModel:
-    """The base model without weights, on the meta device, in their dtype: for checks before the long work."""
+    """Base model on the meta device, without weights but with their dtype, for checks before weights are read."""
     config = load_config(pretrained)
     check_architecture(config)
     of_weights = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
@@ -233,17 +233,17 @@ def skeleton(pretrained: str, dtype: Dtype = "auto") -> PreTrainedModel:
 
 
 class _HiddenStates(nn.Module):
-    """Stands in for the decoder: hands the hidden states on that it is given."""
+    """Replacement for the decoder that returns the hidden states it is given."""
 
     def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: Any) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """The model's own way from hidden states ``(n, H)`` to logits ``(n, V)``.
+    """Function from hidden states ``(n, H)`` to logits ``(n, V)``, as the model itself computes them.
 
-    It runs the model's ``forward`` with the decoder left out, so that soft-capping (gemma2) and
-    scaling (granite, cohere) stay right.
+    It runs the model's ``forward`` without its decoder, so that soft-capping (gemma2) and scaling (granite, cohere)
+    are applied.
     """
     head = copy.copy(model)
     head._modules = {**model._modules, model.base_model_prefix: _HiddenStates()}
@@ -251,10 +251,10 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers that Hugging Face says must not be split between devices."""
+    """Decoder layers of a module: those that Hugging Face lists in ``_no_split_modules``."""
     names: set[str] = set()
     for model in module.modules():
         if isinstance(model, PreTrainedModel):
             names |= set(model._no_split_modules or [])
-    # Also once fully_shard has given them a class of its own, derived from theirs.
+    # Base classes count too, because fully_shard replaces a layer's class by a derived one.
     return [layer for layer in module.modules() if names & {kind.__name__ for kind in type(layer).__mro__}]

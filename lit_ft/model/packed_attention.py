@@ -1,8 +1,8 @@
-"""Block-diagonal causal attention over a padding-free row, as a Hugging Face attention function.
+"""Block-diagonal causal attention over a packed batch, as a Hugging Face attention function.
 
 Registered with transformers' ``AttentionInterface`` under ``PACKED``, so that models stay unmodified.
-No mask is built: each sample (segment) of the row is its own causal attention. On CUDA this is one
-variable-length flash-attention call; elsewhere one SDPA call per segment.
+No mask is built: causal attention is computed within each sample (segment) of the packed batch. On CUDA this
+is one variable-length flash-attention call; elsewhere one SDPA call per segment.
 
 Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, result ``(1, T, heads, head_dim)``.
 """
@@ -42,14 +42,14 @@ def packed_attention(
     segment_lengths: list[int] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each segment of the row, causally.
+    """Causal attention within each segment of a packed batch.
 
     Args:
-        segment_lengths: lengths of the samples in the row; travels through the model's keyword arguments.
-        sliding_window: tokens that a position sees back, itself included; None for all of its segment.
+        segment_lengths: lengths of the samples in the packed batch, passed through the model's keyword arguments.
+        sliding_window: number of tokens that a position attends to, itself included; None for its full segment.
 
     Raises:
-        RecipeError: the model asks for what this function does not do, or was called without a row.
+        RecipeError: the model needs a variant that is not supported, or was called without a packed batch.
     """
     if softcap is not None or s_aux is not None:
         raise RecipeError(
@@ -82,17 +82,17 @@ def attend_to_all_ranks(
     scaling: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of this rank's tokens of a row to those of all ranks (context parallelism).
+    """Attention of this rank's tokens of a packed batch to the tokens of all ranks (context parallelism).
 
     Args:
-        query: of this rank's tokens, in the order of ``own_ranges``.
-        key: likewise.
-        value: likewise.
-        mesh: the ranks.
-        lengths: of the whole row's segments.
-        dropout: of attention weights.
-        scaling: of logits.
-        window: tokens that a position sees back.
+        query: queries of this rank's tokens, in the order of ``own_ranges``.
+        key: keys of this rank's tokens, in the same order.
+        value: values of this rank's tokens, in the same order.
+        mesh: mesh of the context-parallel ranks.
+        lengths: lengths of the segments of the full packed batch.
+        dropout: dropout probability of attention weights.
+        scaling: factor on attention logits.
+        window: number of tokens that a position attends to, itself included; None for its full segment.
     """
     tokens, ranks = sum(lengths), mesh.size()
     order = torch.cat([_places(tokens, ranks, rank) for rank in range(ranks)]).argsort().to(query.device)
@@ -114,12 +114,12 @@ def attend_to_all_ranks(
 
 
 def own_ranges(tokens: int, ranks: int, rank: int) -> list[range]:
-    """Places in a row of the tokens that a rank computes: a piece from the front, and one as far from the end.
+    """Positions in a packed batch that a rank computes: a chunk from the front, and its mirror image from the end.
 
     Args:
-        tokens: of the row, a multiple of twice the ranks.
-        ranks: that the row is dealt out to.
-        rank: one of them.
+        tokens: number of tokens of the packed batch, a multiple of twice the number of ranks.
+        ranks: number of ranks that the packed batch is distributed over.
+        rank: index of the rank.
     """
     size = tokens // (2 * ranks)
     return [range(size * piece, size * (piece + 1)) for piece in (rank, 2 * ranks - 1 - rank)]
@@ -130,13 +130,13 @@ def _places(tokens: int, ranks: int, rank: int) -> Tensor:
 
 
 def _gather(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """All ranks' tokens; backward, the sum of what each rank found for them."""
+    """Gather the tokens of all ranks; the backward pass sums the ranks' gradients for them."""
     whole = DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False).redistribute(placements=[Replicate()])
     return whole.to_local(grad_placements=[Partial()])
 
 
 def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | None, window: int | None) -> Tensor:
-    """Causal attention of a segment's last tokens to all of it."""
+    """Causal attention of a segment's last tokens to the full segment."""
     length, dtype = q.shape[2], q.dtype
     before = k.shape[2] - length
     if q.device.type == "cpu" and dtype == torch.bfloat16 and length < _CPU_FP32_BELOW:
@@ -190,15 +190,15 @@ def _ends(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def block_masks(config: PretrainedConfig, position_ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """Block-diagonal masks by kind of layer, for models that build their own without looking at positions.
+    """Block-diagonal masks by kind of layer, for models whose own masks ignore positions.
 
     Args:
-        config: of the model.
-        position_ids: of a row, ``(1, T)``.
-        dtype: of the hidden states.
+        config: config of the model.
+        position_ids: positions of a packed batch, ``(1, T)``, int64.
+        dtype: dtype of the hidden states.
 
     Returns:
-        What such a model takes as ``attention_mask``; None for those that see from positions where samples begin.
+        Value of ``attention_mask`` for such a model; None for models that find the samples from the positions.
     """
     text = config.get_text_config()
     if text.model_type not in _BLIND_TO_POSITIONS:
@@ -213,5 +213,5 @@ _BLIND_TO_POSITIONS = {"afmoe", "gpt_oss"}
 """Model types that call ``create_causal_mask`` without ``position_ids`` (transformers 5.23)."""
 
 
-# Compiled, it would be compiled anew for every list of lengths.
+# Excluded from torch.compile, which would recompile it for every list of lengths.
 AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))

@@ -1,4 +1,4 @@
-"""Weights chosen by regular expressions for their names."""
+"""Selection of weights by regular expressions on their names."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,10 +7,10 @@ from lit_ft.errors import RecipeError
 
 
 def matching(patterns: Iterable[str], names: Sequence[str], option: str) -> dict[str, str]:
-    """For each name that a pattern is found in, the first such pattern.
+    """Map each matching name to the first pattern that matches it.
 
     Raises:
-        RecipeError: a pattern is no regular expression, or is found in no name.
+        RecipeError: a pattern is not a regular expression, or matches no name.
     """
     found: dict[str, str] = {}
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Quantized bases: made while a checkpoint is read, or read from one that is quantized already."""
+"""Quantized base models: quantized while a checkpoint is read, or read from a quantized checkpoint."""
 
 from itertools import chain
 from typing import Any
@@ -14,12 +14,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.errors import RecipeError
 
 _DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
-"""Methods of checkpoints that are read into dense weights. Kept packed, transformers would unpack them in the first
-forward pass anyway (compressed-tensors), or round activations too, through which no true gradient comes back."""
+"""Methods whose checkpoints are dequantized while they are read. Otherwise transformers would dequantize them in the
+first forward pass (compressed-tensors), or also round activations, which gives wrong gradients."""
 _CALIBRATED = ("gptq", "awq", "auto-round")
-"""Methods that look at data while they quantize: only read, from checkpoints."""
+"""Methods that need data to quantize: only their checkpoints can be used."""
 _ON_CPU = ("bitsandbytes", "torchao", "quanto", "gptq", "awq", *_DEQUANTIZED)
-"""Methods whose layers are made on the CPU and moved to the device with the rest of the model."""
+"""Methods whose layers are created on the CPU and moved to the device with the rest of the model."""
 _GPTQMODEL = (
     "pip install optimum defuser device-smi logbar pypcre tokenicer threadpoolctl && pip install --no-deps gptqmodel"
 )
@@ -37,10 +37,10 @@ _INSTALL = {
 
 
 def check_requested(quantization: QuantizationConfigMixin, peft: PeftConfig | None) -> None:
-    """Refuse a ``model.quantization`` that does not train here.
+    """Refuse a ``model.quantization`` that cannot be trained on.
 
     Raises:
-        RecipeError: it says what is missing.
+        RecipeError: the message says what is missing.
     """
     if peft is None:
         raise RecipeError(
@@ -57,16 +57,16 @@ def check_requested(quantization: QuantizationConfigMixin, peft: PeftConfig | No
 def check_stored(
     pretrained: str, config: PretrainedConfig, quantization: QuantizationConfigMixin | None, peft: PeftConfig | None
 ) -> None:
-    """Refuse what cannot be done with a checkpoint that is quantized already.
+    """Refuse recipes that do not work with a quantized checkpoint.
 
     Args:
-        pretrained: its name, for the message.
-        config: its config.json.
-        quantization: asked for by the recipe.
-        peft: the tuning method.
+        pretrained: name of the checkpoint, for the message.
+        config: config of the checkpoint.
+        quantization: quantization of the recipe.
+        peft: config of the tuning method.
 
     Raises:
-        RecipeError: it says what is missing.
+        RecipeError: the message says what is missing.
     """
     if (stored := _stored(config)) is None:
         return
@@ -82,13 +82,13 @@ def check_stored(
 
 
 def packed_method(config: PretrainedConfig) -> str | None:
-    """transformers' name of the quantization of a checkpoint whose weights stay quantized when they are read."""
+    """transformers' name for the quantization of a checkpoint; None if its weights are dense after they are read."""
     stored = _stored(config)
     return None if stored is None or method_of(stored) in _DEQUANTIZED else method_of(stored)
 
 
 def is_packed(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint's weights are quantized, and stay so when they are read."""
+    """Whether a checkpoint's weights are quantized and stay so when they are read."""
     return packed_method(config) is not None
 
 
@@ -97,7 +97,7 @@ def _stored(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def method_of(quantization: QuantizationConfigMixin | dict[str, Any]) -> str:
-    """transformers' name of a quantization, e.g. ``gptq``."""
+    """transformers' name for a quantization method, e.g. ``gptq``."""
     if not isinstance(quantization, dict):
         return str(getattr(quantization.quant_method, "value", quantization.quant_method))
     is_old_bitsandbytes = quantization.get("load_in_8bit") or quantization.get("load_in_4bit")
@@ -126,11 +126,11 @@ def _first_line(error: Exception) -> str:
 
 
 def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMixin | None) -> dict[str, Any]:
-    """What ``from_pretrained`` needs for a quantized base; nothing for a dense one.
+    """Keyword arguments of ``from_pretrained`` for a quantized base model; empty for a dense one.
 
     Args:
-        config: of the checkpoint; changed in place where its quantization is set up for inference.
-        quantization: asked for by the recipe.
+        config: config of the checkpoint, changed in place if its quantization is set up for inference.
+        quantization: quantization of the recipe.
     """
     if quantization is not None:
         return {"quantization_config": quantization, "device_map": _device_map(method_of(quantization))}
@@ -151,10 +151,10 @@ def _device_map(method: str) -> dict[str, Any]:
 
 
 def prepare_for_training(model: PreTrainedModel) -> None:
-    """Set the quantized layers of a model that was read up for training.
+    """Prepare the quantized layers of a model for training, and check their gradients.
 
     Raises:
-        RecipeError: layers of a kind do not pass gradients, or wrong ones.
+        RecipeError: a kind of layer passes no gradients, or wrong ones.
     """
     for module in model.modules():
         # An eval pass on CPUs with AVX512-BF16 repacks 4-bit weights in place, after which training is wrong.
@@ -168,23 +168,23 @@ def prepare_for_training(model: PreTrainedModel) -> None:
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear layers but for the head, packed ones included, by name."""
+    """Linear layers by name, quantized ones included, without the head."""
     head = model.get_output_embeddings()
     return {name: m for name, m in model.named_modules() if hasattr(m, "in_features") and m is not head}
 
 
 def check_gradient(module: Any, dtype: torch.dtype) -> None:
-    """Hold a linear layer's gradient against its outputs: with J its matrix and v an input, <J'Jv, v> = |Jv|^2.
+    """Compare a linear layer's gradient with its outputs: for its matrix J and an input v, <J'Jv, v> = |Jv|^2.
 
     Args:
-        module: the layer, in training mode.
-        dtype: of its inputs.
+        module: linear layer in training mode.
+        dtype: dtype of its inputs.
 
     Raises:
-        RecipeError: there is no gradient, or it is off by more than 5 %: rounding activations to 8 bits costs 1 %.
+        RecipeError: there is no gradient, or its error is above 5 %: rounding activations to 8 bits causes 1 %.
     """
     device = next(chain(module.parameters(), module.buffers())).device
-    own_draws = torch.Generator().manual_seed(0)  # new weights are a function of the run's seed alone
+    own_draws = torch.Generator().manual_seed(0)  # so that new weights depend on the seed of the run only
     try:
         probe = torch.randn(16, module.in_features, generator=own_draws).to(device, dtype).requires_grad_()
         output = module(probe) - module(torch.zeros_like(probe)).detach()  # less the bias

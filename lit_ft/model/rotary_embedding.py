@@ -1,8 +1,8 @@
-"""Rotary embeddings whose frequencies depend on the length of a sequence: each sample of a row gets its own.
+"""Rotary embeddings with length-dependent frequencies, computed for each sample of a packed batch separately.
 
 transformers computes the frequencies of ``longrope`` (Phi-3, Phi-4) and ``dynamic`` for the largest position that it
-is given, and keeps those of ``dynamic`` for later calls. In a row of several samples one long sample would change the
-frequencies of all others, and those of the rows after it.
+is given, and keeps those of ``dynamic`` for later calls. In a packed batch of several samples, one long sample would
+change the frequencies of all others, and those of later packed batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ _row_lengths: ContextVar[Sequence[int]] = ContextVar("_row_lengths", default=())
 
 @contextmanager
 def samples_of(lengths: Sequence[int]) -> Iterator[None]:
-    """Within it, rows consist of samples of these lengths; without it they are found in the positions."""
+    """Context that sets the lengths of the samples in a packed batch; otherwise they are inferred from positions."""
     token = _row_lengths.set(lengths)
     try:
         yield
@@ -37,7 +37,7 @@ def rope_types(module: nn.Module) -> dict[str, str]:
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding looks at the longest position that it is given."""
+    """Whether the frequencies of a rotary embedding depend on the largest position that it is given."""
     kinds = set(rope_types(module).values())
     if type(module).__name__ == "PhimoeRotaryEmbedding":  # scales by length with every kind but the default
         return bool(kinds - {"default"})
@@ -45,10 +45,10 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def keep_samples_apart(model: nn.Module) -> None:
-    """Let each sample of a row have the frequencies that it has alone, in the model's rotary embeddings.
+    """Make the model's rotary embeddings compute each sample of a packed batch with the frequencies that it has alone.
 
     Args:
-        model: changed in place.
+        model: model, changed in place.
     """
     for module in model.modules():
         if depends_on_length(module):
@@ -58,7 +58,7 @@ def keep_samples_apart(model: nn.Module) -> None:
 def _sample_by_sample(
     module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """``module``'s result for positions ``(..., T)``, of which each sample is computed alone."""
+    """Result of ``module`` for positions ``(..., T)``, computed for each sample separately."""
     results = []
     for positions in position_ids.split(_sample_lengths(position_ids), dim=-1):
         _forget_length(module)
@@ -75,14 +75,14 @@ def _sample_lengths(position_ids: Tensor) -> list[int]:
     if sum(lengths := _row_lengths.get()) == tokens:
         return list(lengths)
     if position_ids.ndim > 2 or len(position_ids) > 1:
-        return [tokens]  # a padded batch, as generation has it: transformers gives all of it the same frequencies
+        return [tokens]  # a padded batch of `generate`: transformers uses the same frequencies for all of it
     restarts = (position_ids[0].diff() != 1).nonzero()[:, 0] + 1
     borders = [0, *restarts.tolist(), tokens]
     return [end - start for start, end in pairwise(borders)]
 
 
 def _forget_length(module: Any) -> None:
-    """Set ``dynamic`` frequencies back to those of a model that has seen nothing yet."""
+    """Reset ``dynamic`` frequencies to their initial values."""
     for prefix, kind in rope_types(module).items():
         if "dynamic" in kind:
             setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

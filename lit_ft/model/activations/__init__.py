@@ -1,1 +1,1 @@
-"""Activations between the forward and the backward pass: recomputed, or kept in host memory."""
+"""Memory of activations between forward and backward pass: recomputation, or offload to host memory."""

@@ -1,4 +1,4 @@
-"""Which activations a layer keeps for its backward pass; the others are computed again."""
+"""Activation checkpointing: selection of the activations that are kept; the others are recomputed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +19,11 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def options(checkpointing: Checkpointing) -> dict[str, Any]:
-    """What transformers' ``gradient_checkpointing_enable`` hands on to ``torch.utils.checkpoint``.
+    """Keyword arguments that transformers' ``gradient_checkpointing_enable`` passes to ``torch.utils.checkpoint``.
 
-    ``selective`` keeps the results of matrix products and attention, which are dear, and computes norms, rotations and
-    activations again, which are cheap and as large (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
+    ``selective`` keeps the results of matrix products and attention, which are expensive, and recomputes norms, rotary
+    embeddings and activation functions, which are cheap and as large (Korthikanti et al. 2022, arXiv:2205.05198,
+    section 5).
     """
     if checkpointing != "selective":
         return {"use_reentrant": False}

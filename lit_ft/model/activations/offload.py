@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in the host's memory."""
+"""Offload of activations to host memory between the forward and the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 
 class ActivationsOnHost(saved_tensors_hooks):
-    """Within it, what a forward pass saves for its backward pass is copied to pinned host memory, and back when needed.
+    """Context in which tensors saved for the backward pass are copied to pinned host memory, and back when needed.
 
-    torch's ``save_on_cpu`` does the copying, in stream order; it would take the weights along, which stay on the device
-    anyway. Within activation checkpointing only a layer's inputs are saved here: torch keeps nothing else of it.
+    torch's ``save_on_cpu`` copies them, in stream order; alone it would also copy weights, which stay on the device
+    anyway. With activation checkpointing only the inputs of layers are copied: torch saves nothing else.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def keeping_on_host(decoder: Callable[..., Any]) -> Callable[..., Any]:
-    """The decoder, whose activations lie in host memory between its forward and its backward pass."""
+    """Wrap a decoder so that its activations are in host memory between forward and backward pass."""
 
     def run(*args: Any, **options: Any) -> Any:
         with ActivationsOnHost():
@@ -43,7 +43,7 @@ def keeping_on_host(decoder: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def warn_if_useless(device: torch.device) -> None:
-    """Say where it only costs time."""
+    """Print a notice if the device is not CUDA, where offload only costs time."""
     if device.type != "cuda":
         rank_zero_info(
             f"model.activation_offload: activations on this device ({device.type}) lie in the host's memory anyway; "

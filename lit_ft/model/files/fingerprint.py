@@ -1,4 +1,4 @@
-"""Which base model an adapter or a checkpoint belongs to: enough of its weights to tell another one, cheaply."""
+"""Fingerprints of base models: a cheap check that an adapter or checkpoint is used with the base of its training."""
 
 import hashlib
 import json
@@ -11,33 +11,33 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_ft.errors import RecipeError, explained
 
 FILE = "base.json"
-"""Beside an adapter's weights."""
+"""File name of a fingerprint, in an adapter's folder."""
 _SAMPLE_BYTES = 4096
 _DRAWN = "drawn with seed "
 
 
 class Fingerprint(TypedDict):
-    """What is recorded of a base model."""
+    """Fingerprint of a base model."""
 
     pretrained: str
-    """Folder or hub id, as the recipe has it."""
+    """Folder or hub id, as in the recipe."""
     commit: str | None
-    """Of the hub repository, where the base came from there."""
+    """Commit of the hub repository; None for a local folder."""
     config: str
-    """SHA-256 of ``config.json`` without what says how it was written."""
+    """SHA-256 of ``config.json`` without ``_name_or_path`` and ``transformers_version``."""
     weights: str
-    """SHA-256 of sizes, headers and samples of the weight files; the seed, where the weights are drawn from it."""
+    """SHA-256 of sizes, headers and samples of the weight files; for random weights, text with their seed."""
 
 
 def fingerprint(pretrained: str, init: Literal["pretrained", "random"] = "pretrained", seed: int = 0) -> Fingerprint:
-    """Look at a base: 4 KiB of each tensor, which are 3 MB of a Llama of 70 billion parameters.
+    """Compute a base model's fingerprint from 4 KiB of each tensor: 3 MB of a Llama of 70 billion parameters.
 
-    A tensor that differs elsewhere only is not seen; training and merging change all of a tensor.
+    A change elsewhere in a tensor is not detected; training and merging change all of a tensor.
 
     Args:
-        pretrained: folder, or hub id that was downloaded before.
-        init: ``random`` has no weights to look at.
-        seed: what random weights are drawn from.
+        pretrained: folder, or hub id of a model that was downloaded before.
+        init: ``random`` for weights that are drawn, not read.
+        seed: seed of random weights.
     """
     cached = try_to_load_from_cache(pretrained, "config.json") if not Path(pretrained).expanduser().is_dir() else None
     folder = Path(cached).parent if isinstance(cached, str) else Path(pretrained).expanduser()
@@ -55,12 +55,12 @@ def fingerprint(pretrained: str, init: Literal["pretrained", "random"] = "pretra
 
 
 def check_same_base(recorded: Fingerprint | None, now: Fingerprint | None, what: str) -> None:
-    """Refuse a base that is not the one something was trained on.
+    """Refuse a base model other than the one that an adapter or checkpoint was trained on.
 
     Args:
-        recorded: what was written when it was trained; None where nothing was, which is said and passes.
-        now: of the base at hand; None where it does not matter.
-        what: that was trained, for the message.
+        recorded: fingerprint written during training; None if there is none, which prints a notice and passes.
+        now: fingerprint of the current base model; None skips the check.
+        what: name of the adapter or checkpoint, for the message.
 
     Raises:
         RecipeError: weights or config differ.
@@ -93,12 +93,12 @@ def check_same_base(recorded: Fingerprint | None, now: Fingerprint | None, what:
 
 
 def write_fingerprint(base: Fingerprint, folder: Path) -> None:
-    """Lay a fingerprint beside an adapter."""
+    """Write a fingerprint to an adapter's folder."""
     (folder / FILE).write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
 
 
 def read_fingerprint(folder: Path) -> Fingerprint | None:
-    """What lies beside an adapter; None where nothing does."""
+    """Read the fingerprint in an adapter's folder; None if there is none."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -129,7 +129,7 @@ def _digest_of(files: list[Path]) -> str:
 
 
 def _places(path: Path, file: IO[bytes], size: int) -> list[int]:
-    """Places to look at: the header, and the middle of each tensor."""
+    """Offsets of the samples in bytes: the header, and the middle of each tensor."""
     if path.suffix != ".safetensors":
         return list(range(0, size, max(_SAMPLE_BYTES, size // 256)))
     length = int.from_bytes(file.read(8), "little")

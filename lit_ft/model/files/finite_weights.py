@@ -1,4 +1,4 @@
-"""Checks that weights have no NaN and no infinite values."""
+"""Checks that weights have no NaN or infinite values."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,16 +15,16 @@ def check_base(model: nn.Module, pretrained: str) -> None:
     """Refuse base weights that are not finite.
 
     Args:
-        model: the base, as it was read.
-        pretrained: its name.
+        model: base model, as it was read.
+        pretrained: name of the base model, for the message.
 
     Raises:
-        RecipeError: it names a tensor.
+        RecipeError: a tensor is not finite; the message names it.
     """
     weights = model.state_dict(keep_vars=True)
     bad = next(not_finite(weights), None)
     split = [weight for weight in weights.values() if hasattr(weight, "ds_tensor")]
-    # Where ZeRO-3 has split them as they were read, all ranks go on or none.
+    # If ZeRO-3 has sharded them as they were read, all ranks must continue or fail together.
     if _on_any_rank(bad is not None, split[0].ds_tensor.device) if split else bad is not None:
         raise _of_base(pretrained, bad)
 
@@ -36,14 +36,14 @@ def _on_any_rank(is_so: bool, device: torch.device) -> bool:
 
 
 def check_split_base(strategy: Strategy, module: Any) -> None:
-    """Refuse base weights that are not finite, where each rank has read a part; a collective.
+    """Refuse base weights that are not finite, if each rank has read its shards only; a collective.
 
     Args:
-        strategy: that has split the weights.
-        module: the LightningModule.
+        strategy: strategy that has sharded the weights.
+        module: LightningModule.
 
     Raises:
-        RecipeError: it names a tensor, on the rank that has it.
+        RecipeError: a tensor is not finite; the rank that holds it names it.
     """
     packed = _packed_weights(module)
     bad = next(not_finite({n: p for n, p in module.named_parameters() if n not in packed}), None)
@@ -60,21 +60,21 @@ def _of_base(pretrained: str, bad: str | None) -> RecipeError:
 
 
 def _packed_weights(module: nn.Module) -> set[str]:
-    """Names of weights whose bytes are no numbers: 4-bit codes, which may be stored as floats to be split."""
+    """Names of weights that are 4-bit codes, which may be stored in a float dtype so that they can be sharded."""
     from bitsandbytes.nn import Linear4bit
 
     return {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, Linear4bit)}
 
 
 def not_finite(tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the tensors that have NaN or infinite values; of DTensors and ZeRO's weights in the part here."""
+    """Names of tensors with NaN or infinite values; of sharded tensors only this rank's shard is checked."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and not all(map(_is_finite, _numbers_of(tensor))):
             yield name
 
 
 def _numbers_of(tensor: Any) -> Iterator[Tensor]:
-    """The floating-point numbers that a tensor consists of: its own, or scales of its blocks."""
+    """Floating-point tensors that a tensor consists of: itself, or the scales of its quantized blocks."""
     state = getattr(tensor, "quant_state", None)  # bitsandbytes' 4 bits
     scales = [getattr(tensor, "SCB", None), getattr(state, "absmax", None), getattr(state, "offset", None)]
     scales.append(getattr(getattr(state, "state2", None), "absmax", None))
@@ -89,6 +89,7 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     if tensor.dtype.itemsize == 1:  # float8 has no order
         tensor = tensor.to(torch.float32)
-    # Both pass NaN on. It takes no memory, and on a CPU a twentieth of the time of isfinite().
+    # Minimum and maximum are NaN if any value is. aminmax() takes no memory, and a twentieth of the time of isfinite()
+    # on a CPU.
     low, high = tensor.aminmax()
     return bool(low.isfinite() & high.isfinite())

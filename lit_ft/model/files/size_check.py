@@ -1,4 +1,4 @@
-"""What weight files say of themselves, against what config.json says: compared before anything is allocated."""
+"""Comparison of the shapes in weight files with config.json, before any memory is allocated."""
 
 import json
 import os
@@ -24,18 +24,18 @@ LARGEST = {
     "num_local_experts": 100_000,
     "num_experts": 100_000,
 }
-"""Sizes in config.json, each with a bound far above any model's: beyond it, building would take for ever."""
+"""Upper bounds for sizes in config.json, far above those of any model: with larger ones, building would never end."""
 
 
 def check_sizes(path: Path, where: str) -> None:
-    """Refuse a config with sizes that no model has: some classes make lists of that length of them.
+    """Refuse a config with sizes that no model has, because some classes create lists of that length.
 
     Args:
-        path: of config.json.
-        where: the folder as the recipe names it, for the message.
+        path: path of config.json.
+        where: name of the folder in the recipe, for the message.
 
     Raises:
-        RecipeError: it names the size, or the file is no JSON object.
+        RecipeError: a size is out of bounds, or the file is not a JSON object.
     """
     with explained(f"{where}: config.json", "put back the file"):
         config = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -49,12 +49,12 @@ def check_sizes(path: Path, where: str) -> None:
 def check_weights(folder: Path, skeleton: nn.Module, where: str) -> None:
     """Compare the weight files of a folder with the model that its config describes.
 
-    Names that transformers converts while reading are left to it.
+    Weights whose names transformers converts while reading are not compared.
 
     Args:
-        folder: with safetensors files; others are not looked into.
-        skeleton: the model, on the meta device.
-        where: the folder as the recipe names it, for the message.
+        folder: folder with safetensors files; files of other formats are not read.
+        skeleton: model on the meta device.
+        where: name of the folder in the recipe, for the message.
 
     Raises:
         RecipeError: a file is damaged or missing, or a weight has another shape.
@@ -70,15 +70,15 @@ def check_weights(folder: Path, skeleton: nn.Module, where: str) -> None:
 
 
 def check_memory(skeleton: nn.Module, dtype: torch.dtype, where: str) -> None:
-    """Refuse weights to be drawn that this machine has no memory for.
+    """Refuse random weights that do not fit in this machine's memory.
 
     Args:
-        skeleton: the model, on the meta device.
-        dtype: of the weights.
-        where: the folder as the recipe names it, for the message.
+        skeleton: model on the meta device.
+        dtype: dtype of the weights.
+        where: name of the folder in the recipe, for the message.
 
     Raises:
-        RecipeError: it says how much is missing.
+        RecipeError: there is too little memory; the message gives both sizes in GiB.
     """
     if torch.get_default_device().type != "cpu":
         return
@@ -91,10 +91,10 @@ def check_memory(skeleton: nn.Module, dtype: torch.dtype, where: str) -> None:
 
 
 def weight_files(folder: Path, where: str) -> list[Path]:
-    """The safetensors files that hold a folder's weights; none where they are of another kind.
+    """Safetensors files with a folder's weights; empty if the weights are in another format.
 
     Raises:
-        RecipeError: the index is damaged, or names a file that is not there.
+        RecipeError: the index is damaged, or names a file that does not exist.
     """
     if (single := folder / "model.safetensors").is_file():
         return [single]
@@ -113,7 +113,7 @@ def weight_files(folder: Path, where: str) -> list[Path]:
 
 
 def shapes_of(file: Path, where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a file's weights; the weights are not read.
+    """Names and shapes of the weights in a file; the weights are not read.
 
     Raises:
         RecipeError: the file is damaged.

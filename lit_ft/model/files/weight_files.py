@@ -1,4 +1,4 @@
-"""Weight files of a model's folder: none of those that it names may lie outside."""
+"""Check that all weight files of a model folder are inside the folder."""
 
 import json
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -7,16 +7,16 @@ from lit_ft.errors import RecipeError
 
 
 def check_weight_files(pretrained: str) -> None:
-    """Refuse a folder whose index of weights leads elsewhere, or that holds an adapter as well.
+    """Refuse a folder whose index names files outside of it, or that also holds an adapter.
 
-    transformers joins the names in an index to the folder as they are, and puts an adapter that lies in the folder on
-    the model without a word. Names in hub repositories are checked by huggingface_hub.
+    transformers joins the names in an index to the folder without a check, and silently applies an adapter that is in
+    the folder. Names in hub repositories are checked by huggingface_hub.
 
     Args:
         pretrained: folder or hub id.
 
     Raises:
-        RecipeError: it names the file.
+        RecipeError: the folder is refused; the message names the file.
     """
     folder = Path(pretrained).expanduser()
     if not folder.is_dir():
