@@ -252,7 +252,7 @@ def _redirect_output(path: Path) -> None:
     for logger in logging.root.manager.loggerDict.values():
         for handler in getattr(logger, "handlers", []):
             if type(handler) is logging.StreamHandler:
-                handler.setStream(sys.stderr)
+                handler.stream = sys.stderr  # setStream() would flush the earlier stream, which may be closed
 
 
 def _as_torchrun(rank: int, world: int, port: int) -> dict[str, str]:

@@ -166,6 +166,9 @@ def test_step_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_gpu_script_on_a_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--shape", "tiny", "--device", "cpu", "--measure", "nf4", "--rounds", "1", "--data", DATA]
+    import deepspeed  # noqa: F401 (its first import prints)
+
+    capsys.readouterr()
     gpu.main([*options, "--folder", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("With a tiny model and short rows: Qwen2.5-7B shape, NF4 base beside a bf16 one")
