@@ -1,5 +1,6 @@
 """Fixtures: a model, a tokenizer and rows, small enough to build in each test session."""
 
+import contextlib
 import gc
 import json
 import math
@@ -16,10 +17,15 @@ os.environ["LIT_FT_CACHE"] = tempfile.mkdtemp(prefix="lit_ft-tests-")  # started
 
 import pytest
 import torch
+import torch.utils.cpp_extension  # what every rank under DeepSpeed would import
 from lightning.pytorch import Trainer, seed_everything
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.workload import train_tokenizer
+
+with contextlib.suppress(ImportError):
+    # Before a test captures output: DeepSpeed speaks when it is imported, and its log stays with that stream.
+    import deepspeed  # noqa: F401
 
 WORDS = "red green blue book cup lamp under over beside the a is was 红 绿 书 杯子 在 的".split()
 
