@@ -8,6 +8,8 @@ import pytest
 
 from lit_ft.old_names import NEW_NAMES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", [*NEW_NAMES, "lit_callbacks.flops", "lit_callbacks.merging"])
 def test_an_old_name_is_the_same_module(name: str) -> None:

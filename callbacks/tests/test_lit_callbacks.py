@@ -16,6 +16,8 @@ from lit_callbacks import AdapterMerger, GracefulStop, StopRequested
 from torch import nn
 from torch.utils.data import DataLoader
 
+pytestmark = pytest.mark.slow
+
 
 class Plain(LightningModule):
     def __init__(self) -> None:

@@ -168,6 +168,7 @@ def test_every_damage_to_a_folder_is_found(tmp_path: Path, background: bool) -> 
                 check_intact(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", range(1, 8))
 @pytest.mark.parametrize(("earlier", "later"), [("folder", "folder"), ("folder", "file"), ("file", "folder")])
 def test_a_kill_within_a_replacement_loses_nothing(tmp_path: Path, call: int, earlier: str, later: str) -> None:

@@ -19,6 +19,8 @@ from lit_ft.data.inspection import histogram
 from lit_ft.data.tokens.megatron_indexed import read_documents
 from lit_ft.packed_batch import TokenLoss
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(os.environ.get("LIT_FT_TEST_DATA", "."))
 
 

@@ -14,6 +14,8 @@ from lit_ft import RecipeError, TextDataModule
 from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.model import render_limits
 
+pytestmark = pytest.mark.slow
+
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}" * 1
 LOOPS += "{% endfor %}{% endfor %}"

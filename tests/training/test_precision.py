@@ -16,6 +16,8 @@ from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.packed_batch import pack_samples
 from lit_ft.training.precision import Float8Linear, Float8Precision, float8_product, to_float8
 
+pytestmark = pytest.mark.slow
+
 SCALINGS = ["tensorwise", "rowwise"]
 LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 

@@ -11,6 +11,8 @@ from lit_callbacks import AdapterMerger
 from plain_modules import VOCABULARY, make_trainer, texts
 from ranks import on_ranks
 
+pytestmark = pytest.mark.slow
+
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
+pytestmark = pytest.mark.slow
+
 
 class Wide(Digits):
     def __init__(self) -> None:
