@@ -481,48 +481,27 @@ MOVES = [
 ]
 
 
-def fits_at(where: str, fits: dict[str, tuple[Any, ...]]) -> CasesOnRanks:
-    """Fits, by their arguments, one after the other under a layout, another strategy, or on one process."""
-
-    def place() -> tuple[Any, ...]:
-        if where == "one process":
-            return ()
-        if where in LAYOUTS:
-            return (LAYOUTS[where],)
-        make = OTHERS[where]
-        return Layout(data=2), make if isinstance(make, str) else make()
-
-    world = 1 if where == "one process" else place()[0].world
-    return CasesOnRanks(world, fit, {name: (*arguments, *place()) for name, arguments in fits.items()})
+def fit_somewhere(make_trainer: Any, folder: str, data: str, run: Run, where: str) -> list[Any]:
+    if where in LAYOUTS:
+        return on_ranks(LAYOUTS[where].world, fit, make_trainer, folder, data, run, LAYOUTS[where], timeout=150)
+    if where == "one process":
+        return on_ranks(1, fit, make_trainer, folder, data, run, timeout=150)
+    make = OTHERS[where]
+    strategy = make if isinstance(make, str) else make()
+    return on_ranks(2, fit, make_trainer, folder, data, run, Layout(data=2), strategy, timeout=150)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("before", "after"), [pytest.param(*move, marks=pytest.mark.xdist_group("-".join(move))) for move in MOVES]
-)
+@pytest.mark.parametrize(("before", "after"), MOVES)
 def test_a_run_goes_on_under_another_layout(
-    make_trainer: Any,
-    four_layers: Any,
-    write_rows: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-    grouped: dict[str, CasesOnRanks],
-    before: str,
-    after: str,
-    way: str,
+    make_trainer: Any, four_layers: Any, write_rows: Any, tmp_path: Path, before: str, after: str, way: str
 ) -> None:
-    data, folder, key = write_rows(count=21), four_layers(True), f"{before}-{after}"
-    runs = {name: Run(model, optimizer=adamw) for name, model in WAYS.items()}
-    if key not in grouped:
-        tmp = tmp_path_factory.mktemp("moves")
-        saved = {name: str(tmp / f"{name}.ckpt") for name in WAYS}
-        common = make_trainer, folder, data
-        firsts = fits_at(before, {n: (*common, replace(run, epochs=1, save=saved[n])) for n, run in runs.items()})
-        for name, path in saved.items():
-            firsts.of(name)
-            assert Path(path).is_dir() == (name == "full" and before in (*LAYOUTS, "fsdp2"))
-        grouped[key] = fits_at(after, {n: (*common, replace(run, resume=saved[n])) for n, run in runs.items()})
-    found, own, _ = grouped[key].of(way)[0]
-    whole, weights, _ = fit(make_trainer, folder, data, runs[way])
+    data, folder, saved = write_rows(count=21), four_layers(True), str(tmp_path / "saved.ckpt")
+    run = Run(WAYS[way], optimizer=adamw)
+    whole, weights, _ = fit(make_trainer, folder, data, run)
+    fit_somewhere(make_trainer, folder, data, replace(run, epochs=1, save=saved), before)
+    assert Path(saved).is_dir() == (way == "full" and before in (*LAYOUTS, "fsdp2"))
+    found, own, _ = fit_somewhere(make_trainer, folder, data, replace(run, resume=saved), after)[0]
     assert_same(found, own, whole[3:], weights, 1e-4)
 
 
