@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.distributed.gather import full_tensor, whole_weights
 from peft import LoraConfig
-from ranks import CasesOnRanks, on_ranks
+from ranks import on_ranks
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from lit_ft import CausalLM, ExactMatch, TextDataModule
@@ -182,14 +182,8 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], st
 def check_same(
     make_trainer: Any, folder: str, data: str, run: Run, layout: Layout, tolerance: float = 1e-5, steps: int = 6
 ) -> None:
-    results = on_ranks(layout.world, fit, make_trainer, folder, data, run, layout, timeout=150)
-    check_results(make_trainer, folder, data, run, results, tolerance, steps)
-
-
-def check_results(
-    make_trainer: Any, folder: str, data: str, run: Run, results: list[Any], tolerance: float = 1e-5, steps: int = 6
-) -> None:
     one, weights, validated = fit(make_trainer, folder, data, run)
+    results = on_ranks(layout.world, fit, make_trainer, folder, data, run, layout, timeout=150)
     for found, _, loss in results:
         assert len(found) == steps
         assert found == results[0][0]  # every rank logs the same
@@ -205,27 +199,10 @@ def _needs_torch(request: Any) -> None:
         pytest.skip("zero-bubble schedules are refused before torch 2.13")
 
 
-@pytest.fixture(scope="module")
-def grouped() -> dict[str, CasesOnRanks]:
-    """The cases that tests share the processes of, by layout."""
-    return {}
-
-
-def in_one_group(layouts: Iterable[str]) -> Any:
-    """Parameters whose tests one worker of ``pytest -n`` runs."""
-    return [pytest.param(layout, marks=pytest.mark.xdist_group(layout)) for layout in layouts]
-
-
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", in_one_group(LAYOUTS))
-def test_same_numbers(
-    make_trainer: Any, four_layers: Any, write_rows: Any, grouped: dict[str, CasesOnRanks], layout: str, way: str
-) -> None:
-    folder, data, place = four_layers(True), write_rows(count=21), LAYOUTS[layout]
-    if layout not in grouped:
-        cases = {name: (make_trainer, folder, data, Run(model), place) for name, model in WAYS.items()}
-        grouped[layout] = CasesOnRanks(place.world, fit, cases)
-    check_results(make_trainer, folder, data, Run(WAYS[way]), grouped[layout].of(way))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_numbers(make_trainer: Any, four_layers: Any, write_rows: Any, layout: str, way: str) -> None:
+    check_same(make_trainer, four_layers(True), write_rows(count=21), Run(WAYS[way]), LAYOUTS[layout])
 
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
@@ -279,16 +256,12 @@ PRECISIONS: dict[str, Run] = {
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", in_one_group(["tp2-sequence", "dp2xpp2", "pp2xtp2"]))
-def test_precisions(
-    make_trainer: Any, four_layers: Any, write_rows: Any, grouped: dict[str, CasesOnRanks], layout: str, precision: str
-) -> None:
-    folder, data, place = four_layers(True), write_rows(count=21), LAYOUTS[layout]
-    one, _, _ = fit(make_trainer, folder, data, PRECISIONS[precision])
-    if (key := f"{layout}, precisions") not in grouped:
-        cases = {name: (make_trainer, folder, data, run, place) for name, run in PRECISIONS.items()}
-        grouped[key] = CasesOnRanks(place.world, fit, cases)
-    for steps, _, _ in grouped[key].of(precision):
+@pytest.mark.parametrize("layout", ["tp2-sequence", "dp2xpp2", "pp2xtp2"])
+def test_precisions(make_trainer: Any, four_layers: Any, write_rows: Any, layout: str, precision: str) -> None:
+    data, run = write_rows(count=21), PRECISIONS[precision]
+    one, _, _ = fit(make_trainer, four_layers(True), data, run)
+    places = LAYOUTS[layout]
+    for steps, _, _ in on_ranks(places.world, fit, make_trainer, four_layers(True), data, run, places, timeout=150):
         # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split.
         for got, wanted in zip(steps, one, strict=True):
             assert got == pytest.approx(wanted, rel=5e-2)
@@ -403,12 +376,9 @@ def test_architectures(
         record_cell(architecture, column, "refused")
         return
     targets = ATTENTION if architecture in EXPERTS else "all-linear"
-    runs = {"full": Run(), "LoRA": Run({"peft": LoraConfig(r=4, target_modules=targets)})}
-    cases = {way: (make_trainer, folder, data, run, layout) for way, run in runs.items()}
-    group = CasesOnRanks(layout.world, fit_architecture, cases)
-    for way, run in runs.items():
+    for run in (Run(), Run({"peft": LoraConfig(r=4, target_modules=targets)})):
         steps, wanted = fit_architecture(make_trainer, folder, data, run)
-        ranks = group.of(way)
+        ranks = on_ranks(layout.world, fit_architecture, make_trainer, folder, data, run, layout, timeout=150)
         for found, _ in ranks:
             assert len(found) == 6
             for got, want in zip(found, steps, strict=True):
