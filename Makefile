@@ -2,7 +2,8 @@
 VENV   ?= .venv
 PYTHON ?= python3
 RUN    := $(VENV)/bin/python
-WORKERS ?= 2
+# Processes that run tests beside each other; 0 is the one that collects them.
+WORKERS ?= 0
 
 .PHONY: quickstart test tiny-qwen2 clean
 
