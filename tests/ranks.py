@@ -10,6 +10,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,40 @@ def on_ranks(
         ]
         assert not failures, "\n".join(failures)
         return [pickle.loads(path.read_bytes()) for path in reports]
+
+
+@dataclass
+class CasesOnRanks:
+    """Cases that run one after another in one group of processes, and are reported one by one.
+
+    The cases share the caches of a rank, e.g. for the shapes of its operators.
+    """
+
+    world: int
+    function: Callable[..., Any]
+    cases: dict[str, tuple[Any, ...]]
+    """Arguments of the function by name of the case."""
+    timeout: float = 300
+
+    def of(self, name: str) -> list[Any]:
+        """Result of the function on each rank; a failed case, and all cases after it, raise the error of that case."""
+        failures = [error for _, error in self._by_rank if error]
+        if any(name not in found for found, _ in self._by_rank):
+            raise AssertionError("\n".join(failures))
+        return [found[name] for found, _ in self._by_rank]
+
+    @cached_property
+    def _by_rank(self) -> list[tuple[dict[str, Any], str]]:
+        return on_ranks(self.world, self._run, timeout=self.timeout)
+
+    def _run(self) -> tuple[dict[str, Any], str]:
+        found: dict[str, Any] = {}
+        for name, arguments in self.cases.items():
+            try:
+                found[name] = self.function(*arguments)
+            except Exception:
+                return found, f"--- rank {os.environ['RANK']}, {name}\n{traceback.format_exc()}"
+        return found, ""
 
 
 def _start(

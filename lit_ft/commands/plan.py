@@ -23,6 +23,7 @@ from lit_ft.planning.pipeline_timeline import idle_share, timetable
 from lit_ft.planning.report import MIB, Share, aligned, by_stage, format_layout, rank_share
 from lit_ft.planning.timeline_plot import draw
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+from lit_ft.strategies.mesh_caches import clear_mesh_caches
 from lit_ft.strategies.model_parallel import base_of
 from lit_ft.training.causal_lm import CausalLM
 
@@ -171,6 +172,7 @@ def pretended_rank(rank: int, world: int) -> Iterator[None]:
     logger = logging.getLogger("lightning.fabric.utilities.distributed")
     level = logger.level
     logger.setLevel(logging.WARNING)
+    clear_mesh_caches()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield

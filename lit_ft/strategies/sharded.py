@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy as LightningModel
 from lightning.pytorch.trainer.states import TrainerFn
 from lit_callbacks.distributed.gather import Wanted, whole_weights
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.gradient_norm import local, norms
 from lit_ft.model import deferred_cast
 from lit_ft.model.files import finite_weights
+from lit_ft.strategies.mesh_caches import clear_mesh_caches
 
 
 class ShardedStrategy(LightningModelParallelStrategy):
@@ -62,6 +64,8 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """Join the process group and create the device mesh."""
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io = AnyCheckpointIO()
+        if not dist.is_initialized():
+            clear_mesh_caches()
         super().setup_environment()
 
     @contextmanager

@@ -14,7 +14,7 @@ from conftest import make_rows, record_difference
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import whole_weights
-from ranks import on_ranks
+from ranks import CasesOnRanks, on_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
 
@@ -267,28 +267,77 @@ MOVES = [
 ]
 
 
+@dataclass
+class Moves:
+    """The runs of all ``MOVES`` with one way and one optimizer: whole, stopped after an epoch, and resumed."""
+
+    before: CasesOnRanks
+    """On one process, what ranks resume."""
+    ranks: CasesOnRanks
+    after: CasesOnRanks
+    """On one process, what ranks have stopped."""
+
+    @classmethod
+    def of(cls, folder: str, tmp: Path, way: str, optimizer: Callable[[Any], Any]) -> "Moves":
+        def at(place: str, **options: Any) -> tuple[str, Case]:
+            case = Case(PLACES[place], WAYS[way], optimizer=optimizer, **options)
+            return folder, case.on_one_process if place == "one process" else case
+
+        runs = {}
+        for place in dict.fromkeys(before for before, _ in MOVES):
+            runs[f"whole {place}"] = at(place)
+            runs[f"first {place}"] = at(place, epochs=1, save=str(tmp / place))
+        runs |= {f"{before}-{after}": at(after, resume=str(tmp / before)) for before, after in MOVES}
+        alone = {name: run for name, run in runs.items() if run[1].world == 1}
+        rests = {name: alone.pop(name) for name in [f"{before}-{after}" for before, after in MOVES] if name in alone}
+        ranks = {name: run for name, run in runs.items() if run[1].world == 2}
+        return cls(CasesOnRanks(1, fit, alone), CasesOnRanks(2, fit, ranks), CasesOnRanks(1, fit, rests))
+
+    def found(self, before: str, after: str) -> tuple[list[Any], list[Any]]:
+        """What the whole run of a move found on each rank, and what the resumed one."""
+        alone = self.before.of("whole one process")  # first: the ranks resume what it saves
+        whole = alone if before == "one process" else self.ranks.of(f"whole {before}")
+        rest = (self.after if after == "one process" else self.ranks).of(f"{before}-{after}")
+        return whole, rest
+
+
+@pytest.fixture(scope="module")
+def moves() -> dict[tuple[str, str], Moves]:
+    """By way and optimizer."""
+    return {}
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "optimizer"),
+    [
+        pytest.param(
+            way,
+            optimizer,
+            id=f"{way}-{optimizer.__name__}",
+            marks=pytest.mark.xdist_group(f"{way}-{optimizer.__name__}"),
+        )
+        for way in WAYS
+        for optimizer in (sgd, adamw)
+    ],
+)
 @pytest.mark.parametrize(("before", "after"), MOVES, ids=lambda place: place)
 def test_resumes(
-    model_folder: str, tmp_path: Path, before: str, after: str, way: str, optimizer: Callable[[Any], Any]
+    model_folder: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    moves: dict[tuple[str, str], Moves],
+    before: str,
+    after: str,
+    way: str,
+    optimizer: Callable[[Any], Any],
 ) -> None:
-    saved = str(tmp_path / "saved.ckpt")
-    folder = folder_of(tmp_path, model_folder, Case())
-
-    def at(place: str, **options: Any) -> tuple[str, Case]:
-        case = Case(PLACES[place], WAYS[way], optimizer=optimizer, **options)
-        return folder, case.on_one_process if place == "one process" else case
-
-    whole, first, rest = at(before), at(before, epochs=1, save=saved), at(after, resume=saved)
-    if whole[1].world == rest[1].world:
-        found = on_all_ranks({"whole": whole, "first": first, "rest": rest})
-    else:
-        found = on_all_ranks({"whole": whole, "first": first}) | on_all_ranks({"rest": rest})
-    steps, weights, _ = found["whole"][0]
+    if (key := (way, optimizer.__name__)) not in moves:
+        tmp = tmp_path_factory.mktemp("moves")
+        moves[key] = Moves.of(folder_of(tmp, model_folder, Case()), tmp, way, optimizer)
+    whole, rest = moves[key].found(before, after)
+    steps, weights, _ = whole[0]
     tolerance = 0 if before == after else 1e-5
-    for again, own, _ in found["rest"]:
+    for again, own, _ in rest:
         assert len(again) == 3
         for got, wanted in zip(again, steps[3:], strict=True):
             assert got == pytest.approx(wanted, rel=tolerance, abs=0)

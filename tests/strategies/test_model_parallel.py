@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +18,13 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.distributed.gather import full_tensor, whole_weights
 from peft import LoraConfig
-from ranks import on_ranks
+from ranks import CasesOnRanks, on_ranks
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from lit_ft import CausalLM, ExactMatch, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.cli import main
+from lit_ft.commands.plan import pretended_rank
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.parallel.pipeline_parallel import ZERO_BUBBLE
 
@@ -182,8 +183,14 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], st
 def check_same(
     make_trainer: Any, folder: str, data: str, run: Run, layout: Layout, tolerance: float = 1e-5, steps: int = 6
 ) -> None:
-    one, weights, validated = fit(make_trainer, folder, data, run)
     results = on_ranks(layout.world, fit, make_trainer, folder, data, run, layout, timeout=150)
+    check_results(make_trainer, folder, data, run, results, tolerance, steps)
+
+
+def check_results(
+    make_trainer: Any, folder: str, data: str, run: Run, results: list[Any], tolerance: float = 1e-5, steps: int = 6
+) -> None:
+    one, weights, validated = fit(make_trainer, folder, data, run)
     for found, _, loss in results:
         assert len(found) == steps
         assert found == results[0][0]  # every rank logs the same
@@ -199,10 +206,27 @@ def _needs_torch(request: Any) -> None:
         pytest.skip("zero-bubble schedules are refused before torch 2.13")
 
 
+@pytest.fixture(scope="module")
+def grouped() -> dict[str, CasesOnRanks]:
+    """The cases that tests share the processes of, by layout."""
+    return {}
+
+
+def in_one_group(layouts: Iterable[str]) -> Any:
+    """Parameters whose tests one worker of ``pytest -n`` runs."""
+    return [pytest.param(layout, marks=pytest.mark.xdist_group(layout)) for layout in layouts]
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_same_numbers(make_trainer: Any, four_layers: Any, write_rows: Any, layout: str, way: str) -> None:
-    check_same(make_trainer, four_layers(True), write_rows(count=21), Run(WAYS[way]), LAYOUTS[layout])
+@pytest.mark.parametrize("layout", in_one_group(LAYOUTS))
+def test_same_numbers(
+    make_trainer: Any, four_layers: Any, write_rows: Any, grouped: dict[str, CasesOnRanks], layout: str, way: str
+) -> None:
+    folder, data, place = four_layers(True), write_rows(count=21), LAYOUTS[layout]
+    if layout not in grouped:
+        cases = {name: (make_trainer, folder, data, Run(model), place) for name, model in WAYS.items()}
+        grouped[layout] = CasesOnRanks(place.world, fit, cases)
+    check_results(make_trainer, folder, data, Run(WAYS[way]), grouped[layout].of(way))
 
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
@@ -256,12 +280,16 @@ PRECISIONS: dict[str, Run] = {
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", ["tp2-sequence", "dp2xpp2", "pp2xtp2"])
-def test_precisions(make_trainer: Any, four_layers: Any, write_rows: Any, layout: str, precision: str) -> None:
-    data, run = write_rows(count=21), PRECISIONS[precision]
-    one, _, _ = fit(make_trainer, four_layers(True), data, run)
-    places = LAYOUTS[layout]
-    for steps, _, _ in on_ranks(places.world, fit, make_trainer, four_layers(True), data, run, places, timeout=150):
+@pytest.mark.parametrize("layout", in_one_group(["tp2-sequence", "dp2xpp2", "pp2xtp2"]))
+def test_precisions(
+    make_trainer: Any, four_layers: Any, write_rows: Any, grouped: dict[str, CasesOnRanks], layout: str, precision: str
+) -> None:
+    folder, data, place = four_layers(True), write_rows(count=21), LAYOUTS[layout]
+    one, _, _ = fit(make_trainer, folder, data, PRECISIONS[precision])
+    if (key := f"{layout}, precisions") not in grouped:
+        cases = {name: (make_trainer, folder, data, run, place) for name, run in PRECISIONS.items()}
+        grouped[key] = CasesOnRanks(place.world, fit, cases)
+    for steps, _, _ in grouped[key].of(precision):
         # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split.
         for got, wanted in zip(steps, one, strict=True):
             assert got == pytest.approx(wanted, rel=5e-2)
@@ -376,9 +404,12 @@ def test_architectures(
         record_cell(architecture, column, "refused")
         return
     targets = ATTENTION if architecture in EXPERTS else "all-linear"
-    for run in (Run(), Run({"peft": LoraConfig(r=4, target_modules=targets)})):
+    runs = {"full": Run(), "LoRA": Run({"peft": LoraConfig(r=4, target_modules=targets)})}
+    cases = {way: (make_trainer, folder, data, run, layout) for way, run in runs.items()}
+    group = CasesOnRanks(layout.world, fit_architecture, cases)
+    for way, run in runs.items():
         steps, wanted = fit_architecture(make_trainer, folder, data, run)
-        ranks = on_ranks(layout.world, fit_architecture, make_trainer, folder, data, run, layout, timeout=150)
+        ranks = group.of(way)
         for found, _ in ranks:
             assert len(found) == 6
             for got, want in zip(found, steps, strict=True):
@@ -451,27 +482,48 @@ MOVES = [
 ]
 
 
-def fit_somewhere(make_trainer: Any, folder: str, data: str, run: Run, where: str) -> list[Any]:
-    if where in LAYOUTS:
-        return on_ranks(LAYOUTS[where].world, fit, make_trainer, folder, data, run, LAYOUTS[where], timeout=150)
-    if where == "one process":
-        return on_ranks(1, fit, make_trainer, folder, data, run, timeout=150)
-    make = OTHERS[where]
-    strategy = make if isinstance(make, str) else make()
-    return on_ranks(2, fit, make_trainer, folder, data, run, Layout(data=2), strategy, timeout=150)
+def fits_at(where: str, fits: dict[str, tuple[Any, ...]]) -> CasesOnRanks:
+    """Fits, by their arguments, one after the other under a layout, another strategy, or on one process."""
+
+    def place() -> tuple[Any, ...]:
+        if where == "one process":
+            return ()
+        if where in LAYOUTS:
+            return (LAYOUTS[where],)
+        make = OTHERS[where]
+        return Layout(data=2), make if isinstance(make, str) else make()
+
+    world = 1 if where == "one process" else place()[0].world
+    return CasesOnRanks(world, fit, {name: (*arguments, *place()) for name, arguments in fits.items()})
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("before", "after"), MOVES)
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param(*move, marks=pytest.mark.xdist_group("-".join(move))) for move in MOVES]
+)
 def test_a_run_goes_on_under_another_layout(
-    make_trainer: Any, four_layers: Any, write_rows: Any, tmp_path: Path, before: str, after: str, way: str
+    make_trainer: Any,
+    four_layers: Any,
+    write_rows: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    grouped: dict[str, CasesOnRanks],
+    before: str,
+    after: str,
+    way: str,
 ) -> None:
-    data, folder, saved = write_rows(count=21), four_layers(True), str(tmp_path / "saved.ckpt")
-    run = Run(WAYS[way], optimizer=adamw)
-    whole, weights, _ = fit(make_trainer, folder, data, run)
-    fit_somewhere(make_trainer, folder, data, replace(run, epochs=1, save=saved), before)
-    assert Path(saved).is_dir() == (way == "full" and before in (*LAYOUTS, "fsdp2"))
-    found, own, _ = fit_somewhere(make_trainer, folder, data, replace(run, resume=saved), after)[0]
+    data, folder, key = write_rows(count=21), four_layers(True), f"{before}-{after}"
+    runs = {name: Run(model, optimizer=adamw) for name, model in WAYS.items()}
+    if key not in grouped:
+        tmp = tmp_path_factory.mktemp("moves")
+        saved = {name: str(tmp / f"{name}.ckpt") for name in WAYS}
+        common = make_trainer, folder, data
+        firsts = fits_at(before, {n: (*common, replace(run, epochs=1, save=saved[n])) for n, run in runs.items()})
+        for name, path in saved.items():
+            firsts.of(name)
+            assert Path(path).is_dir() == (name == "full" and before in (*LAYOUTS, "fsdp2"))
+        grouped[key] = fits_at(after, {n: (*common, replace(run, resume=saved[n])) for n, run in runs.items()})
+    found, own, _ = grouped[key].of(way)[0]
+    whole, weights, _ = fit(make_trainer, folder, data, runs[way])
     assert_same(found, own, whole[3:], weights, 1e-4)
 
 
@@ -638,3 +690,19 @@ def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
     assert "styles ['sideways'], which are not supported" in refused(
         capsys, tmp_path, *model, f"{S}tensor_parallel_size=2", f"{S}tp_plan={plan}"
     )
+
+
+def test_a_fit_uses_no_process_group_of_an_earlier_plan(make_trainer: Any, four_layers: Any, write_rows: Any) -> None:
+    folder, data, layout = four_layers(True), write_rows(count=21), LAYOUTS["dp2xtp2xpp2"]
+    with pretended_rank(0, layout.world):
+        strategy, module = layout.strategy(), CausalLM(folder)
+        module.trainer = make_trainer(devices=layout.world, strategy=strategy)
+        strategy._lightning_module = strategy.model = module
+        module.model = module.check()
+        strategy.setup_environment()
+        strategy.shard(module)
+        for weight in module.parameters():
+            full_tensor(torch.empty_like(weight, device="cpu"))
+    # The ranks are forks of this process.
+    results = on_ranks(layout.world, fit, make_trainer, folder, data, Run(), layout, timeout=150)
+    check_results(make_trainer, folder, data, Run(), results)

@@ -213,7 +213,7 @@ def fit_and_write(make_trainer: Any, model_folder: str, data: str, folder: str, 
     """Two steps, then what AdapterMerger writes; the answers to some prompts on the way."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     world, make = STRATEGIES[strategy]
-    module = CausalLM(model_folder, **WAYS[way]["model"], optimizer=sgd)
+    module = CausalLM(model_folder, **WAYS[way]["model"], optimizer=sgd, max_new_tokens=12)
     callbacks = [
         AdapterMerger(Path(folder) / "adapter", Path(folder) / "merged"),
         ExactMatch(max_new_tokens=12, batch_size=5),
