@@ -7,10 +7,13 @@ actions do. The user's own profiler keeps working: every action is passed on to 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from inspect import ismethod
 from typing import Any, Literal
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+
+from lit_callbacks.internals.lightning_internals import attributes_of
 
 Phase = Literal["data", "forward", "backward", "optimizer", "callbacks", "other", "validation", "checkpoint"]
 Listener = Callable[[Phase], None]
@@ -56,9 +59,10 @@ def _empty_actions(callbacks: Iterable[Callback]) -> frozenset[str]:
         for hook in _STEP_HOOKS:
             action = f"[Callback]{callback.state_key}.{hook}"
             # Looked up on the instance, as Lightning does: LambdaCallback sets its hooks there.
-            found = getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
-            has[action] = found or has.get(action, False)
-    return frozenset(action for action, found in has.items() if not found)
+            method = getattr(callback, hook)
+            is_implemented = not (ismethod(method) and method.__func__ is getattr(Callback, hook))
+            has[action] = is_implemented or has.get(action, False)
+    return frozenset(action for action, is_implemented in has.items() if not is_implemented)
 
 
 class _Action:
@@ -89,7 +93,7 @@ class _Action:
                 profiler.switch(phase)
         return self.name
 
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         profiler = self.profiler
         if error is not None:
             profiler.note(error)
@@ -119,7 +123,7 @@ class _Untold:
     def __enter__(self) -> None:
         self.profiler.end_callbacks()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
 
@@ -214,25 +218,27 @@ class PhaseProfiler(Profiler):
         return getattr(self.__dict__["inner"], name)
 
 
-def watch(trainer: Any, listener: Listener) -> None:
+def watch(trainer: Trainer, listener: Listener) -> None:
     """Call ``listener`` at the start of every phase from now on; several listeners share one profiler."""
-    profiler = trainer.profiler
+    attributes = attributes_of(trainer)
+    profiler = attributes.profiler
     if not isinstance(profiler, PhaseProfiler):
-        profiler = trainer.profiler = PhaseProfiler(profiler, _empty_actions(trainer.callbacks))
+        profiler = attributes.profiler = PhaseProfiler(profiler, _empty_actions(attributes.callbacks))
     profiler.listeners.append(listener)
 
 
-def unwatch(trainer: Any, listener: Listener) -> None:
+def unwatch(trainer: Trainer, listener: Listener) -> None:
     """Stop calling ``listener``; after the last one, the trainer gets its own profiler back."""
-    profiler = trainer.profiler
+    attributes = attributes_of(trainer)
+    profiler = attributes.profiler
     if not isinstance(profiler, PhaseProfiler) or listener not in profiler.listeners:
         return
     profiler.listeners.remove(listener)
     if not profiler.listeners:
-        trainer.profiler = profiler.inner
+        attributes.profiler = profiler.inner
 
 
-def failed_in(trainer: Any) -> Phase | None:
+def failed_in(trainer: Trainer) -> Phase | None:
     """Phase in which the last error was raised; None where phases are not watched or nothing was raised."""
-    profiler = trainer.profiler
+    profiler = attributes_of(trainer).profiler
     return profiler.failed_in if isinstance(profiler, PhaseProfiler) else None

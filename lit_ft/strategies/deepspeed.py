@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lit_callbacks.distributed.gather import whole_weights
+from lit_callbacks.distributed.gather import full_weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -286,7 +286,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         assert self.lightning_module is not None
         if self._order:
             return zero_state.weights(self.lightning_module, keep=self.is_global_zero)
-        return whole_weights(self.lightning_module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
+        return full_weights(self.lightning_module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Full optimizer state on rank 0, in the layout that it has without ZeRO."""

@@ -195,7 +195,7 @@ class ModelParallelStrategy(ShardedStrategy):
         base, sizes = base_of(module), self.sizes()
         self.check_model(module, module.model if isinstance(getattr(module, "model", None), PeftModel) else base)
         self._base = base
-        module.flops_of_whole = TransformerFlops.of(module)  # for ThroughputMonitor, before layers are dropped
+        module.full_model_flops = TransformerFlops.of(module)  # for ThroughputMonitor, before layers are dropped
         self._trained_names = [name for name, p in module.named_parameters() if p.requires_grad]
         plan = Plan(base, self.tp_plan) if sizes.tensor > 1 else None
         if sizes.tensor > 1:

@@ -13,7 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy as LightningModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lit_callbacks.distributed.gather import Wanted, whole_weights
+from lit_callbacks.distributed.gather import full_weights
+from lit_callbacks.protocols import WeightFilter
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -166,17 +167,19 @@ class ShardedStrategy(LightningModelParallelStrategy):
         assert self.model is not None
         if self._saves_in_shares():
             return {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        return self.whole_weights(self.model, lambda _, p: p.requires_grad, keep=self.global_rank == 0)
+        return self.full_weights(self.model, lambda _, p: p.requires_grad, keep=self.global_rank == 0)
 
-    def whole_weights(self, module: nn.Module, wanted: Wanted = lambda *_: True, keep: bool = True) -> dict[str, Any]:
+    def full_weights(
+        self, module: nn.Module, selected: WeightFilter = lambda *_: True, keep: bool = True
+    ) -> dict[str, Any]:
         """Full parameters of a module by name, on the CPU, from all ranks and stages; a collective.
 
         Args:
             module: LightningModule, or a part of it.
-            wanted: predicate on name and parameter that selects what is returned.
+            selected: predicate on name and parameter that selects what is returned.
             keep: whether this rank keeps the result, else ``{}``; only rank 0 can have the parameters of all stages.
         """
-        parts = self._join_stages(whole_weights(module, wanted, keep=self._leads_stage()))
+        parts = self._join_stages(full_weights(module, selected, keep=self._leads_stage()))
         return {name: tensor for part in parts for name, tensor in part.items()} if keep else {}
 
     def save_pretrained(self, base: PreTrainedModel, folder: Any = None) -> None:

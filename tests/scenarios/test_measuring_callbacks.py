@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_rows
-from lit_callbacks import ForgettingProbe, LossLedger, SampleGenerations, SpikeGuard, SpikesPersist
+from lit_callbacks import ForgettingProbe, LossLedger, SampleGenerations, SpikeGuard, SpikesPersist, protocols
 from lit_callbacks.loss_ledger.ledger_files import read_visits
 from lit_callbacks.output.step_lines import read_lines
 from peft import LoraConfig
@@ -19,7 +19,7 @@ from lit_ft import CausalLM, Source, TextDataModule
 from lit_ft.data.tokens.samples import collect, join
 from lit_ft.model.generation import dense_attention
 from lit_ft.packed_batch import pack_samples, sample_targets
-from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 
 def test_targets_of_samples_by_hand() -> None:
@@ -97,7 +97,7 @@ def all_of_them(make_trainer: Any, model_folder: str, data: str, folder: str, st
         **options,
     )
     trainer.fit(module, TextDataModule(data, micro_batch_size=1 if strategy else 2, max_length=96))
-    return [line["loss"] for line in probe._seen]
+    return [line["loss"] for line in probe._measured]
 
 
 @pytest.mark.processes
@@ -140,3 +140,27 @@ def test_under_deepspeed_the_guard_can_stop_but_not_skip_and_says_so(
     assert [found for found, _ in ranks] == [2, 2]
     said = [line for line in ranks[0][1] if "loss is nan" in line]
     assert "The step is taken all the same: DeepSpeed keeps gradients to itself" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("offers", "protocol"),
+    [
+        (CausalLM, protocols.AnswersPrompts),
+        (CausalLM, protocols.RendersPrompts),
+        (CausalLM, protocols.MeasuresTextLoss),
+        (CausalLM, protocols.MeasuresGradientNorm),
+        (CausalLM, protocols.SavesAdapter),
+        (TextDataModule, protocols.LooksUpTexts),
+        (ModelParallelStrategy, protocols.GathersWeights),
+        (ModelParallelStrategy, protocols.SumsGradientNorm),
+        (ModelParallelStrategy, protocols.WritesModelFolder),
+    ],
+)
+def test_lit_ft_offers_what_callbacks_ask_for(offers: type, protocol: type) -> None:
+    assert issubclass(offers, protocol)
+
+
+def test_the_module_holds_a_tokenizer_and_records_losses(model_folder: str) -> None:
+    module = CausalLM(model_folder)
+    assert isinstance(module, protocols.HoldsTokenizer)
+    assert isinstance(module, protocols.RecordsLosses)

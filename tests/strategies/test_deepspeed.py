@@ -13,7 +13,7 @@ import torch
 from conftest import make_rows, record_difference
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
-from lit_callbacks.distributed.gather import whole_weights
+from lit_callbacks.distributed.gather import full_weights
 from ranks import CasesOnRanks, on_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
@@ -116,7 +116,7 @@ def fit(folder: str, case: Case) -> tuple[list[tuple[float, float]], dict[str, t
         trainer.save_checkpoint(case.save)
     token_cross_entropy.LOGITS_PER_CHUNK = chunk
     os.environ.pop("PL_GLOBAL_SEED")
-    return record.steps, whole_weights(module, lambda _, p: p.requires_grad), record.held
+    return record.steps, full_weights(module, lambda _, p: p.requires_grad), record.held
 
 
 def folder_of(tmp: Path, tied: str, case: Case) -> str:

@@ -16,7 +16,7 @@ from conftest import make_tokenizer, record_cell
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
-from lit_callbacks.distributed.gather import full_tensor, whole_weights
+from lit_callbacks.distributed.gather import full_tensor, full_weights
 from peft import LoraConfig
 from ranks import CasesOnRanks, on_ranks
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
@@ -139,7 +139,7 @@ def fit(
     trainer.fit(module, TextDataModule(data, micro_batch_size=4, max_length=96, val_path=data), ckpt_path=run.resume)
     if run.save is not None and run.save_after is None:
         trainer.save_checkpoint(run.save)
-    gather = getattr(trainer.strategy, "whole_weights", whole_weights)
+    gather = getattr(trainer.strategy, "full_weights", full_weights)
     weights = gather(module, lambda _, p: p.requires_grad, keep=trainer.global_rank == 0)
     return record.steps, weights, float(trainer.callback_metrics["val/loss"])
 

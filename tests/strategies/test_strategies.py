@@ -10,7 +10,7 @@ import torch
 from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
-from lit_callbacks.distributed.gather import whole_weights
+from lit_callbacks.distributed.gather import full_weights
 from peft import LoraConfig
 from ranks import on_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -57,7 +57,7 @@ def fit(
     trainer.fit(module, rows, ckpt_path=how.get("resume"))
     if "save" in how and "save_after" not in how:
         trainer.save_checkpoint(how["save"])
-    return record.steps, whole_weights(module, lambda _, p: p.requires_grad)
+    return record.steps, full_weights(module, lambda _, p: p.requires_grad)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ class AtStart(Callback):
     """The weights that train, before the first step, of this rank's layers."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        found = whole_weights(pl_module, lambda _, p: p.requires_grad)
+        found = full_weights(pl_module, lambda _, p: p.requires_grad)
         self.weights = {name: tensor.clone() for name, tensor in found.items()}
 
 

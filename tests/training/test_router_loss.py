@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import save_model
 from lightning.pytorch import Callback
-from lit_callbacks.distributed.gather import whole_weights
+from lit_callbacks.distributed.gather import full_weights
 from ranks import on_ranks
 from transformers import AutoModelForCausalLM
 
@@ -80,7 +80,7 @@ def fit(
     module = CausalLM(folder, optimizer=sgd, **{"router_aux_loss": 0.5, **options})
     per_rank = 2 if strategy is None else 1
     trainer.fit(module, TextDataModule(data, micro_batch_size=per_rank, join_micro_batches=False))
-    return steps.logged, {} if strategy == "zero2" else whole_weights(module, lambda _, p: p.requires_grad)
+    return steps.logged, {} if strategy == "zero2" else full_weights(module, lambda _, p: p.requires_grad)
 
 
 STRATEGIES: dict[str, Any] = {"ddp": lambda: "ddp", "fsdp": FSDPStrategy, "zero2": lambda: DeepSpeedStrategy(stage=2)}
@@ -96,7 +96,7 @@ def test_ranks_average_as_micro_batches_do(make_trainer: Any, tmp_path: Path, wr
     module = CausalLM(folder, optimizer=sgd, router_aux_loss=0.5)
     trainer.fit(module, TextDataModule(data, micro_batch_size=1, join_micro_batches=False))
     accumulated = steps.logged
-    weights = whole_weights(module, lambda _, p: p.requires_grad)
+    weights = full_weights(module, lambda _, p: p.requires_grad)
     for logged, found in on_ranks(2, fit, make_trainer, folder, data, strategy, timeout=100):
         for got, wanted in zip(logged, accumulated, strict=True):
             assert got == pytest.approx(wanted, rel=1e-5)

@@ -11,7 +11,7 @@ import torch
 from conftest import make_tokenizer, methods
 from lightning.pytorch import Callback
 from lit_callbacks import SpikeGuard
-from lit_callbacks.distributed.gather import whole_weights
+from lit_callbacks.distributed.gather import full_weights
 from lit_callbacks.export.adapter_merger import save_merged
 from peft.tuners.lora.config import BdLoraConfig, CordaConfig, VeloraConfig
 from peft.utils.integrations import dequantize_module_weight
@@ -242,7 +242,7 @@ def weights_of_all_in_shards(make_trainer: Any, model_folder: str, data: str) ->
         module = CausalLM(model_folder, peft=METHODS[method], optimizer=adamw)
         options = {"max_steps": 4, "strategy": FSDPStrategy(), "devices": 2, "use_distributed_sampler": False}
         make_trainer(**options).fit(module, TextDataModule(data, packing=128, max_length=96))
-        found[method] = whole_weights(module, lambda _, p: p.requires_grad)
+        found[method] = full_weights(module, lambda _, p: p.requires_grad)
     return found
 
 
@@ -283,7 +283,7 @@ def weights_of_all_in_parts(
             found[method] = str(error)
             continue
         trainer.fit(module, rows)
-        found[method] = strategy.whole_weights(module, lambda _, p: p.requires_grad, keep=trainer.global_rank == 0)
+        found[method] = strategy.full_weights(module, lambda _, p: p.requires_grad, keep=trainer.global_rank == 0)
     return found
 
 

@@ -1,14 +1,30 @@
 """Full weights of a model that a strategy has sharded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import TypeGuard, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-Wanted = Callable[[str, Tensor], bool]
+from lit_callbacks.internals.torch_internals import is_persistent
+from lit_callbacks.protocols import WeightFilter
+
+
+class Zero3Parameter(nn.Parameter):
+    """Type of a parameter that ZeRO-3 shards: a plain one, empty on every rank, with attributes that DeepSpeed adds."""
+
+    ds_id: int
+    ds_numel: int
+    """Number of elements on all ranks."""
+    ds_shape: tuple[int, ...]
+    """Shape of the full parameter."""
+
+
+def is_zero3(tensor: Tensor) -> TypeGuard[Zero3Parameter]:
+    """Whether a tensor is a parameter that ZeRO-3 shards."""
+    return hasattr(tensor, "ds_id")
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -18,9 +34,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """
     if isinstance(tensor, DTensor):
         device = tensor.device_mesh.device_type
-        on_mesh: Any = tensor if tensor.device.type == device else tensor.to(device)
+        on_mesh = tensor if tensor.device.type == device else cast(DTensor, tensor.to(device))
         return on_mesh.full_tensor().detach()
-    if hasattr(tensor, "ds_id"):
+    if is_zero3(tensor):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([tensor]):
@@ -28,28 +44,33 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def whole_numel(parameter: Tensor) -> int:
+def full_numel(parameter: Tensor) -> int:
     """Number of elements of a parameter, those on other ranks included."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+    return int(parameter.ds_numel) if is_zero3(parameter) else parameter.numel()
 
 
-def whole_weights(module: nn.Module, wanted: Wanted = lambda *_: True, keep: bool = True) -> dict[str, Tensor]:
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Shape of a parameter, elements on other ranks included."""
+    return tuple(parameter.ds_shape) if is_zero3(parameter) else tuple(parameter.shape)
+
+
+def full_weights(module: nn.Module, selected: WeightFilter = lambda *_: True, keep: bool = True) -> dict[str, Tensor]:
     """Full parameters and persistent buffers of a module by name, on the CPU; a collective where weights are sharded.
 
     One tensor is gathered at a time, so that a rank holds little more than what it keeps.
 
     Args:
         module: module whose weights are gathered.
-        wanted: filter by name and tensor, the same on every rank. Buffers never require gradients.
+        selected: filter by name and tensor, the same on every rank. Buffers never require gradients.
         keep: whether this rank gets the result; ``{}`` if not.
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, weight in chain(module.named_parameters(remove_duplicate=False), persistent_buffers(module)):
-        if wanted(name, weight):
-            whole = full_tensor(weight)
+        if selected(name, weight):
+            full = full_tensor(weight)
             if keep:
-                found[name] = whole.cpu().clone() if whole.data_ptr() == _address(weight) else whole.cpu()
-    return found
+                weights[name] = full.cpu().clone() if full.data_ptr() == _address(weight) else full.cpu()
+    return weights
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -59,7 +80,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     for path, part in module.named_modules(remove_duplicate=False):
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in part._non_persistent_buffers_set:  # torch has no public way to ask for this
+            if is_persistent(part, name):
                 yield f"{path}.{name}" if path else name, buffer
 
 
@@ -75,8 +96,12 @@ def reshard(module: nn.Module) -> None:
 
 def is_split(module: nn.Module) -> bool:
     """Whether a module's weights are sharded."""
-    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
+    return any(_is_shard(parameter) for parameter in module.parameters())
 
 
-def _address(tensor: Any) -> int:
-    return -1 if isinstance(tensor, DTensor) or hasattr(tensor, "ds_id") else tensor.data_ptr()
+def _is_shard(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) or is_zero3(tensor)
+
+
+def _address(tensor: Tensor) -> int:
+    return -1 if _is_shard(tensor) else tensor.data_ptr()

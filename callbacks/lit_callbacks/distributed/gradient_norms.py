@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_callbacks.distributed.gather import full_tensor
+from lit_callbacks.internals import torch_internals
+from lit_callbacks.protocols import SumsGradientNorm
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -30,11 +31,11 @@ def squared_norm(parameters: Sequence[Tensor], trainer: Trainer) -> Tensor:
     Returns:
         Scalar, fp32.
     """
-    # This runs over some hundred gradients in each step, with cold CPU caches: nothing is looked up twice, and torch's
-    # get_total_norm takes twice as long.
+    # This runs over some hundred gradients in each step, with cold CPU caches: nothing is looked up twice.
     world_size, is_flat = trainer.world_size, isinstance(trainer.strategy, FSDPStrategy)
     alike: dict[tuple[float, torch.device], list[Tensor]] = {}
     for parameter in parameters:
+        assert parameter.grad is not None
         copies, local = _local_gradient(parameter.grad, world_size, is_flat)
         alike.setdefault((copies, local.device), []).append(local)
     squares = [_sum_of_squares(grads) / copies for (copies, _), grads in alike.items()]
@@ -42,7 +43,7 @@ def squared_norm(parameters: Sequence[Tensor], trainer: Trainer) -> Tensor:
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    norms = torch.stack(torch._foreach_norm(tensors)).float()
+    norms = torch.stack(torch_internals.norms(tensors)).float()
     return norms.dot(norms)
 
 
@@ -52,18 +53,18 @@ def norms_by_name(trainer: Trainer, module: LightningModule, optimizer: Optimize
     named = {name: p for name, p in module.named_parameters() if id(p) in mine}
     if not named:
         return {}
-    if hasattr(trainer.strategy, "gradient_norm"):  # its ranks may hold different parameters
+    if isinstance(trainer.strategy, SumsGradientNorm):  # its ranks may hold different parameters
         return {name: float(full_tensor(p.grad).norm()) if p.grad is not None else 0.0 for name, p in named.items()}
     device = trainer.strategy.root_device
     squares = [squared_norm([p] if p.grad is not None else [], trainer).to(device) for p in named.values()]
-    summed: Any = trainer.strategy.reduce(torch.stack(squares), reduce_op="sum")
+    summed = trainer.strategy.reduce(torch.stack(squares), reduce_op="sum")
     return dict(zip(named, summed.sqrt().tolist(), strict=True))
 
 
-def _local_gradient(grad: Any, world_size: int, is_flat: bool) -> tuple[float, Tensor]:
+def _local_gradient(grad: Tensor, world_size: int, is_flat: bool) -> tuple[float, Tensor]:
     """Number of ranks that hold the same part of a gradient, and this rank's part."""
     if isinstance(grad, DTensor):
-        sizes = [grad.device_mesh.size(i) for i, place in enumerate(grad.placements) if not place.is_replicate()]
+        sizes = [grad.device_mesh.size(i) for i, how in enumerate(grad.placements) if not how.is_replicate()]
         return world_size / math.prod(sizes), grad.to_local()
     if is_flat:
         return 1.0, grad  # FSDP1: a shard of a flat parameter, as a plain tensor

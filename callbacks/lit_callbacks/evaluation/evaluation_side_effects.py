@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -49,7 +49,7 @@ def on_all_ranks(trainer: Trainer, what: str, do: Callable[[], _Result]) -> _Res
     return result if trainer.strategy.reduce_boolean_decision(went_well, all=True) else None
 
 
-def written(what: str, write: Callable[[], Any]) -> bool:
+def written(what: str, write: Callable[[], object]) -> bool:
     """Whether ``write`` succeeded; an ``OSError`` becomes a warning.
 
     Args:

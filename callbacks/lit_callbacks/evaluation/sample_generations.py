@@ -3,15 +3,19 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks, written
 from lit_callbacks.output.log_text import log_text
 from lit_callbacks.output.step_lines import add_lines, drop_after_step
-from lit_callbacks.protocols import RendersPrompts
+from lit_callbacks.protocols import AnswersPrompts, Message, RendersPrompts, tokenizer_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Generate = Callable[[LightningModule, Sequence[str]], Sequence[str]]
 """Function from the module and prompts to one answer each; every rank calls it at once, with the same prompts."""
@@ -65,7 +69,9 @@ class SampleGenerations(Callback):
         if trainer.global_step == 0:
             self._ask(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
+    ) -> None:
         """Generate every ``every_n_steps``."""
         if self._every.is_time(trainer.global_step):
             self._ask(trainer, pl_module)
@@ -87,34 +93,39 @@ class SampleGenerations(Callback):
             names = ", ".join(type(logger).__name__ for logger in trainer.loggers)
             rank_zero_warn(f"SampleGenerations: {names} takes no text; the answers are in {self._file(trainer)}")
 
-    def _answers(self, trainer: Trainer, module: Any) -> list[str] | None:
-        if self.generate is None and not hasattr(module, "answer"):
+    def _answers(self, trainer: Trainer, module: LightningModule) -> list[str] | None:
+        generate = self.generate
+        if generate is None and isinstance(module, AnswersPrompts):
+            generate = partial(_answer, self.max_new_tokens)
+        if generate is None:
             self._is_off = True
             rank_zero_warn(
                 f"SampleGenerations: {type(module).__name__} has no method answer(prompts, max_new_tokens), so there "
                 "are no answers; give it one, or pass generate=<function from module and prompts to texts>"
             )
             return None
-        generate = self.generate or partial(_answer, self.max_new_tokens)
         with evaluating(trainer, module):
-            found = on_all_ranks(
+            answers = on_all_ranks(
                 trainer,
                 "SampleGenerations cannot generate, and stops asking",
                 lambda: list(generate(module, self._rendered(module))),
             )
-        self._is_off = found is None
-        return found
+        self._is_off = answers is None
+        return answers
 
-    def _rendered(self, module: Any) -> list[str]:
+    def _rendered(self, module: LightningModule) -> list[str]:
+        tokenizer = tokenizer_of(module)
         if not self.chat:
-            opening = _opening(getattr(module, "tokenizer", None)) if self.generate is None else ""
+            opening = _opening(tokenizer) if self.generate is None else ""
             return [prompt if prompt.startswith(opening) else opening + prompt for prompt in self.prompts]
-        turns: list[list[dict[str, Any]]] = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
+        turns: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
         if isinstance(module, RendersPrompts):
             return [module.render_prompt(turn) for turn in turns]
-        return [module.tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
+        if tokenizer is None:
+            raise ValueError(f"{type(module).__name__} has no tokenizer with a chat template; set chat=False")
+        return [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
 
-    def _write(self, trainer: Trainer, write: Callable[[], Any]) -> None:
+    def _write(self, trainer: Trainer, write: Callable[[], object]) -> None:
         if trainer.is_global_zero and not self._is_unwritable:
             what = f"SampleGenerations cannot write {str(self._file(trainer))!r}; give path="
             self._is_unwritable = not written(what, write)
@@ -123,12 +134,12 @@ class SampleGenerations(Callback):
         return self.path or Path(trainer.default_root_dir) / "samples.jsonl"
 
 
-def _opening(tokenizer: Any) -> str:
+def _opening(tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """Token that a tokenizer puts before raw text, or ""; ``answer`` takes prompts with special tokens spelled out."""
     if tokenizer is None or tokenizer.bos_token is None:
         return ""
     return str(tokenizer.bos_token) if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
 
 
-def _answer(max_new_tokens: int, module: Any, prompts: Sequence[str]) -> Sequence[str]:
+def _answer(max_new_tokens: int, module: AnswersPrompts, prompts: Sequence[str]) -> Sequence[str]:
     return module.answer(prompts, max_new_tokens)

@@ -4,17 +4,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-from lit_callbacks.distributed.gather import is_split, reshard, whole_weights
+from lit_callbacks.distributed.gather import full_weights, is_split, reshard
 from lit_callbacks.export.atomic_folder import check_replaceable, keep_newest, write_atomically
 from lit_callbacks.export.merge_check import MergeFailed
 from lit_callbacks.export.merging import check_mergeable, find_model, is_peft, save_adapter, save_merged, unsplit
+from lit_callbacks.protocols import GathersWeights, KeepsTwoWeightSets, SavesAdapter, WritesModelFolder, tokenizer_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Kind = Literal["adapter", "merged"]
 Texts = Callable[[Kind, Trainer, LightningModule], Mapping[str, str]]
@@ -84,12 +89,12 @@ class AdapterMerger(Callback):
         if self.on_best and (best := _best_paths(trainer)) != self._best:
             self._best, self._has_new_best = best, True
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Write the model of a new best checkpoint."""
         self._write_best(trainer, pl_module)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Write a model every ``every_n_steps``."""
         step, before, every = trainer.global_step, self._last_step, self.every_n_steps
@@ -135,36 +140,37 @@ class AdapterMerger(Callback):
                 rank_zero_warn(f"AdapterMerger: step {trainer.global_step} is not written: {error}")
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
-        model, tokenizer = find_model(pl_module), getattr(pl_module, "tokenizer", None)
+        model, tokenizer, strategy = find_model(pl_module), tokenizer_of(pl_module), trainer.strategy
         writes, state = trainer.is_global_zero, None
-        save_sharded = getattr(trainer.strategy, "save_pretrained", None)
-        if save_sharded is not None and not is_peft(model) and model is not pl_module:
-            self._write_in_shares(trainer, pl_module, model, save_sharded, suffix)
+        if isinstance(strategy, WritesModelFolder) and not is_peft(model) and model is not pl_module:
+            self._write_sharded(trainer, pl_module, model, strategy.save_pretrained, suffix)
             return
         reshard(pl_module)
-        # A strategy whose ranks hold different layers gathers the weights itself.
-        gather = getattr(trainer.strategy, "whole_weights", None)
-        if is_split(model) or gather is not None:
-            gather = gather or whole_weights
+        full_model = model
+        if is_split(model) or isinstance(strategy, GathersWeights):
+            gather = strategy.full_weights if isinstance(strategy, GathersWeights) else full_weights
             state = gather(model, lambda _, p: p.requires_grad, keep=writes)
-            whole = unsplit(model, keep=writes, gather=gather) if self.merged_dir is not None else None
-        else:
-            whole = model
+            full_model = unsplit(model, keep=writes, gather=gather) if self.merged_dir is not None else None
         if not writes:
             return
         if is_peft(model) or model is pl_module:
             folder = self.adapter_dir.with_name(self.adapter_dir.name + suffix)
-            write = getattr(pl_module, "save_adapter", None) or model.save_pretrained
+            write = _adapter_writer(pl_module, model)
             write = write if state is None else partial(write, state_dict=state)
             save_adapter(model, folder, tokenizer, self.texts("adapter", trainer, pl_module), write)
             rank_zero_info(f"adapter: {folder}")
         if self.merged_dir is not None:
             folder = self.merged_dir.with_name(self.merged_dir.name + suffix)
-            save_merged(whole, folder, tokenizer, texts=self.texts("merged", trainer, pl_module))
+            save_merged(full_model, folder, tokenizer, texts=self.texts("merged", trainer, pl_module))
             rank_zero_info(f"merged model: {folder}")
 
-    def _write_in_shares(
-        self, trainer: Trainer, pl_module: LightningModule, model: Any, save_sharded: Callable[..., None], suffix: str
+    def _write_sharded(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        model: "PreTrainedModel",
+        save_sharded: Callable[..., None],
+        suffix: str,
     ) -> None:
         """Let each rank write its part of a fully fine-tuned model; rank 0 moves the finished folder into place."""
         if self.merged_dir is None:
@@ -175,8 +181,12 @@ class AdapterMerger(Callback):
             save_sharded(model)
             return
         texts = self.texts("merged", trainer, pl_module)
-        write_atomically(folder, partial(save_sharded, model), getattr(pl_module, "tokenizer", None), texts)
+        write_atomically(folder, partial(save_sharded, model), tokenizer_of(pl_module), texts)
         rank_zero_info(f"merged model: {folder}, a part by each rank")
+
+
+def _adapter_writer(module: LightningModule, model: Any) -> Callable[..., object]:
+    return module.save_adapter if isinstance(module, SavesAdapter) else model.save_pretrained
 
 
 def _best_paths(trainer: Trainer) -> list[str]:
@@ -187,10 +197,10 @@ def _best_paths(trainer: Trainer) -> list[str]:
 @contextmanager
 def weights_that_answer(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     """Put schedule-free optimizers into ``eval()`` mode; at exit, restore the training weights bit by bit."""
-    two_sets: list[Any] = [
+    two_sets = [
         optimizer
         for optimizer in trainer.optimizers
-        if callable(getattr(optimizer, "eval", None)) and optimizer.param_groups[0].get("train_mode", False)
+        if isinstance(optimizer, KeepsTwoWeightSets) and optimizer.param_groups[0].get("train_mode", False)
     ]
     aside = [(p, p.detach().clone()) for p in module.parameters() if p.requires_grad] if two_sets else []
     for optimizer in two_sets:

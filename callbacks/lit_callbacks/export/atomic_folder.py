@@ -11,9 +11,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lit_callbacks.export.manifest import MANIFEST, ManifestError, list_files, read_manifest, sync, write_manifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _OF_A_MODEL = {"config.json", "adapter_config.json"}
 
@@ -27,7 +30,10 @@ _KNOWN_FILES = (
 
 
 def write_atomically(
-    folder: Path, write: Callable[[Path], None], tokenizer: Any, texts: Mapping[str, str] | None = None
+    folder: Path,
+    write: Callable[[Path], object],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Write a model folder under a temporary name next to its final path, then rename it; replaces an earlier model.
 
@@ -100,7 +106,7 @@ def recover(folder: Path) -> None:
     _remove(folder.with_name(f".{folder.name}.old"), folder)
     unfinished = re.compile(re.escape(f".{folder.name}.") + r"(\d+)")
     for path in list(folder.parent.iterdir()):
-        if (found := unfinished.fullmatch(path.name)) and not _runs(int(found[1])):
+        if (match := unfinished.fullmatch(path.name)) and not _runs(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -139,12 +145,12 @@ def check_replaceable(folder: Path) -> None:
 
 def foreign_files(folder: Path) -> list[str]:
     """Files that are not part of a model: not in the folder's manifest or, without one, not in ``_KNOWN_FILES``."""
-    held = sorted(list_files(folder), key=lambda name: (name.count("/"), name))
+    names = sorted(list_files(folder), key=lambda name: (name.count("/"), name))
     try:
-        names: Any = read_manifest(folder)["files"]
+        listed = read_manifest(folder)["files"]
     except (FileNotFoundError, ManifestError):
-        return [name for name in held if not any(fnmatch(name, known) for known in _KNOWN_FILES)]
-    return [name for name in held if name not in names]
+        return [name for name in names if not any(fnmatch(name, known) for known in _KNOWN_FILES)]
+    return [name for name in names if name not in listed]
 
 
 def keep_newest(folder: Path, prefix: str, count: int) -> None:

@@ -91,21 +91,21 @@ def file_sums(folder: Path, names: Iterable[str] | None = None) -> dict[str, Fil
         folder: folder of the files; subfolders are included.
         names: relative names of the files to read; None takes all.
     """
-    wanted = sorted(list_files(folder) if names is None else names)
+    names = sorted(list_files(folder) if names is None else names)
     # hashlib releases the global interpreter lock, so files are read in parallel.
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return dict(zip(wanted, pool.map(lambda name: file_sum(folder / name), wanted), strict=True))
+        return dict(zip(names, pool.map(lambda name: file_sum(folder / name), names), strict=True))
 
 
 def list_files(folder: Path) -> list[str]:
     """Sorted names of a folder's files relative to it, subfolders included, without the manifest."""
-    found = (Path(root, name).relative_to(folder).as_posix() for root, _, names in os.walk(folder) for name in names)
-    return sorted(name for name in found if name != MANIFEST)
+    paths = (Path(root, name).relative_to(folder) for root, _, names in os.walk(folder) for name in names)
+    return sorted(name for path in paths if (name := path.as_posix()) != MANIFEST)
 
 
 def write_manifest(
     folder: Path,
-    facts: Mapping[str, Any] | None = None,
+    facts: Mapping[str, object] | None = None,
     names: Iterable[str] | None = None,
     sums: Mapping[str, FileSum] | None = None,
 ) -> None:
@@ -118,8 +118,8 @@ def write_manifest(
         sums: known sums by name; these files are not read again.
     """
     known = dict(sums or {})
-    wanted = [name for name in (list_files(folder) if names is None else names) if name not in known]
-    sums = dict(sorted((known | file_sums(folder, wanted)).items()))
+    unknown = [name for name in (list_files(folder) if names is None else names) if name not in known]
+    sums = dict(sorted((known | file_sums(folder, unknown)).items()))
     sync_folder(folder)
     files = {name: entry._asdict() for name, entry in sums.items()}
     text = json.dumps({**(facts or {}), "version": VERSION, "files": files}, indent=1)
@@ -163,17 +163,19 @@ def verify_manifest(folder: Path, only: Callable[[str], bool] = lambda _: True, 
         FileNotFoundError: the folder has no manifest.
         ManifestError: the manifest cannot be read, is malformed, or has another version.
     """
-    wanted = {name: entry for name, entry in read_manifest(folder)["files"].items() if only(name)}
-    there = [name for name in wanted if (folder / name).is_file()]
-    sizes = {name: (folder / name).stat().st_size for name in there}
-    whole = [name for name in there if sizes[name] == wanted[name].size]
-    cut = [name for name in there if sizes[name] != wanted[name].size]
-    sums = file_sums(folder, whole) if with_sums else {}
+    listed = {name: entry for name, entry in read_manifest(folder)["files"].items() if only(name)}
+    sizes = {name: (folder / name).stat().st_size for name in listed if (folder / name).is_file()}
+    right_size = [name for name, size in sizes.items() if size == listed[name].size]
+    sums = file_sums(folder, right_size) if with_sums else {}
     return Differences(
-        missing=[name for name in wanted if name not in sizes],
-        wrong_size=[f"{name} ({sizes[name]:,} bytes, not {wanted[name].size:,})" for name in cut],
-        wrong_hash=[name for name, entry in sums.items() if entry.sha256 != wanted[name].sha256],
-        unknown=[name for name in list_files(folder) if name not in wanted and only(name)],
+        missing=[name for name in listed if name not in sizes],
+        wrong_size=[
+            f"{name} ({size:,} bytes, not {listed[name].size:,})"
+            for name, size in sizes.items()
+            if size != listed[name].size
+        ],
+        wrong_hash=[name for name, entry in sums.items() if entry.sha256 != listed[name].sha256],
+        unknown=[name for name in list_files(folder) if name not in listed and only(name)],
     )
 
 

@@ -3,13 +3,18 @@
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lit_callbacks.distributed.gather import persistent_buffers
+from lit_callbacks.internals.transformers_internals import is_quantized, ties_embeddings
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Bound of the largest logit difference, relative to the largest logit, by dtype of the merged weights. Rounding a
@@ -50,44 +55,44 @@ class MergeReport:
         )
 
 
-def sample_ids(model: Any, tokenizer: Any = None) -> list[Tensor]:
+def sample_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None) -> list[Tensor]:
     """Token ids of some prompts, each ``(1, tokens)``, int64; arbitrary ids without a tokenizer.
 
     They include the last ids of the vocabulary, which added tokens have.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
-    rows = rows if tokenizer is None else min(rows, len(tokenizer))
-    last = torch.arange(max(0, rows - 16), rows)[None]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary if tokenizer is None else min(vocabulary, len(tokenizer))
+    last = torch.arange(max(0, vocabulary - 16), vocabulary)[None]
     if tokenizer is None:
-        return [torch.arange(start, start + 64, 4)[None] % rows for start in range(3)] + [last]
+        return [torch.arange(start, start + 64, 4)[None] % vocabulary for start in range(3)] + [last]
     return [torch.tensor([tokenizer(prompt)["input_ids"]]) for prompt in PROMPTS] + [last]
 
 
 @torch.no_grad()
-def logits_of(model: Any, ids: list[Tensor]) -> Tensor:
+def logits_of(model: "PeftModel | PreTrainedModel", ids: list[Tensor]) -> Tensor:
     """Logits at all positions of all prompts, ``(tokens, vocabulary)``, fp32."""
     return torch.cat([model(input_ids=prompt).logits[0].float() for prompt in ids])
 
 
-def compare(wanted: Tensor, got: Tensor, tolerance: float) -> MergeReport:
+def compare(expected: Tensor, got: Tensor, tolerance: float) -> MergeReport:
     """Compare the logits of a merged model with those of the trained model.
 
     Args:
-        wanted: logits of the base model with its adapter, ``(tokens, vocabulary)``.
+        expected: logits of the base model with its adapter, ``(tokens, vocabulary)``.
         got: logits of the merged model, ``(tokens, vocabulary)``.
         tolerance: largest difference, relative to the largest logit; infinite to measure only.
 
     Raises:
         MergeFailed: the merged model's logits are not finite, differ by more, or have another shape.
     """
-    if wanted.shape != got.shape:
+    if expected.shape != got.shape:
         raise MergeFailed(
-            f"the merged model has {got.shape[1]:,} logits a token, the trained one {wanted.shape[1]:,}: its "
+            f"the merged model has {got.shape[1]:,} logits a token, the trained one {expected.shape[1]:,}: its "
             "embeddings were resized; nothing was written"
         )
-    largest = float(wanted.abs().max())
-    difference = float((wanted - got).abs().max())
-    logs = got.double().log_softmax(-1), wanted.double().log_softmax(-1)
+    largest = float(expected.abs().max())
+    difference = float((expected - got).abs().max())
+    logs = got.double().log_softmax(-1), expected.double().log_softmax(-1)
     divergence = torch.nn.functional.kl_div(*logs, log_target=True, reduction="batchmean")
     report = MergeReport(difference, largest, float(divergence), tolerance * max(largest, 1.0))
     if not (torch.isfinite(got).all() and difference <= report.bound):
@@ -95,15 +100,15 @@ def compare(wanted: Tensor, got: Tensor, tolerance: float) -> MergeReport:
     return report
 
 
-def share_lost(wanted: Tensor, got: Tensor, untrained: Tensor) -> float:
+def share_lost(expected: Tensor, got: Tensor, untrained: Tensor) -> float:
     """Share of the trained change of the logits that the merged model lacks: 0 is none, 1 is as much as all of it.
 
     Args:
-        wanted: logits of the base model with its adapter, ``(tokens, vocabulary)``.
+        expected: logits of the base model with its adapter, ``(tokens, vocabulary)``.
         got: logits of the merged model, ``(tokens, vocabulary)``.
         untrained: logits of the base model alone, ``(tokens, vocabulary)``.
     """
-    return float((got - wanted).norm() / (untrained - wanted).norm())
+    return float((got - expected).norm() / (untrained - expected).norm())
 
 
 def check_kept(lost: float, report: MergeReport) -> None:
@@ -123,7 +128,7 @@ def check_kept(lost: float, report: MergeReport) -> None:
 class Layout:
     """Expected tensors of a merged model: names and shapes of the base model, dtypes of the saved model."""
 
-    model_class: Any
+    model_class: type["PreTrainedModel"]
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     is_tied: bool
@@ -132,7 +137,7 @@ class Layout:
     """Whether it holds packed 4-bit or 8-bit weights, whose shapes differ from the unquantized ones."""
 
     @classmethod
-    def of(cls, base: Any) -> "Layout":
+    def of(cls, base: "PreTrainedModel") -> "Layout":
         """Layout of a base model, read before the merge: merging may change its config.
 
         Args:
@@ -141,17 +146,17 @@ class Layout:
         with torch.device("meta"):
             reference = type(base)(copy.deepcopy(base.config))
         shapes = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
-        return cls(type(base), shapes, {}, bool(getattr(base.config, "tie_word_embeddings", False)))
+        return cls(type(base), shapes, {}, ties_embeddings(base.config))
 
-    def saved_as(self, merged: Any) -> "Layout":
+    def saved_as(self, merged: "PreTrainedModel") -> "Layout":
         """This layout with the dtypes of a merged model, and with its shapes if it holds packed weights."""
-        state, is_packed = merged.state_dict(), bool(getattr(merged, "is_quantized", False))
+        state, is_packed = merged.state_dict(), is_quantized(merged)
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()} if is_packed else self.shapes
         dtypes = {name: tensor.dtype for name, tensor in state.items()}
         return Layout(self.model_class, shapes, dtypes, self.is_tied, is_packed)
 
 
-def read_back(folder: Path, layout: Layout) -> Any:
+def read_back(folder: Path, layout: Layout) -> "PreTrainedModel":
     """Load a merged model from its files with ``from_pretrained``, and compare it with the base model's layout.
 
     Raises:
@@ -164,20 +169,20 @@ def read_back(folder: Path, layout: Layout) -> Any:
         model, info = layout.model_class.from_pretrained(folder, output_loading_info=True, **placement)
     except RuntimeError as error:
         raise MergeFailed(f"the merged files do not load: {error}; nothing was written") from error
-    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     name_of_class = layout.model_class.__name__
-    wrong = [f"{name} is missing" for name in sorted({*info["missing_keys"], *(layout.shapes.keys() - found.keys())})]
-    extra = {*info["unexpected_keys"], *(found.keys() - layout.shapes.keys())}
+    wrong = [f"{name} is missing" for name in sorted({*info["missing_keys"], *(layout.shapes.keys() - shapes.keys())})]
+    extra = {*info["unexpected_keys"], *(shapes.keys() - layout.shapes.keys())}
     wrong += [f"{name} is not in {name_of_class}" for name in sorted(extra)]
     wrong += [
-        f"{name} is {found[name]}, in the base {shape}"
+        f"{name} is {shapes[name]}, in the base {shape}"
         for name, shape in layout.shapes.items()
-        if name in found and found[name] != shape
+        if name in shapes and shapes[name] != shape
     ]
     _fail_if(wrong)
     if layout.is_tied:
-        _look_at_the_head(model)
-    return _as_it_was_saved(model)
+        _check_head(model)
+    return _without_repacking(model)
 
 
 def _wrong_in_files(folder: Path, layout: Layout) -> list[str]:
@@ -204,11 +209,11 @@ _STATISTICS = {torch.uint8, torch.int8, torch.float32}
 """Dtypes of the quantization state that bitsandbytes writes beside packed weights."""
 
 
-def _look_at_the_head(model: Any) -> None:
+def _check_head(model: "PreTrainedModel") -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight.data_ptr() == head.weight.data_ptr():
         return
-    if getattr(model.config, "tie_word_embeddings", False):
+    if ties_embeddings(model.config):
         raise MergeFailed(
             "the head and the embeddings in the merged files are two tensors, and the config ties them to one: other "
             "programs would load one of the two for both; nothing was written"
@@ -219,7 +224,7 @@ def _look_at_the_head(model: Any) -> None:
     )
 
 
-def _as_it_was_saved(model: Any) -> Any:
+def _without_repacking(model: "PreTrainedModel") -> "PreTrainedModel":
     for module in model.modules():
         # bitsandbytes repacks 4-bit weights on CPUs with AVX512-BF16, after which results are rounded differently.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -227,34 +232,34 @@ def _as_it_was_saved(model: Any) -> Any:
     return model
 
 
-def check_same(got: Any, wanted: Any) -> None:
+def check_same(got: "PreTrainedModel", written: "PreTrainedModel") -> None:
     """Compare the tensors of a model that was read back with those that were written, bit by bit.
 
     Raises:
         MergeFailed: some tensors differ.
     """
-    held = wanted.state_dict()
+    weights = written.state_dict()
     _fail_if(
-        [f"{name} has other values" for name, t in got.state_dict().items() if not torch.equal(t, held[name].cpu())]
+        [f"{name} has other values" for name, t in got.state_dict().items() if not torch.equal(t, weights[name].cpu())]
     )
 
 
-def check_buffers(got: Any, wanted: dict[str, Tensor]) -> None:
+def check_buffers(got: "PreTrainedModel", expected: dict[str, Tensor]) -> None:
     """Compare the persistent buffers of a merged model with the base model's, bit by bit; no merge changes them.
 
     Args:
         got: merged model that was read back from its files.
-        wanted: persistent buffers of the base model by name.
+        expected: persistent buffers of the base model by name.
 
     Raises:
         MergeFailed: some buffers differ or are missing.
     """
-    held = dict(persistent_buffers(got))
+    buffers = dict(persistent_buffers(got))
     _fail_if(
         [
-            f"the buffer {name} {'has other values' if name in held else 'is missing'}"
-            for name, buffer in wanted.items()
-            if name not in held or not torch.equal(held[name], buffer.to(held[name].dtype))
+            f"the buffer {name} {'has other values' if name in buffers else 'is missing'}"
+            for name, buffer in expected.items()
+            if name not in buffers or not torch.equal(buffers[name], buffer.to(buffers[name].dtype))
         ]
     )
 

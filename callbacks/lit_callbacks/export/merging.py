@@ -4,13 +4,13 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lit_callbacks.distributed.gather import persistent_buffers, whole_weights
+from lit_callbacks.distributed.gather import full_weights, persistent_buffers
 from lit_callbacks.export.atomic_folder import write_atomically
 from lit_callbacks.export.merge_check import (
     BOUNDS,
@@ -26,9 +26,30 @@ from lit_callbacks.export.merge_check import (
     sample_ids,
     share_lost,
 )
+from lit_callbacks.internals.transformers_internals import (
+    attention_implementation,
+    is_quantized,
+    kept_in_fp32,
+    save_under_names_of,
+)
+from lit_callbacks.protocols import SavesAdapter
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def unsplit(model: Any, keep: bool, gather: Callable[..., dict[str, Tensor]] = whole_weights) -> Any:
+@runtime_checkable
+class Merges(Protocol):
+    """A tuning method of PEFT that can be merged into the weights of the base model."""
+
+    def merge_and_unload(self, safe_merge: bool = False) -> nn.Module:
+        """The base model, with the adapter merged."""
+
+
+def unsplit(
+    model: "PeftModel | PreTrainedModel", keep: bool, gather: Callable[..., dict[str, Tensor]] = full_weights
+) -> "PeftModel | PreTrainedModel | None":
     """Full copy of a sharded model on this rank's CPU; a collective.
 
     Args:
@@ -45,18 +66,17 @@ def unsplit(model: Any, keep: bool, gather: Callable[..., dict[str, Tensor]] = w
     base = model.get_base_model() if is_peft(model) else model
     with torch.device("meta"):
         known = set(type(base)(copy.deepcopy(base.config)).state_dict())
-    own = {_name_in_base(name): weight for name, weight in weights.items() if _name_in_base(name) in known}
-    if missing := sorted(known - own.keys()):
+    of_base = {_name_in_base(name): weight for name, weight in weights.items() if _name_in_base(name) in known}
+    if missing := sorted(known - of_base.keys()):
         raise MergeFailed(f"{', '.join(missing[:3])} of the base are on no rank; nothing was written")
-    whole = type(base).from_pretrained(None, config=copy.deepcopy(base.config), state_dict=own, dtype=base.dtype)
-    # transformers saves tensors under the names in the files that the model was loaded from: the base model's.
-    whole._weight_conversions = getattr(base, "_weight_conversions", None)
-    whole.generation_config, whole.name_or_path = base.generation_config, base.name_or_path
+    full = type(base).from_pretrained(None, config=copy.deepcopy(base.config), state_dict=of_base, dtype=base.dtype)
+    save_under_names_of(full, base)
+    full.generation_config, full.name_or_path = base.generation_config, base.name_or_path
     if not is_peft(model):
-        return whole
+        return full
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    adapted = get_peft_model(whole, copy.deepcopy(model.active_peft_config))
+    adapted = get_peft_model(full, copy.deepcopy(model.active_peft_config))
     set_peft_model_state_dict(adapted, get_peft_model_state_dict(adapted, state_dict=weights))
     return adapted
 
@@ -86,11 +106,11 @@ def find_model(module: nn.Module) -> Any:
     Raises:
         ValueError: the module has none of these.
     """
-    for wanted in (is_peft, is_pretrained):
+    for is_of_kind in (is_peft, is_pretrained):
         for candidate in module.modules():
-            if wanted(candidate):
+            if is_of_kind(candidate):
                 return candidate
-    if callable(getattr(module, "save_adapter", None)):
+    if isinstance(module, SavesAdapter):
         return module
     raise ValueError(
         f"{type(module).__name__} holds no peft.PeftModel and no transformers.PreTrainedModel to save; give it a "
@@ -98,7 +118,7 @@ def find_model(module: nn.Module) -> Any:
     )
 
 
-def is_pretrained(model: nn.Module) -> bool:
+def is_pretrained(model: nn.Module) -> "TypeGuard[PreTrainedModel]":
     """Whether a module is a ``PreTrainedModel``; False where transformers is not installed."""
     try:
         from transformers import PreTrainedModel
@@ -107,7 +127,7 @@ def is_pretrained(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
-def is_peft(model: nn.Module) -> bool:
+def is_peft(model: nn.Module) -> "TypeGuard[PeftModel]":
     """Whether a module is a ``PeftModel``; False where peft is not installed."""
     try:
         from peft import PeftModel
@@ -117,11 +137,11 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def save_adapter(
-    model: Any,
+    model: "PeftModel",
     folder: Path,
-    tokenizer: Any = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     texts: Mapping[str, str] | None = None,
-    write: Callable[[Path], None] | None = None,
+    write: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a ``PeftModel``'s adapter, with the tokenizer, for ``PeftModel.from_pretrained``.
 
@@ -136,9 +156,9 @@ def save_adapter(
 
 
 def save_merged(
-    model: Any,
+    model: "PeftModel | PreTrainedModel",
     folder: Path,
-    tokenizer: Any = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     dtype: torch.dtype | None = None,
     quantized_base: Literal["dequantize", "keep"] | None = None,
     texts: Mapping[str, str] | None = None,
@@ -168,32 +188,36 @@ def save_merged(
             _write_merged(model, temporary, tokenizer, dtype, quantized_base)
             return
         layout = Layout.of(model)
-        whole = model if dtype in (None, model.dtype) else _cast(copy.deepcopy(model), dtype)
-        whole.save_pretrained(temporary)
-        check_same(read_back(temporary, layout.saved_as(whole)), whole)
+        saved = model if dtype in (None, model.dtype) else _cast(copy.deepcopy(model), dtype)
+        saved.save_pretrained(temporary)
+        check_same(read_back(temporary, layout.saved_as(saved)), saved)
 
     write_atomically(folder, write, tokenizer, texts)
 
 
 def _write_merged(
-    model: Any, folder: Path, tokenizer: Any, dtype: torch.dtype | None, quantized_base: str | None
+    model: "PeftModel",
+    folder: Path,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    dtype: torch.dtype | None,
+    quantized_base: str | None,
 ) -> None:
     trained = copy.deepcopy(model).cpu().eval()
     base = trained.get_base_model()
-    if base.config._attn_implementation not in ("eager", "sdpa"):
+    if attention_implementation(base.config) not in ("eager", "sdpa"):
         base.set_attn_implementation("sdpa")  # others may need an accelerator, or arguments of the training loop
-    if dtype is not None and not getattr(base, "is_quantized", False):
+    if dtype is not None and not is_quantized(base):
         # Merge in the wider of both dtypes and round once, so that the comparison measures that rounding only.
         _cast(trained, torch.promote_types(base.dtype, dtype), narrow=False)
     layout, ids = Layout.of(base), sample_ids(base, tokenizer)
     buffers = _buffers_of_base(base)
-    wanted = logits_of(trained, ids)
+    expected = logits_of(trained, ids)
     trained_mib = base.get_memory_footprint() / 2**20
     with trained.disable_adapter():
-        untrained = logits_of(trained, ids) if quantized_base is not None else wanted
+        untrained = logits_of(trained, ids) if quantized_base is not None else expected
     if quantized_base == "dequantize":
         trained = _dequantized(trained, dtype or base.dtype)
-    _part_embeddings(trained.get_base_model())
+    _untie_embeddings(trained.get_base_model())
     with warnings.catch_warnings():
         # PEFT warns of rounding and of untied embeddings; both are measured and printed below.
         warnings.filterwarnings("ignore", message=".*rounding errors.*|.*no longer tied.*")
@@ -208,23 +232,25 @@ def _write_merged(
     check_buffers(again, buffers)
     got = logits_of(again, ids)
     if quantized_base is None:
-        rank_zero_info(f"merge verified: {compare(wanted, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]))}")
+        rank_zero_info(f"merge verified: {compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]))}")
         return
-    lost = share_lost(wanted, got, untrained)
+    lost = share_lost(expected, got, untrained)
     if in_memory is not None:
         compare(in_memory, got, BOUNDS[torch.float32])  # the files hold what was merged
-        what, report = "merged, and rounded to the base's bits again", compare(wanted, got, float("inf"))
+        what, report = "merged, and rounded to the base's bits again", compare(expected, got, float("inf"))
         check_kept(lost, report)
     else:
         what = f"dequantized to {str(merged_dtype).removeprefix('torch.')} and merged"
-        report = compare(wanted, got, DEQUANTIZED_BOUND)
+        report = compare(expected, got, DEQUANTIZED_BOUND)
     rank_zero_info(
         f"{what}: against the quantized model that was trained, {report}; of what training did to the logits, "
         f"{lost:.1%} is lost; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training"
     )
 
 
-def _cast(model: Any, dtype: torch.dtype, narrow: bool = True) -> Any:
+def _cast(
+    model: "PeftModel | PreTrainedModel", dtype: torch.dtype, narrow: bool = True
+) -> "PeftModel | PreTrainedModel":
     """Cast a model's floating-point parameters to a dtype, except those that its class keeps in fp32.
 
     Buffers keep their dtype: a router bias in bf16 would select other experts.
@@ -234,7 +260,7 @@ def _cast(model: Any, dtype: torch.dtype, narrow: bool = True) -> Any:
         dtype: target dtype.
         narrow: whether parameters of a wider dtype are rounded too, e.g. fp32 adapters on a bf16 base model.
     """
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    kept = kept_in_fp32(model)
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or any(part in name.split(".") for part in kept):
             continue
@@ -243,7 +269,7 @@ def _cast(model: Any, dtype: torch.dtype, narrow: bool = True) -> Any:
     return model
 
 
-def _dequantized(model: Any, dtype: torch.dtype) -> Any:
+def _dequantized(model: "PeftModel", dtype: torch.dtype) -> "PeftModel":
     """Move the adapter to the dequantized base model: PEFT cannot merge its layers for quantized weights into it."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -260,7 +286,7 @@ def _dequantized(model: Any, dtype: torch.dtype) -> Any:
     return plain.eval()
 
 
-def _part_embeddings(base: Any) -> None:
+def _untie_embeddings(base: "PreTrainedModel") -> None:
     """Untie the output head from the embedding where an adapter changes only one of them: a merge would change both.
 
     Trainable tokens change both, so they stay tied.
@@ -275,7 +301,9 @@ def _part_embeddings(base: Any) -> None:
         head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
 
 
-def check_mergeable(model: Any, dtype: torch.dtype | None = None, quantized_base: str | None = None) -> None:
+def check_mergeable(
+    model: "PeftModel | PreTrainedModel", dtype: torch.dtype | None = None, quantized_base: str | None = None
+) -> None:
     """Check that ``save_merged`` can merge a model.
 
     Raises:
@@ -286,18 +314,17 @@ def check_mergeable(model: Any, dtype: torch.dtype | None = None, quantized_base
         raise ValueError(
             f"{type(model).__name__} holds no model of peft or transformers that could be merged; leave merged_dir out"
         )
-    if is_peft(model) and not hasattr(model.base_model, "merge_and_unload"):
+    if is_peft(model) and not isinstance(model.base_model, Merges):
         method = model.active_peft_config.peft_type.value
         raise ValueError(f"{method} adds no weights that could be merged into the base; use the adapter as it is")
     base = model.get_base_model() if is_peft(model) else model
-    is_quantized = getattr(base, "is_quantized", False)
-    if is_quantized and quantized_base is None:
+    if is_quantized(base) and quantized_base is None:
         raise ValueError(
             "the base is quantized, and an adapter that is merged into it is rounded with it; choose quantized_base: "
             "dequantize (exact to the merged dtype, 2 to 4 times the size) or keep (small, and further from what was "
             "trained)"
         )
-    if not is_quantized and quantized_base is not None:
+    if not is_quantized(base) and quantized_base is not None:
         raise ValueError(f"quantized_base={quantized_base}, but the base is not quantized; leave it out")
     if quantized_base == "keep" and dtype is not None:
         raise ValueError(f"quantized_base=keep leaves weights in their bits; leave dtype={dtype} out")

@@ -12,8 +12,13 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+from lit_callbacks.internals import lightning_internals
+from lit_callbacks.protocols import WritesToFolder
 
 SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a repeated signal counts as the same one: launchers and schedulers may send it twice."""
@@ -98,9 +103,7 @@ class GracefulStop(Callback):
         if threading.current_thread() is not threading.main_thread():
             rank_zero_warn("GracefulStop sees no signals: training runs outside the main thread")
             return
-        # Lightning's SIGTERM handler broadcasts, whatever the other ranks do at that moment, and its handler of SLURM's
-        # signal saves within an optimizer step. There is no public way to disable them.
-        trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+        lightning_internals.disable_signal_handlers(trainer)
         for number in {signal.SIGINT, signal.SIGTERM, _requeue_signal(trainer) or signal.SIGTERM}:
             self._previous[number] = signal.signal(number, self._receive)
 
@@ -108,7 +111,7 @@ class GracefulStop(Callback):
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._previous:
-            vars(self._trainer._signal_connector).pop("register_signal_handlers", None)
+            lightning_internals.enable_signal_handlers(self._trainer)
         self._previous = {}
 
     def _receive(self, number: int, _: FrameType | None) -> None:
@@ -153,13 +156,13 @@ class GracefulStop(Callback):
         """Store the step at which training starts or resumes."""
         self._step = trainer.global_step
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Stop before the next batch, if the checkpoint is saved."""
         self._is_training = True
         self._leave()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Save a checkpoint at the end of an optimizer step, if any rank got a signal."""
         if trainer.global_step == self._step:  # gradient accumulation is not complete
@@ -167,7 +170,7 @@ class GracefulStop(Callback):
         self._step = trainer.global_step
         if (number := self._agreed_signal(trainer)) == _requeue_signal(trainer):
             self._received = None
-            trainer._signal_connector._slurm_sigusr_handler_fn(number, None)  # type: ignore[arg-type]
+            lightning_internals.save_and_requeue(trainer, number)
         elif number:
             path = str(self.checkpoint or self._default_path(trainer))
             if isinstance(trainer.checkpoint_callback, ModelCheckpoint):
@@ -177,7 +180,7 @@ class GracefulStop(Callback):
 
     def _agreed_signal(self, trainer: Trainer) -> int:
         """Signal number that all ranks agree on; 0 if none has received a signal."""
-        received: Any = torch.tensor(self._received or 0, device=trainer.strategy.root_device)
+        received = torch.tensor(self._received or 0, device=trainer.strategy.root_device)
         return int(trainer.strategy.reduce(received, reduce_op="max"))
 
     def _leave(self) -> None:
@@ -195,7 +198,8 @@ class GracefulStop(Callback):
 
     @staticmethod
     def _default_path(trainer: Trainer) -> Path:
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        callback = trainer.checkpoint_callback
+        folder = callback.dirpath if isinstance(callback, WritesToFolder) else None
         return Path(folder or trainer.default_root_dir) / "last.ckpt"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -213,12 +217,10 @@ class GracefulStop(Callback):
         self._restore()
 
 
-def _nothing() -> None:
-    """Replacement of Lightning's registration of signal handlers; does nothing."""
-
-
 def _requeue_signal(trainer: Trainer) -> int | None:
     """Signal on which Lightning saves and requeues a SLURM job; None outside of ``fit`` and of such jobs."""
-    environment: Any = getattr(trainer.strategy, "cluster_environment", None)
-    is_requeued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-    return environment.requeue_signal if is_requeued and trainer.state.fn == TrainerFn.FITTING else None
+    strategy = trainer.strategy
+    environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return None
+    return environment.requeue_signal if trainer.state.fn == TrainerFn.FITTING else None

@@ -6,9 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import torch.distributed as dist
+
+_Reply = TypeVar("_Reply")
 
 FAILURE = "lit_callbacks/failure"
 """Key in the store for the exit code and the reason that the first failing rank gives."""
@@ -32,7 +35,7 @@ class Heartbeats:
     reads the heartbeats of all ranks, the other ranks read that of rank 0.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, poll_seconds: float, stage: int = 0) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, poll_seconds: float, stage: int = 0) -> None:
         """Start the thread.
 
         Args:
@@ -51,7 +54,7 @@ class Heartbeats:
         self._store, self._poll_seconds, self._stage = store, poll_seconds, stage
         self.seen[rank] = "0"
         self._beat, self._is_over = 0, False
-        self._requests: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
+        self._requests: queue.Queue[Callable[[], None]] = queue.Queue()
         threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def publish(self, code: int, reason: str, seconds: float, silent: Sequence[int] = ()) -> tuple[int, str]:
@@ -114,10 +117,10 @@ class Heartbeats:
                 break
             time.sleep(0.02)
 
-    def _ask(self, request: Callable[[], Any], seconds: float) -> Any:
+    def _ask(self, request: Callable[[], _Reply], seconds: float) -> _Reply | None:
         """Run a request in the thread and return its result; None if the store is gone or does not answer in time."""
-        future: Future[Any] = Future()
-        self._requests.put((request, future))
+        future: Future[_Reply] = Future()
+        self._requests.put(partial(self._answer, request, future))
         deadline = time.monotonic() + seconds
         # Once the store is gone, the thread has ended and answers nothing.
         while not future.done() and not self.is_store_gone and time.monotonic() < deadline:
@@ -127,21 +130,21 @@ class Heartbeats:
     def _run(self) -> None:
         while not self._is_over and not self.is_store_gone:
             try:
-                request, future = self._requests.get(timeout=self._poll_seconds)
+                answer = self._requests.get(timeout=self._poll_seconds)
             except queue.Empty:
-                self._try(self._exchange)
-                continue
+                answer = self._exchange
             try:
-                future.set_result(request())
-            except RuntimeError as error:
-                future.set_exception(error)
+                answer()
+            except RuntimeError:  # torch has no more specific error for a store whose server is gone
                 self.is_store_gone = True
 
-    def _try(self, exchange: Callable[[], None]) -> None:
+    @staticmethod
+    def _answer(request: Callable[[], _Reply], future: Future[_Reply]) -> None:
         try:
-            exchange()
-        except RuntimeError:  # torch has no more specific error for a store whose server is gone
-            self.is_store_gone = True
+            future.set_result(request())
+        except RuntimeError as error:
+            future.set_exception(error)
+            raise
 
     def _exchange(self) -> None:
         self._beat += 1

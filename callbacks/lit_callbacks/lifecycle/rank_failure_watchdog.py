@@ -7,14 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.distributed import distributed_c10d
 
+from lit_callbacks.internals.torch_internals import connect_to_default_store
 from lit_callbacks.lifecycle.graceful_stop import StoppedAtOnce, StopRequested
 from lit_callbacks.lifecycle.heartbeats import OVER, Heartbeats, Silence, is_about_another_rank
+from lit_callbacks.protocols import StartsProcesses
 
 
 class RankFailureWatchdog(Callback):
@@ -49,13 +49,12 @@ class RankFailureWatchdog(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the heartbeats and the watchdog thread, in a run of several ranks."""
         if trainer.world_size > 1 and dist.is_available() and dist.is_initialized() and self._over is None:
-            # torch has no public access to the store of an existing process group. The thread gets its own connection,
-            # because a request that waits blocks a shared one.
-            store: Any = distributed_c10d._get_default_store()
-            timeout = self.timeout_seconds or store.timeout.total_seconds()
+            # The thread gets its own connection, because a request that waits blocks a shared one.
+            store, group_timeout = connect_to_default_store()
+            timeout = self.timeout_seconds or group_timeout
             self._limit = max(timeout - self.grace_seconds - 4 * self.poll_seconds, timeout / 2)
             self._heartbeats = Heartbeats(
-                store.clone(), trainer.global_rank, trainer.world_size, self.poll_seconds, self._stage
+                store, trainer.global_rank, trainer.world_size, self.poll_seconds, self._stage
             )
             self._stage, self._over = self._stage + 1, threading.Event()
             threading.Thread(target=self._watch, args=(trainer, self._over), daemon=True).start()
@@ -86,8 +85,8 @@ class RankFailureWatchdog(Callback):
         silent = self._heartbeats.silent_ranks(self.grace_seconds) if is_about_another_rank(exception) else []
         if (news := self._news()) is not None:
             return *news, silent
-        said = " ".join(f"{type(exception).__name__}: {exception}".split())
-        return 1, _no_sign_of_life(silent) if silent else f"rank {rank} failed: {said}", silent
+        message = " ".join(f"{type(exception).__name__}: {exception}".split())
+        return 1, _no_sign_of_life(silent) if silent else f"rank {rank} failed: {message}", silent
 
     def _rest(self) -> None:
         if self._over is not None:
@@ -135,8 +134,10 @@ class RankFailureWatchdog(Callback):
     @staticmethod
     def _end_children(trainer: Trainer, seconds: float) -> None:
         """End the processes that Lightning has started from this one: a stopped one would never exit."""
-        launcher: Any = trainer.strategy.launcher
-        processes = getattr(launcher, "procs", [])
+        launcher = trainer.strategy.launcher
+        if not isinstance(launcher, StartsProcesses):
+            return
+        processes = launcher.procs
         if not _waited(lambda: all(process.poll() is not None for process in processes), seconds):
             launcher.kill(signal.SIGKILL)
 

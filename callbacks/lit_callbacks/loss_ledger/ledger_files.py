@@ -4,7 +4,7 @@ import csv
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _NAME = re.compile(r"from(\d+)-to(\d+)\.rank(\d+)\.(?:parquet|csv)")
 
@@ -89,7 +89,7 @@ def forget(folder: Path, started: int, rank: int) -> None:
             path.unlink()
 
 
-def _match(path: Path) -> Any:
+def _match(path: Path) -> re.Match[str] | None:
     return _NAME.fullmatch(path.name)
 
 

@@ -5,7 +5,7 @@ import statistics
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 from lit_callbacks.loss_ledger.ledger_files import Visit
 
@@ -19,7 +19,44 @@ MIN_TWIN_VISITS = 2
 """Smallest number of visits for a loss curve."""
 
 
-def summarize(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.1) -> dict[str, Any]:
+class Sample(TypedDict, total=False):
+    """Sample in a summary; ``text`` is added later, where texts are known."""
+
+    id: str
+    source: str
+    tokens: int
+    visits: int
+    first: float
+    """Loss of the first visit, in nats per token."""
+    last: float
+    text: str
+
+
+class Twins(TypedDict, total=False):
+    """Pair of samples that are likely duplicates; ``text`` and ``likeness`` are added later, where texts are known."""
+
+    ids: list[str]
+    tokens: int
+    distance: float
+    """Distance of the loss curves, in nats."""
+    text: str
+    likeness: float
+    """Similarity of the texts, 0 to 1."""
+
+
+class Summary(TypedDict):
+    """Summary of a ledger, as in ``summary.json``."""
+
+    samples: int
+    visits: int
+    worst: list[Sample]
+    risen: list[Sample]
+    slice_ends: list[int]
+    sources: dict[str, list[float | None]]
+    twins: list[Twins]
+
+
+def summarize(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.1) -> Summary:
     """Summarize a ledger.
 
     Args:
@@ -53,10 +90,16 @@ def summarize(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.
     }
 
 
-def _sample(members: Sequence[Visit]) -> dict[str, Any]:
-    first, last = members[0], members[-1]
-    about = {"id": last.id, "source": last.source, "tokens": last.tokens, "visits": len(members)}
-    return {**about, "first": first.loss, "last": last.loss}
+def _sample(members: Sequence[Visit]) -> Sample:
+    last = members[-1]
+    return Sample(
+        id=last.id,
+        source=last.source,
+        tokens=last.tokens,
+        visits=len(members),
+        first=members[0].loss,
+        last=last.loss,
+    )
 
 
 def _slice(step: int, steps: int) -> int:
@@ -72,7 +115,7 @@ def _sources(visits: Sequence[Visit], steps: int) -> dict[str, list[float | None
     return {name: [total / tokens if tokens else None for total, tokens in cells] for name, cells in sums.items()}
 
 
-def _twins(by_id: dict[str, list[Visit]], tolerance: float) -> list[dict[str, Any]]:
+def _twins(by_id: dict[str, list[Visit]], tolerance: float) -> list[Twins]:
     """Pairs of samples whose losses lie on one curve over the optimizer steps, the nearest first."""
     curves = {
         name: members
@@ -84,7 +127,7 @@ def _twins(by_id: dict[str, list[Visit]], tolerance: float) -> list[dict[str, An
     # Twins have about the same number of tokens and median loss: only neighbors in this order are compared.
     order = sorted(medians, key=lambda name: (_size(curves[name][0].tokens), medians[name]))
     reach = max(3, min(100, MOST_COMPARISONS // max(len(order), 1)))
-    found = []
+    ranked: list[tuple[float, Twins]] = []
     for i, name in enumerate(order):
         for other in order[i + 1 : i + 1 + reach]:
             tokens = [curves[one][0].tokens for one in (name, other)]
@@ -92,10 +135,10 @@ def _twins(by_id: dict[str, list[Visit]], tolerance: float) -> list[dict[str, An
                 break
             distance, level = _distance(curves[name], curves[other])
             if distance <= limit:
-                pair = {"ids": sorted((name, other)), "tokens": max(tokens), "distance": distance}
+                pair = Twins(ids=sorted((name, other)), tokens=max(tokens), distance=distance)
                 # Relative to the loss itself: all memorized samples have losses near 0, so near each other.
-                found.append((distance / max(level, 1e-12), pair))
-    return [pair for _, pair in sorted(found, key=lambda one: one[0])]
+                ranked.append((distance / max(level, 1e-12), pair))
+    return [pair for _, pair in sorted(ranked, key=lambda one: one[0])]
 
 
 def _size(tokens: int) -> int:

@@ -6,17 +6,20 @@ from difflib import SequenceMatcher
 from itertools import compress
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
-from lit_callbacks.batch_ids import batch_ids, batch_sources
+from lit_callbacks.batch_ids import PerSample, batch_ids, batch_sources
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.loss_ledger.ledger_files import Visits, forget, get_ready, read_visits, write_part
-from lit_callbacks.loss_ledger.ledger_summary import summarize
+from lit_callbacks.loss_ledger.ledger_summary import Summary, summarize
 from lit_callbacks.output.tables import show_table
+from lit_callbacks.protocols import LooksUpTexts, RecordsLosses
 
 TEXT_KEPT, TEXT_SHOWN = 500, 60
 """Maximum characters of a sample's text in the summary, and in the table on the terminal."""
@@ -26,6 +29,24 @@ LEAST_LIKENESS = 0.8
 """Minimum similarity of two texts (``difflib``'s ratio, 0 to 1) to report samples with like losses as duplicates."""
 SUMMARY = "summary.json"
 """File name of the result of ``summarize``, in the ledger's folder."""
+
+TextsOf = Callable[[Sequence[str]], Mapping[str, str]]
+"""Function from ids of samples to their texts by id."""
+_Counts = Tensor | Sequence[int]
+
+
+class _Record(NamedTuple):
+    """Losses of some samples, on their device."""
+
+    step: int
+    epoch: int
+    ids: list[object]
+    sources: list[object]
+    losses: Tensor
+    """Of each sample, or of each supervised token."""
+    tokens: _Counts
+    """Number of supervised tokens of each sample."""
+    per_token: bool
 
 
 class LossLedger(Callback):
@@ -49,7 +70,7 @@ class LossLedger(Callback):
         top: int = 20,
         ids: Callable[[Any], Any] = batch_ids,
         sources: Callable[[Any], Any] = batch_sources,
-        texts: Callable[[Sequence[str]], Mapping[str, str]] | None = None,
+        texts: TextsOf | None = None,
     ) -> None:
         """Set the folder and the functions that read a batch.
 
@@ -67,8 +88,8 @@ class LossLedger(Callback):
         self.folder = None if folder is None else Path(folder)
         self.write_every_n_steps, self.top = write_every_n_steps, top
         self.ids, self.sources, self.texts = ids, sources, texts
-        self._pending: list[tuple[int, int, list[Any], list[Any], Tensor, Any, bool]] = []
-        self._place = (0, 0)
+        self._pending: list[_Record] = []
+        self._step = self._epoch = 0
         self._started = self._written_at = 0
         self._is_off = False
         self._has_recorded = False
@@ -77,10 +98,10 @@ class LossLedger(Callback):
 
     def record(
         self,
-        ids: Any,
+        ids: PerSample,
         losses: Tensor,
-        tokens: Tensor | Sequence[int] | None = None,
-        sources: Any = None,
+        tokens: _Counts | None = None,
+        sources: PerSample | None = None,
         per_token: bool = False,
     ) -> None:
         """Record the losses of some samples in the current optimizer step.
@@ -95,40 +116,40 @@ class LossLedger(Callback):
         """
         names = _listed(ids)
         self._has_recorded = True
-        of = [""] * len(names) if sources is None else _listed(sources)
+        source_names: list[object] = [""] * len(names) if sources is None else _listed(sources)
         losses = losses.detach().flatten()
         counts = [1] * len(names) if tokens is None else tokens.flatten() if isinstance(tokens, Tensor) else tokens
-        wanted = sum(_listed(counts)) if per_token else len(names)
-        if len(losses) != wanted or not len(names) == len(counts) == len(of):
+        expected = sum(_numbers(counts)) if per_token else len(names)
+        if len(losses) != expected or not len(names) == len(counts) == len(source_names):
             rank_zero_warn(
                 f"LossLedger.record got {len(names)} ids, {len(losses)} losses, {len(counts)} token counts and "
-                f"{len(of)} sources, and leaves them out; give one of each for each sample"
-                + (f", and with per_token=True {wanted} losses: the sum of the token counts" if per_token else "")
+                f"{len(source_names)} sources, and leaves them out; give one of each for each sample"
+                + (f", and with per_token=True {expected} losses: the sum of the token counts" if per_token else "")
             )
         elif names and not self._is_off:
-            if per_token and wanted > TOKENS_KEPT:
+            if per_token and expected > TOKENS_KEPT:
                 losses, per_token = _sample_means(losses, counts, per_token), False
-            self._pending.append((*self._place, names, of, losses, counts, per_token))
+            self._pending.append(_Record(self._step, self._epoch, names, source_names, losses, counts, per_token))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give ``record`` to the module, and delete records of steps that this run repeats."""
         self._started = self._written_at = trainer.global_step
         self._pending, self._has_recorded = [], False
-        self._place = (trainer.global_step, trainer.current_epoch)
+        self._step, self._epoch = trainer.global_step, trainer.current_epoch
         self._safely(lambda: forget(self._root(trainer), trainer.global_step, trainer.global_rank))
         self._lend(pl_module, self.record)
         get_ready()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the current epoch."""
-        self._place = (trainer.global_step, trainer.current_epoch)
+        self._step, self._epoch = trainer.global_step, trainer.current_epoch
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Record the losses that the step returned; write every ``write_every_n_steps``."""
         try:
-            self._take(outputs, batch)
+            self._record_outputs(outputs, batch)
         except Exception as error:  # unexpected shapes or an error in the user's function must not end the run
             self._has_recorded = True
             rank_zero_warn(
@@ -140,12 +161,12 @@ class LossLedger(Callback):
                 f"LossLedger sees no losses of samples: {type(pl_module).__name__}.training_step returns neither "
                 "'sample_losses' nor 'token_losses', and nothing has called record; nothing is kept until it does"
             )
-        self._place = (trainer.global_step, self._place[1])
-        if self._place[0] - self._written_at >= self.write_every_n_steps:
+        self._step = trainer.global_step
+        if self._step - self._written_at >= self.write_every_n_steps:
             self._write(trainer)
 
-    def _take(self, outputs: Any, batch: Any) -> None:
-        if (found := _returned(outputs)) is None:
+    def _record_outputs(self, outputs: STEP_OUTPUT, batch: object) -> None:
+        if not isinstance(outputs, Mapping) or (losses_and_tokens := _returned(outputs)) is None:
             return
         if (ids := outputs.get("sample_ids", self.ids(batch))) is None:
             rank_zero_warn(
@@ -154,7 +175,7 @@ class LossLedger(Callback):
             )
             self._has_recorded = True
         else:
-            self.record(ids, *found, self.sources(batch))
+            self.record(ids, *losses_and_tokens, self.sources(batch))
 
     # --- writing -------------------------------------------------------------------------------------
 
@@ -170,25 +191,27 @@ class LossLedger(Callback):
         if trainer.is_global_zero and not self._is_off:
             self._safely(lambda: self._sum_up(self._root(trainer), trainer))
 
-    def _add_texts(self, summary: dict[str, Any], texts: Any) -> None:
+    def _add_texts(self, summary: Summary, texts_of: TextsOf | None) -> None:
         pairs, summary["twins"] = summary["twins"], summary["twins"][: self.top]
-        if texts is None:
+        if texts_of is None:
             return
-        rows = [*summary["worst"], *summary["risen"]]
+        samples = [*summary["worst"], *summary["risen"]]
+        ids = [*(sample["id"] for sample in samples), *(name for pair in pairs for name in pair["ids"])]
         try:
-            found = texts([*(row["id"] for row in rows), *(name for pair in pairs for name in pair["ids"])])
+            texts = texts_of(ids)
         except Exception as error:  # an error in the user's function must not end the run
             rank_zero_warn(f"LossLedger: no texts of samples ({type(error).__name__}: {error})")
             return
-        for row in rows:
-            row["text"] = found.get(row["id"], "")[:TEXT_KEPT]
+        for sample in samples:
+            sample["text"] = texts.get(sample["id"], "")[:TEXT_KEPT]
         for pair in pairs:
-            first, second = (found.get(name, "")[:TEXT_KEPT] for name in pair["ids"])
-            pair |= {"text": first, "likeness": SequenceMatcher(None, first, second, autojunk=False).ratio()}
+            first, second = (texts.get(name, "")[:TEXT_KEPT] for name in pair["ids"])
+            pair["text"] = first
+            pair["likeness"] = SequenceMatcher(None, first, second, autojunk=False).ratio()
         summary["twins"] = [pair for pair in pairs if pair["likeness"] >= LEAST_LIKENESS][: self.top]
 
-    def _lend(self, module: Any, record: Callable[..., None] | None) -> None:
-        if hasattr(module, "record_losses"):
+    def _lend(self, module: LightningModule, record: Callable[..., None] | None) -> None:
+        if isinstance(module, RecordsLosses):
             module.record_losses = record
 
     def _root(self, trainer: Trainer) -> Path:
@@ -200,41 +223,37 @@ class LossLedger(Callback):
         if not pending or self._is_off:
             return
         # The only synchronization with the device.
-        losses = torch.cat([_sample_means(*one[4:]) for one in pending]).tolist()
-        tokens = [int(count) for one in pending for count in _listed(one[5])]
-        columns: tuple[list[Any], ...] = (
-            [step for step, _, ids, *_ in pending for _ in ids],
-            [epoch for _, epoch, ids, *_ in pending for _ in ids],
-            [str(name) for _, _, ids, *_ in pending for name in ids],
-            [str(source) for _, _, _, sources, *_ in pending for source in sources],
-            losses,
-            tokens,
+        losses = torch.cat([_sample_means(part.losses, part.tokens, part.per_token) for part in pending]).tolist()
+        tokens = [count for part in pending for count in _numbers(part.tokens)]
+        visits = Visits(
+            step=list(compress((part.step for part in pending for _ in part.ids), tokens)),
+            epoch=list(compress((part.epoch for part in pending for _ in part.ids), tokens)),
+            id=list(compress((str(name) for part in pending for name in part.ids), tokens)),
+            source=list(compress((str(source) for part in pending for source in part.sources), tokens)),
+            loss=list(compress(losses, tokens)),
+            tokens=list(compress(tokens, tokens)),
         )
-        visits = Visits(*(list(compress(column, tokens)) for column in columns))
         if visits.id:
             self._safely(lambda: write_part(self._root(trainer), self._started, trainer.global_rank, visits))
 
-    def _safely(self, write: Callable[[], Any]) -> None:
+    def _safely(self, write: Callable[[], object]) -> None:
         try:
             write()
         except OSError as error:
             rank_zero_warn(f"LossLedger cannot write ({error}), so no losses are kept from here on; give folder=")
             self._is_off, self._pending = True, []
 
-    def _sum_up(self, folder: Path, trainer: Any) -> None:
+    def _sum_up(self, folder: Path, trainer: Trainer) -> None:
         try:
             visits = read_visits(folder)
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-        ) as error:  # training itself has succeeded
+        except (OSError, ValueError, LookupError) as error:  # training itself has succeeded
             rank_zero_warn(f"LossLedger cannot read {str(folder)!r} ({error}), so there is no summary; remove the file")
             return
         if not visits:
             return
         summary = summarize(visits, self.top)
-        self._add_texts(summary, self.texts or getattr(trainer.datamodule, "sample_texts", None))
+        data = attributes_of(trainer).datamodule
+        self._add_texts(summary, self.texts or (data.sample_texts if isinstance(data, LooksUpTexts) else None))
         (folder / SUMMARY).write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         header = ("sample", "source", "tokens", "visits", "first", "last", "text")
         rows = [[_shown(sample.get(key, "")) for key in ("id", *header[1:])] for sample in summary["worst"]]
@@ -245,15 +264,19 @@ class LossLedger(Callback):
         rank_zero_info(f"losses of all samples: {folder}")
 
 
-def _shown(cell: Any) -> Any:
+def _shown(cell: object) -> object:
     return shorten(cell, TEXT_SHOWN, placeholder="...") if isinstance(cell, str) else cell
 
 
-def _listed(values: Any) -> list[Any]:
+def _listed(values: PerSample) -> list[object]:
     return values.tolist() if isinstance(values, Tensor) else list(values)
 
 
-def _sample_means(losses: Tensor, counts: Any, per_token: bool) -> Tensor:
+def _numbers(counts: _Counts) -> list[int]:
+    return [int(count) for count in (counts.tolist() if isinstance(counts, Tensor) else counts)]
+
+
+def _sample_means(losses: Tensor, counts: _Counts, per_token: bool) -> Tensor:
     """Mean loss of each sample in nats, ``(samples,)``, fp32; 0 for a sample without supervised tokens."""
     if not per_token:
         return losses.float()
@@ -261,10 +284,8 @@ def _sample_means(losses: Tensor, counts: Any, per_token: bool) -> Tensor:
     return torch.segment_reduce(losses.float(), "mean", lengths=lengths, initial=0)
 
 
-def _returned(outputs: Any) -> tuple[Tensor, Tensor | None] | None:
+def _returned(outputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None:
     """Mean loss and number of tokens of each sample, ``(samples,)`` each, from the outputs of ``training_step``."""
-    if not isinstance(outputs, Mapping):
-        return None
     if "sample_losses" in outputs:
         return outputs["sample_losses"], outputs.get("sample_tokens")
     if "token_losses" not in outputs:

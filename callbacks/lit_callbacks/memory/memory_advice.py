@@ -36,7 +36,7 @@ def settings(breakdown: Breakdown, ranks: int, is_sharded: bool) -> list[Setting
     layers = sum(size for name, _, size in breakdown.modules if _IN_A_STACK.search(name))
     kept = sum(breakdown.layer_outputs.values())
     one_again = layers // max(len(breakdown.layer_outputs), 1)
-    found = [
+    candidates = [
         Setting("micro-batch", scales_with_batch // 2, "half as many samples or tokens at a time"),
         Setting(
             "activation checkpointing",
@@ -46,7 +46,7 @@ def settings(breakdown: Breakdown, ranks: int, is_sharded: bool) -> list[Setting
         Setting("chunked loss", breakdown.vocabulary_bytes * 7 // 8, "compute logits and loss an eighth at a time"),
         Setting("sharding", held - held * now // then, f"weights, gradients and optimizer state over {then} devices"),
     ]
-    return sorted(found, key=lambda setting: -setting.saves)
+    return sorted(candidates, key=lambda setting: -setting.saves)
 
 
 def out_of_memory_page(
@@ -69,8 +69,8 @@ def out_of_memory_page(
         ranks: number of devices in the run.
         is_sharded: whether the weights are sharded over the devices.
     """
-    found = settings(breakdown, ranks, is_sharded)
-    best = found[0]
+    ranked = settings(breakdown, ranks, is_sharded)
+    best = ranked[0]
     total = max(breakdown.total, 1)
     shares = [
         f"| {name.replace('_', ' ')} | {mib(breakdown.bytes[name])} | {breakdown.bytes[name] / total:.0%} |"
@@ -86,7 +86,7 @@ def out_of_memory_page(
         "",
         "| setting | saves about | how |",
         "|---|---|---|",
-        *(f"| {setting.name} | {mib(setting.saves)} | {setting.how} |" for setting in found),
+        *(f"| {setting.name} | {mib(setting.saves)} | {setting.how} |" for setting in ranked),
         "",
         f"## What memory was for, at its fullest ({when}, {breakdown.phase} phase)",
         "",

@@ -2,20 +2,31 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lit_callbacks.distributed.gather import is_split
+from lit_callbacks.internals import torch_internals
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.memory import memory_readings
 from lit_callbacks.memory.memory_advice import mib, out_of_memory_page
 from lit_callbacks.memory.memory_readings import MIB, in_mib
-from lit_callbacks.memory.memory_timeline import step_rows, write_csv, write_picture
-from lit_callbacks.memory.storage_ledger import Breakdown, StorageLedger, local_bytes, tensors_in, vocabulary_of
+from lit_callbacks.memory.memory_timeline import Row, step_rows, write_csv, write_picture
+from lit_callbacks.memory.storage_ledger import (
+    Breakdown,
+    Purpose,
+    StorageLedger,
+    local_bytes,
+    tensors_in,
+    vocabulary_of,
+)
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.phases import Phase, failed_in, unwatch, watch
 
@@ -71,7 +82,7 @@ class MemoryProfiler(Callback):
         """Memory breakdown of the last sampled step."""
         self.peaks: dict[str, dict[str, float]] = {}
         """Largest reading of this fit in MiB, by phase and name."""
-        self.timeline: list[dict[str, Any]] = []
+        self.timeline: list[Row] = []
         """Rows of ``memory_timeline.csv``."""
         self._said: set[str] = set()
         self._ledger: StorageLedger | None = None
@@ -87,12 +98,12 @@ class MemoryProfiler(Callback):
         self._steps, self._measures, self._phase = 0, False, "setup"
         self._overall = (0, 0)
         self._steady: deque[tuple[int, int]] = deque(maxlen=_LEAK_READINGS)
-        self._rows_of_step: list[dict[str, Any]] = []
+        self._rows_of_step: list[Row] = []
         self._device = trainer.strategy.root_device
         self._folder = self.dirpath or Path(trainer.default_root_dir) / "memory"
         memory_readings.take_peaks(self._device)
         if self.record_history and self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history()  # documented, in spite of its name
+            torch_internals.record_memory_history()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the phase ``setup``, and follow the phases of training."""
@@ -121,19 +132,19 @@ class MemoryProfiler(Callback):
         for name, value in in_mib(figures).items():
             known[name] = max(known.get(name, 0.0), value)
 
-    def _is_logged(self, trainer: Any) -> bool:
+    def _is_logged(self, trainer: Trainer) -> bool:
         """Whether Lightning logs the next step; it counts one per step, for any number of optimizers."""
-        every = trainer.log_every_n_steps
+        every = attributes_of(trainer).log_every_n_steps
         return bool(every) and (self._first_step + self._steps + 1) % every == 0
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Start to track the tensor storages of a sampled step."""
         if self._ledger is None and self._steps + 1 in self.sample_steps:
-            self._quietly(self._open_ledger, trainer, pl_module, batch)
+            self._quietly("open ledger", partial(self._open_ledger, trainer, pl_module, batch))
 
-    def _open_ledger(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+    def _open_ledger(self, trainer: Trainer, pl_module: LightningModule, batch: object) -> None:
         ledger = StorageLedger(self._device, pl_module)
         ledger.know(pl_module.parameters(), "parameters")
         ledger.know(_gradients(pl_module), "gradients")
@@ -143,13 +154,13 @@ class MemoryProfiler(Callback):
         self._overall_before, self._overall = self._overall, (0, 0)
         self._ledger = ledger.__enter__()
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Mark the gradients, which are complete now."""
         if self._ledger is not None:
             self._ledger.know(_gradients(pl_module), "gradients")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """At the end of an optimizer step, compute the breakdown and log."""
         if trainer.global_step == self._global_step:
@@ -221,7 +232,7 @@ class MemoryProfiler(Callback):
         """Write the timeline and print the summary."""
         self._end(trainer)
         if trainer.is_global_zero:
-            self._quietly(self._write_timeline)
+            self._quietly("write timeline", self._write_timeline)
             rank_zero_info(self.describe())
 
     def describe(self) -> str:
@@ -253,13 +264,13 @@ class MemoryProfiler(Callback):
         if self._device.type != "cuda":
             self._warn("snapshot", f"no memory snapshot: {self._device.type} has none")
             return False
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch_internals.dump_memory_snapshot(str(path))
         return True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report on an out-of-memory error; every error is raised on."""
         if is_out_of_memory(exception):
-            self._quietly(self._explain, trainer, pl_module, exception)
+            self._quietly("explain", partial(self._explain, trainer, pl_module, exception))
         self._end(trainer)
 
     def _explain(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
@@ -303,12 +314,12 @@ class MemoryProfiler(Callback):
             unwatch(trainer, self._switch)
             self._is_watching = False
 
-    def _quietly(self, action: Callable[..., None], *arguments: Any) -> None:
+    def _quietly(self, what: str, action: Callable[[], None]) -> None:
         """Run an action and turn any error into a warning: a measurement must not end a run."""
         try:
-            action(*arguments)
+            action()
         except Exception as error:
-            self._warn(action.__name__, f"{action.__name__.strip('_').replace('_', ' ')} failed: {error}")
+            self._warn(what, f"{what} failed: {error}")
 
     def _warn(self, what: str, message: str) -> None:
         if what not in self._said:
@@ -318,9 +329,9 @@ class MemoryProfiler(Callback):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is an out-of-memory error of the CUDA, MPS or CPU allocator."""
-    said = ("out of memory", "can't allocate memory")
+    messages = ("out of memory", "can't allocate memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in messages)
     )
 
 
@@ -341,7 +352,7 @@ def _known_beforehand(trainer: Trainer, pl_module: LightningModule, device: torc
     states = local_bytes(_states(trainer))
     peaks = memory_readings.take_peaks(device)
     rest = 0 if peaks is None else max(peaks[0] - parameters - gradients - states, 0)
-    purposes: dict[Any, int] = {"parameters": parameters, "gradients": gradients, "optimizer_state": states}
+    purposes: dict[Purpose, int] = {"parameters": parameters, "gradients": gradients, "optimizer_state": states}
     return Breakdown(purposes | {"activations": rest, "other": 0}, "other", {}, [], 0, {})
 
 

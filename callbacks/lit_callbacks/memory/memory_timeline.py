@@ -9,6 +9,8 @@ from typing import Any
 from lit_callbacks.memory.memory_readings import MIB
 from lit_callbacks.memory.storage_ledger import PURPOSES, StorageLedger
 
+Row = Mapping[str, Any]
+"""Row of a CSV file: values by column, e.g. ``step`` or ``event`` and sizes in MiB."""
 _MOST_POINTS = 1000
 _STEP = ("forward", "backward", "optimizer")
 _COLOURS = {
@@ -20,7 +22,7 @@ _COLOURS = {
 }
 
 
-def step_rows(ledger: StorageLedger) -> list[dict[str, Any]]:
+def step_rows(ledger: StorageLedger) -> list[Row]:
     """Memory of a step, thinned to about a thousand events, each with the largest total of its neighbors.
 
     Returns:
@@ -28,7 +30,7 @@ def step_rows(ledger: StorageLedger) -> list[dict[str, Any]]:
     """
     moments = list(ledger.timeline())
     stride = max(1, len(moments) // _MOST_POINTS)
-    rows = []
+    rows: list[Row] = []
     for start in range(0, len(moments), stride):
         among = range(start, min(start + stride, len(moments)))
         event = max(among, key=lambda i: sum(moments[i][1].values()))
@@ -37,7 +39,7 @@ def step_rows(ledger: StorageLedger) -> list[dict[str, Any]]:
     return rows
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows as CSV; rows may have different columns."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -46,7 +48,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def write_picture(path: Path, run: Sequence[Mapping[str, Any]], step: Sequence[Mapping[str, Any]], title: str) -> None:
+def write_picture(path: Path, run: Sequence[Row], step: Sequence[Row], title: str) -> None:
     """Draw the memory over the run (above) and within a step (below); an empty one stays blank.
 
     Args:
@@ -80,8 +82,9 @@ def write_picture(path: Path, run: Sequence[Mapping[str, Any]], step: Sequence[M
         for start, end in pairwise(starts):
             if (phase := step[start]["phase"]) in _STEP and end - start > len(step) / 20:
                 in_step.axvline(step[start]["event"], color="black", linewidth=0.6, linestyle=":")
-                place = {"xycoords": ("data", "axes fraction"), "xytext": (3, -2), "textcoords": "offset points"}
-                in_step.annotate(phase, (step[start]["event"], 1), va="top", fontsize=8, **place)
+                coordinates = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+                corner = (step[start]["event"], 1)
+                in_step.annotate(phase, corner, xytext=(3, -2), va="top", fontsize=8, **coordinates)
         in_step.legend(loc="upper right", fontsize="small")
     in_step.set(xlabel="allocation or release", ylabel="MiB", title=title)
     figure.savefig(path, dpi=100)

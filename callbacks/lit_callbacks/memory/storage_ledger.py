@@ -8,13 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
+from lit_callbacks.internals.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass
 from lit_callbacks.phases import Phase
 
 Purpose = Literal["parameters", "gradients", "optimizer_state", "activations", "other"]
@@ -35,7 +37,7 @@ class Held:
     purpose: Purpose = "other"
 
 
-def tensors_in(nested: Any) -> Iterator[Tensor]:
+def tensors_in(nested: object) -> Iterator[Tensor]:
     """The tensors within mappings, lists and tuples."""
     if isinstance(nested, Tensor):
         yield nested
@@ -87,26 +89,29 @@ class StorageLedger(TorchDispatchMode):
         """Index of the first event of each phase."""
         self.layer_outputs: dict[str, int] = {}
         """Bytes of the output of each module with a number as its name, i.e. of each layer of a stack."""
-        self._places: dict[int, int] = {}
-        self._watched: list[Any] = []
+        self._indices: dict[int, int] = {}
+        """Index in ``held`` of each living storage, by its Python ``id``."""
+        self._watched: list[weakref.ref[UntypedStorage]] = []
         self._since_forward: set[int] = set()
         self._names = {id(module): name for name, module in modules.named_modules()}
         self._open_modules: list[str] = []
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> "StorageLedger":
         self._hooks = [register_module_forward_pre_hook(self._begin), register_module_forward_hook(self._end)]
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for hook in self._hooks:
             hook.remove()
-        super().__exit__(*error)
+        super().__exit__(kind, error, trace)
 
-    def _begin(self, module: nn.Module, _: Any) -> None:
+    def _begin(self, module: nn.Module, _: object) -> None:
         self._open_modules.append(self._names.get(id(module), ""))
 
-    def _end(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, _: object, output: object) -> None:
         name = self._open_modules.pop()
         if name.rpartition(".")[2].isdigit():
             self.layer_outputs[name] = local_bytes(islice(tensors_in(output), 1))
@@ -119,45 +124,45 @@ class StorageLedger(TorchDispatchMode):
         return output
 
     def _see(self, tensor: Tensor) -> list[int]:
-        places = []
+        indices = []
         for part in local_tensors(tensor):
             with suppress(NotImplementedError, RuntimeError):
                 storage = part.untyped_storage()
                 if storage.device.type == self.device.type:
-                    places.append(self._place_of(storage, part))
-        return places
+                    indices.append(self._index_of(storage, part))
+        return indices
 
-    def _place_of(self, storage: Any, tensor: Tensor) -> int:
-        place = self._places.get(id(storage))
-        if place is None:
-            place = self._places[id(storage)] = len(self.held)
+    def _index_of(self, storage: UntypedStorage, tensor: Tensor) -> int:
+        index = self._indices.get(id(storage))
+        if index is None:
+            index = self._indices[id(storage)] = len(self.held)
             module = self._open_modules[-1] if self._open_modules else ""
             phase = self.phases[-1][1]
             self.held.append(Held(storage.nbytes(), phase, module, tensor.shape[-1] if tensor.ndim else 1))
-            self.events.append((place, True))
+            self.events.append((index, True))
             # The weak references are kept only here: their callbacks end with the ledger.
-            self._watched.append(weakref.ref(storage, partial(self._freed, id(storage), place)))
+            self._watched.append(weakref.ref(storage, partial(self._freed, id(storage), index)))
             if phase == "forward":
-                self._since_forward.add(place)
-        return place
+                self._since_forward.add(index)
+        return index
 
-    def _freed(self, key: int, place: int, _: Any) -> None:
-        self._places.pop(key, None)
-        self._since_forward.discard(place)
-        self.events.append((place, False))
+    def _freed(self, key: int, index: int, _: object) -> None:
+        self._indices.pop(key, None)
+        self._since_forward.discard(index)
+        self.events.append((index, False))
 
     def know(self, tensors: Iterable[Tensor], purpose: Purpose) -> None:
         """Set the purpose of some tensors; a storage that is not in the ledger is added."""
         for tensor in tensors:
-            for place in self._see(tensor):
-                self.held[place].purpose = purpose
+            for index in self._see(tensor):
+                self.held[index].purpose = purpose
 
     def switch(self, phase: Phase) -> None:
         """Begin a phase. Storages that a forward pass leaves alive become activations."""
         if self.phases[-1][1] == "forward":
-            for place in self._since_forward:
-                if self.held[place].purpose == "other":
-                    self.held[place].purpose = "activations"
+            for index in self._since_forward:
+                if self.held[index].purpose == "other":
+                    self.held[index].purpose = "activations"
             self._since_forward.clear()
         self.phases.append((len(self.events), phase))
 
@@ -168,21 +173,21 @@ class StorageLedger(TorchDispatchMode):
         now: dict[Purpose, int] = dict.fromkeys(PURPOSES, 0)
         phases = [*self.phases, (len(self.events) + 1, "other")]
         at = 0
-        for index, (place, is_made) in enumerate(self.events):
-            while index >= phases[at + 1][0]:
+        for event, (index, is_allocation) in enumerate(self.events):
+            while event >= phases[at + 1][0]:
                 at += 1
-            held = self.held[place]
-            now[held.purpose] += held.bytes if is_made else -held.bytes
+            held = self.held[index]
+            now[held.purpose] += held.bytes if is_allocation else -held.bytes
             yield phases[at][1], dict(now)
 
     def live_at(self, event: int) -> list[Held]:
         """Storages that are alive after an event."""
         live: dict[int, Held] = {}
-        for place, is_made in self.events[: event + 1]:
-            if is_made:
-                live[place] = self.held[place]
+        for index, is_allocation in self.events[: event + 1]:
+            if is_allocation:
+                live[index] = self.held[index]
             else:
-                live.pop(place, None)
+                live.pop(index, None)
         return list(live.values())
 
 

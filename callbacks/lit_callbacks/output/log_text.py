@@ -1,9 +1,11 @@
 """Tables of text for a trainer's loggers."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+
+from lit_callbacks.protocols import HasExperiment, LogsText, adds_text
 
 
 def log_text(trainer: Trainer, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], step: int) -> bool:
@@ -23,14 +25,14 @@ def log_text(trainer: Trainer, name: str, columns: Sequence[str], rows: Sequence
     return any(taken) or not taken
 
 
-def _log(logger: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], step: int) -> bool:
-    experiment: Any = getattr(logger, "experiment", None)
-    if hasattr(experiment, "add_text"):
+def _log(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], step: int) -> bool:
+    experiment = logger.experiment if isinstance(logger, HasExperiment) else None
+    if adds_text(experiment):
         # Markdown shows text that is indented by four spaces verbatim.
         cells = [cell for row in rows for cell in zip(columns, row, strict=True)]
         text = "\n\n".join(f"**{column}**\n\n    " + cell.replace("\n", "\n    ") for column, cell in cells)
         experiment.add_text(name, text, step)
-    elif hasattr(logger, "log_text"):
+    elif isinstance(logger, LogsText):
         logger.log_text(key=name, columns=list(columns), data=[list(row) for row in rows], step=step)
     else:
         return False

@@ -14,7 +14,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
-def add_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+def add_lines(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
     """Append lines to a file; its folder is created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

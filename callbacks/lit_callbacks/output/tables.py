@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_callbacks.output.printable import printable
 
 
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table: with rich if it is installed and stdout is a terminal, else as lines of text through the log.
 
     Args:
@@ -30,7 +29,7 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]])
     rank_zero_info("\n".join([title, *(f"  {line(row)}" for row in [header, *cells])]))
 
 
-def _shown(cell: Any) -> str:
+def _shown(cell: object) -> str:
     return f"{cell:.4g}" if isinstance(cell, float) else printable(str(cell), one_line=True)
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lit_callbacks.output.step_lines import read_lines
 
@@ -15,6 +15,9 @@ ENVIRONMENT = "environment.json"
 """File name of the versions, devices and times of a run, which ``RunReport`` writes."""
 Points = list[tuple[float, float]]
 """Points of a curve: optimizer step and value."""
+Json = dict[str, Any]
+"""JSON object of a file that a callback has written, which may have been damaged since."""
+_Content = TypeVar("_Content")
 
 
 @dataclass
@@ -25,14 +28,14 @@ class RunData:
     curves: dict[str, Points] = field(default_factory=dict)
     """Points of logged metrics by name."""
     config: str = ""
-    environment: dict[str, Any] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    environment: Json = field(default_factory=dict)
+    samples: list[Json] = field(default_factory=list)
     """Lines of ``SampleGenerations``: step, prompt and answer."""
-    ledger: dict[str, Any] = field(default_factory=dict)
+    ledger: Json = field(default_factory=dict)
     """Summary of ``LossLedger``."""
-    forgetting: list[dict[str, Any]] = field(default_factory=list)
+    forgetting: list[Json] = field(default_factory=list)
     """Lines of ``ForgettingProbe``: step, loss and tokens."""
-    spikes: list[dict[str, Any]] = field(default_factory=list)
+    spikes: list[Json] = field(default_factory=list)
     """Evidence files of ``SpikeGuard``, of rank 0."""
     missing: list[str] = field(default_factory=list)
     """Messages on parts that could not be read, each with the way to get them."""
@@ -42,7 +45,7 @@ def read_run(folder: Path) -> RunData:
     """Read a run's folder; a missing or damaged file leaves its part empty."""
     run = RunData(folder)
 
-    def read(path: Path | None, reader: Callable[[Path], Any], otherwise: Any, hint: str) -> Any:
+    def read(path: Path | None, reader: Callable[[Path], _Content], otherwise: _Content, hint: str) -> _Content:
         if path is None or not path.exists():
             run.missing.append(hint)
             return otherwise
@@ -59,8 +62,9 @@ def read_run(folder: Path) -> RunData:
     run.samples = read(folder / "samples.jsonl", read_lines, [], "no answers: add SampleGenerations")
     run.ledger = read(folder / "loss_ledger" / "summary.json", _json, {}, "no losses of samples: add LossLedger")
     run.forgetting = read(folder / "forgetting.jsonl", read_lines, [], "no loss on general text: add ForgettingProbe")
+    nothing: Json = {}
     for path in sorted(folder.glob("spikes/*.rank0.json")):
-        run.spikes += [found] if (found := read(path, _json, None, "")) else []
+        run.spikes += [evidence] if (evidence := read(path, _json, nothing, "")) else []
     return run
 
 
@@ -68,8 +72,8 @@ def read_metrics(path: Path) -> dict[str, Points]:
     """Curves of Lightning's ``metrics.csv`` by metric name; a value that is not a number becomes NaN."""
     curves: dict[str, Points] = defaultdict(list)
     with path.open(newline="", encoding="utf-8") as file:
-        for place, row in enumerate(csv.DictReader(file)):
-            step = float(row.get("step") or place)
+        for line, row in enumerate(csv.DictReader(file)):
+            step = float(row.get("step") or line)
             for name, value in row.items():
                 if name not in ("step", "epoch", None) and value:
                     curves[name].append((step, _number(value)))
@@ -94,5 +98,6 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def _json(path: Path) -> Json:
+    content: Json = json.loads(path.read_text(encoding="utf-8"))
+    return content

@@ -4,7 +4,6 @@ import io
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from lit_callbacks.output.printable import printable
 from lit_callbacks.report.report_data import Points
@@ -65,10 +64,17 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    # A small figure has large letters once it is scaled to a phone; text stays text, in the page's font.
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9, "path.simplify": True}
-    style |= {"text.parse_math": False}  # names of data sets may hold dollars
-    with matplotlib.rc_context(style):
+    # A small figure has large letters once it is scaled to a phone; text stays text, in the page's font; names of data
+    # sets may hold dollars.
+    with matplotlib.rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": title,
+            "font.size": 9,
+            "path.simplify": True,
+            "text.parse_math": False,
+        }
+    ):
         figure = Figure(figsize=(4.4, 2.7), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()

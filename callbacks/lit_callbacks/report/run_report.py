@@ -7,7 +7,6 @@ import sys
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, TemplateError  # torch brings it
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from markupsafe import Markup
 
 from lit_callbacks.output.printable import printable
-from lit_callbacks.report.report_data import ENVIRONMENT, Points, RunData, read_run
+from lit_callbacks.report.report_data import ENVIRONMENT, Json, Points, RunData, read_run
 from lit_callbacks.report.report_plots import draw, sort_into_charts
 
 PACKAGES = (
@@ -88,7 +87,7 @@ class RunReport(Callback):
             rank_zero_warn(f"RunReport cannot note versions in {str(path)!r} ({error}); give folder=")
 
 
-def describe(trainer: Trainer) -> dict[str, Any]:
+def describe(trainer: Trainer) -> Json:
     """Environment of a run: command, device, strategy, precision, optimizer steps, versions."""
     import torch
 
@@ -169,13 +168,13 @@ def _extent(points: Points) -> tuple[float, float, float, float]:
 
 
 def _by_prompt(run: RunData) -> dict[str, list[tuple[int, str]]]:
-    found: dict[str, list[tuple[int, str]]] = {}
+    answers: dict[str, list[tuple[int, str]]] = {}
     for line in run.samples:
-        found.setdefault(line["prompt"], []).append((line["step"], line["answer"]))
-    return found
+        answers.setdefault(line["prompt"], []).append((line["step"], line["answer"]))
+    return answers
 
 
-def _facts(run: RunData) -> dict[str, Any]:
+def _facts(run: RunData) -> Json:
     """Environment and loss on general text, by label, for the top of the page."""
     about = {key: value for key, value in run.environment.items() if key != "versions" and value not in (None, "")}
     if len(run.forgetting) > 1:
@@ -184,18 +183,18 @@ def _facts(run: RunData) -> dict[str, Any]:
     return {key.replace("_", " "): value for key, value in about.items()}
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _now() -> str:

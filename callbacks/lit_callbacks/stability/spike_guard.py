@@ -17,9 +17,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_callbacks.batch_ids import batch_ids
+from lit_callbacks.batch_ids import PerSample, batch_ids
 from lit_callbacks.distributed.gradient_norms import norms_by_name, parameters_of, squared_norm
+from lit_callbacks.internals import torch_internals
 from lit_callbacks.output.log_figures import log_figures
+from lit_callbacks.protocols import MeasuresGradientNorm, SumsGradientNorm, grad_scaler
 
 LEAST_DEVIATION = 0.1
 """Smallest deviation, relative to the median, for runs with almost no noise."""
@@ -136,13 +138,13 @@ class SpikeGuard(Callback):
         self._recent: deque[bool] = deque(maxlen=window)
         self._history: defaultdict[str, History] = defaultdict(partial(History, window))
         self._loss: Tensor | None = None
-        self._batches: list[tuple[int, Any]] = []
+        self._batches: list[tuple[int, PerSample | None]] = []
         self._has_stepped = False
         self._logged = 0
 
     # --- data of a step ------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Store the ids of the step's samples."""
         if self._has_stepped:
             self._batches, self._has_stepped = [], False
@@ -168,13 +170,13 @@ class SpikeGuard(Callback):
         loss, norm = self._measure(trainer, pl_module, optimizer)
         self._loss, self._has_stepped = None, True
         which = f"optimizer {trainer.optimizers.index(optimizer)} " if len(trainer.optimizers) > 1 else ""
-        found = {f"{which}loss": loss, f"{which}gradient norm": norm}
-        reasons = [why for name, value in found.items() if (why := self._wrong(trainer, name, value)) is not None]
+        measured = {f"{which}loss": loss, f"{which}gradient norm": norm}
+        reasons = [why for name, value in measured.items() if (why := self._wrong(trainer, name, value)) is not None]
         self._recent.append(bool(reasons))
         if reasons:
             self._skip(trainer, pl_module, optimizer, reasons, {"loss": loss, "gradient_norm": norm})
         else:
-            for name, value in found.items():
+            for name, value in measured.items():
                 if value is not None and math.isfinite(value):
                     self._history[name].append(value)
         if self.skipped_steps != self._logged:
@@ -185,7 +187,7 @@ class SpikeGuard(Callback):
         self, trainer: Trainer, module: LightningModule, optimizer: Optimizer
     ) -> tuple[float | None, float | None]:
         """Mean loss over the ranks and the norm of all gradients; None for a missing one."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = grad_scaler(trainer)
         scale = 1.0 if scaler is None else scaler.get_scale()
         has_norm, norm = _norm(trainer, module, optimizer)
         if trainer.world_size == 1:
@@ -193,12 +195,12 @@ class SpikeGuard(Callback):
             return loss, float(norm) if has_norm else None
         device = trainer.strategy.root_device
         has = torch.tensor([self._loss is not None, has_norm], dtype=torch.float32, device=device)
-        own = torch.zeros(2, device=device)
+        local = torch.zeros(2, device=device)
         if self._loss is not None:
-            own[0] = self._loss
-        own[1] = norm**2
+            local[0] = self._loss
+        local[1] = norm**2
         # One collective, so that all ranks see the same numbers and decide alike.
-        sums: Any = trainer.strategy.reduce(torch.cat([has, own]), reduce_op="sum")
+        sums = trainer.strategy.reduce(torch.cat([has, local]), reduce_op="sum")
         has_loss, norms, total, summed = sums.tolist()
         return total / has_loss / scale if has_loss else None, math.sqrt(summed) if norms else None
 
@@ -206,7 +208,7 @@ class SpikeGuard(Callback):
         if value is None:
             return None
         if not math.isfinite(value):
-            has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+            has_scaler = grad_scaler(trainer) is not None
             return None if has_scaler and name.endswith("norm") else f"{name} is {value}"
         ordered = self._history[name].ordered
         if len(ordered) < self.warmup_steps or not may_exceed(value, ordered, self.threshold):
@@ -243,7 +245,12 @@ class SpikeGuard(Callback):
     # --- evidence ------------------------------------------------------------------------------------
 
     def _save(
-        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, reasons: list[str], measured: Any
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        optimizer: Optimizer,
+        reasons: list[str],
+        measured: Mapping[str, float | None],
     ) -> Path:
         folder = self.folder or Path(trainer.default_root_dir) / "spikes"
         path = folder / f"step{trainer.global_step:08d}.rank{trainer.global_rank}.json"
@@ -279,13 +286,14 @@ class SpikeGuard(Callback):
 
 def _norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> tuple[bool, Tensor | float]:
     """Whether this rank has gradients, and its part of their norm: the squared parts sum up to the squared norm."""
-    of_module: Any = getattr(module, "measured_gradient_norm", None)
-    of_strategy: Any = getattr(trainer.strategy, "gradient_norm", None)  # its ranks may hold different layers
-    norm = of_module(optimizer) if of_module is not None else None
+    is_measured, strategy = isinstance(module, MeasuresGradientNorm), trainer.strategy
+    norm = module.measured_gradient_norm(optimizer) if isinstance(module, MeasuresGradientNorm) else None
     if norm is not None:
         return True, norm if trainer.world_size == 1 else norm / trainer.world_size**0.5
     parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
-    if of_module is None and of_strategy is not None and (norm := of_strategy(parameters)) is not None:
+    if not is_measured and isinstance(strategy, SumsGradientNorm):
+        norm = strategy.gradient_norm(parameters)
+    if norm is not None:
         return bool(parameters), norm / trainer.world_size**0.5
     return bool(parameters), squared_norm(parameters, trainer).sqrt() if parameters else 0.0
 
@@ -293,13 +301,12 @@ def _norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> tu
 def _why_unskippable(trainer: Trainer, optimizer: Optimizer) -> str | None:
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         return "DeepSpeed keeps gradients to itself, so SpikeGuard sees the loss only and can only warn and stop"
-    has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
-    if has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if grad_scaler(trainer) is not None and torch_internals.unscales_gradients_itself(optimizer):
         return "a fused optimizer under precision 16-mixed unscales gradients itself; set fused=False or bf16-mixed"
     return None
 
 
-def _json_safe(value: Any) -> Any:
+def _json_safe(value: object) -> object:
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, Mapping):

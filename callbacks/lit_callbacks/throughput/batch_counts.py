@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +37,7 @@ class BatchCounts:
         return sum(n * (n if window is None else min(n, window)) for n in lengths or ())
 
 
-def count_batch(batch: Any) -> BatchCounts:
+def count_batch(batch: object) -> BatchCounts:
     """Count a batch without a synchronization with the device.
 
     Three kinds are known: a padded batch in the Hugging Face convention (``input_ids``, and optionally
@@ -65,8 +64,8 @@ def count_batch(batch: Any) -> BatchCounts:
     return BatchCounts(samples, ids.numel(), real, supervised, real, lengths)
 
 
-def _first_tensor(batch: Any) -> Tensor | None:
+def _first_tensor(batch: object) -> Tensor | None:
     if isinstance(batch, Tensor):
         return batch
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
+    return next((first for part in parts if (first := _first_tensor(part)) is not None), None)

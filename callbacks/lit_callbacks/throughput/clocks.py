@@ -2,23 +2,26 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from lit_callbacks.phases import Phase
 
+Point = TypeVar("Point")
+"""A point in time, as a clock records it."""
 
-class Clock(Protocol):
+
+class Clock(Protocol[Point]):
     """Clock that records points in time and later returns the seconds between two of them."""
 
-    def now(self) -> Any:
+    def now(self) -> Point:
         """Record a point in time."""
 
-    def seconds(self, start: Any, end: Any) -> float:
+    def seconds(self, start: Point, end: Point) -> float:
         """Seconds between two points that the device has reached."""
 
-    def has_passed(self, point: Any) -> bool:
+    def has_passed(self, point: Point) -> bool:
         """Whether the device has reached a point."""
 
 
@@ -56,15 +59,19 @@ class CudaClock:
         return point.query()
 
 
-def clock_of(device: torch.device) -> Clock:
-    """CUDA events for a CUDA device, else the host clock."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+def timer_of(device: torch.device) -> "PhaseTimer[Any]":
+    """Timer with CUDA events for a CUDA device, else with the host clock."""
+    return PhaseTimer(CudaClock()) if device.type == "cuda" else PhaseTimer(HostClock())
 
 
-class PhaseTimer:
+Interval = tuple[Phase, Point, Point]
+"""Phase, start and end."""
+
+
+class PhaseTimer(Generic[Point]):
     """Timer of phases: intervals of one phase each, without gaps or overlaps."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock[Point]) -> None:
         """Start in phase ``other``.
 
         Args:
@@ -74,25 +81,25 @@ class PhaseTimer:
         self._now = clock.now
         self._phase: Phase = "other"
         self._since = self._now()
-        self._stretches: list[tuple[Phase, Any, Any]] = []
+        self._intervals: list[Interval[Point]] = []
 
     def switch(self, phase: Phase) -> None:
         """Begin a phase."""
         now = self._now()
-        self._stretches.append((self._phase, self._since, now))
+        self._intervals.append((self._phase, self._since, now))
         self._phase, self._since = phase, now
 
-    def cut(self) -> list[tuple[Phase, Any, Any]]:
-        """Intervals since the last cut, as phase, start and end; the current phase continues."""
+    def take_intervals(self) -> list[Interval[Point]]:
+        """Intervals since the last call; the current phase continues."""
         self.switch(self._phase)
-        stretches, self._stretches = self._stretches, []
-        return stretches
+        intervals, self._intervals = self._intervals, []
+        return intervals
 
-    def seconds(self, stretches: Sequence[tuple[Phase, Any, Any]]) -> dict[Phase, float] | None:
+    def seconds(self, intervals: Sequence[Interval[Point]]) -> dict[Phase, float] | None:
         """Seconds by phase; None until the device has reached the end of the intervals."""
-        if not self.clock.has_passed(stretches[-1][2]):
+        if not self.clock.has_passed(intervals[-1][2]):
             return None
         total: dict[Phase, float] = {}
-        for phase, start, end in stretches:
+        for phase, start, end in intervals:
             total[phase] = total.get(phase, 0.0) + self.clock.seconds(start, end)
         return total

@@ -10,18 +10,20 @@ weight, 2n if it is frozen before all of them. PEFT multiplies out its adapters 
 number of tokens; here they are counted per token.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from lit_callbacks.distributed.gather import whole_numel
+from lit_callbacks.distributed.gather import full_numel, full_shape
 from lit_callbacks.throughput.batch_counts import BatchCounts, Number
+from lit_callbacks.throughput.transformer_shape import TransformerShape
 
-Place = tuple[float, float, int]
+Position = tuple[float, float, int]
 """Position in the order of computation: layer, stage within the layer, and 1 for an adapter's second factor."""
 
 _LAYER = re.compile(r"\.(?:layers?|h|blocks?)\.(\d+)\.")
@@ -40,6 +42,22 @@ _ATTENTION_INPUTS = 1.0
 _SECOND_FACTOR = re.compile(r"lora_B|vera_lambda_b")
 _PROJECTIONS = {"q": r"\bq_proj|query", "k": r"\bk_proj|\bkey\b", "v": r"\bv_proj|\bvalue\b"}
 _FUSED = re.compile(r"qkv|\bc_attn")
+
+
+@runtime_checkable
+class HasFeatures(Protocol):
+    """A layer that knows its size, as ``nn.Linear`` does."""
+
+    in_features: int
+    out_features: int
+
+
+@runtime_checkable
+class HasOutputHead(Protocol):
+    """A model that tells which of its modules is the output head, as those of transformers do."""
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head; None without one."""
 
 
 @dataclass(frozen=True)
@@ -69,30 +87,20 @@ class TransformerFlops:
             model: module with a Hugging Face style transformer, with or without a PEFT method, possibly on the meta
                 device.
         """
-        if (config := _config_of(model)) is None:
+        if (shape := TransformerShape.of(model)) is None:
             return None
-        places = {name: _place(name) for name, p in model.named_parameters() if p.requires_grad}
-        first: Place = min(places.values(), default=(float("inf"), 0.0, 0))
+        positions = {name: _position(name) for name, p in model.named_parameters() if p.requires_grad}
+        first: Position = min(positions.values(), default=(float("inf"), 0.0, 0))
         heads = _head_weights(model)
-        share = _share_of_experts(config)
         per_token = per_head = 0.0
         for name, weight, numel in _matrices(model):
-            passes = 1 + (first < _place(name)) + weight.requires_grad
-            cost = 2.0 * passes * numel * (share if re.search(r"\bexperts\b", name) else 1.0)
+            passes = 1 + (first < _position(name)) + weight.requires_grad
+            cost = 2.0 * passes * numel * (shape.share_of_experts if re.search(r"\bexperts\b", name) else 1.0)
             if id(weight) in heads:
                 per_head += cost
             else:
                 per_token += cost
-        return cls(per_token, per_head, _attention(config, first, places))
-
-
-def _config_of(model: nn.Module) -> Any:
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        if all(isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "num_attention_heads")):
-            return config
-    return None
+        return cls(per_token, per_head, _attention(shape, first, positions))
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
@@ -104,25 +112,28 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
         for name, weight in module.named_parameters(recurse=False):
             full_name = f"{prefix}.{name}"
             is_lookup = "lora_embedding" in full_name or ".original_module." in full_name
-            if id(weight) in seen or is_lookup or len(getattr(weight, "ds_shape", weight.shape)) < 2:
+            if id(weight) in seen or is_lookup or len(full_shape(weight)) < 2:
                 continue
             seen.add(id(weight))
             # The shape of a packed quantized weight is not its size; the layer has the size.
-            sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-            known = [size for size in sizes if name == "weight" and isinstance(size, int)]
-            yield full_name, weight, known[0] * known[1] if len(known) == 2 else whole_numel(weight)
+            features = _features(module) if name == "weight" else None
+            yield full_name, weight, math.prod(features) if features else full_numel(weight)
+
+
+def _features(module: nn.Module) -> tuple[int, int] | None:
+    """Numbers of input and output features that a layer gives, as ``nn.Linear`` does; None without them."""
+    if not isinstance(module, HasFeatures):
+        return None
+    sizes = module.in_features, module.out_features
+    return sizes if all(isinstance(size, int) for size in sizes) else None
 
 
 def _head_weights(model: nn.Module) -> set[int]:
-    found: set[int] = set()
-    for module in model.modules():
-        find: Any = getattr(module, "get_output_embeddings", None)
-        if find is not None and (head := find()) is not None:
-            found |= {id(parameter) for parameter in head.parameters()}
-    return found
+    heads = [module.get_output_embeddings() for module in model.modules() if isinstance(module, HasOutputHead)]
+    return {id(parameter) for head in heads if head is not None for parameter in head.parameters()}
 
 
-def _place(name: str) -> Place:
+def _position(name: str) -> Position:
     """Position of a weight in the order of computation: embeddings, then layers stage by stage, then the rest."""
     name = f".{name}"
     if (layer := _LAYER.search(name)) is None:
@@ -134,31 +145,21 @@ def _place(name: str) -> Place:
     return float(layer.group(1)), stage, int(_SECOND_FACTOR.search(within) is not None)
 
 
-def _share_of_experts(config: Any) -> float:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    count = next((n for name in names if isinstance(n := getattr(config, name, None), int) and n > 0), 1)
-    return getattr(config, "num_experts_per_tok", count) / count
-
-
-def _attention(config: Any, first: Place, trainable: Mapping[str, Place]) -> dict[int | None, float]:
+def _attention(shape: TransformerShape, first: Position, trainable: Mapping[str, Position]) -> dict[int | None, float]:
     """FLOPs of scores and weighted values: 2 per pair and element of a head, and twice that in the backward pass."""
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
     trained: dict[float, set[str]] = defaultdict(set)
     for name, (layer, stage, _) in trainable.items():
         if stage == _ATTENTION_INPUTS:
             trained[layer] |= {
                 part for part, names in _PROJECTIONS.items() if _FUSED.search(name) or re.search(names, name)
             }
-    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     total: dict[int | None, float] = defaultdict(float)
-    for layer, kind in enumerate(kinds):
+    for layer, kind in enumerate(shape.layer_kinds):
         if kind is not None and "attention" in kind and "linear" in kind:
             continue  # linear attention: its cost is in its weights
         below = first < (layer, _ATTENTION_INPUTS, 0)
         q, k, v = (below or part in trained[layer] for part in "qkv")
         products = 2 + v + (q or k) + q + k
-        window = None if kind == "full_attention" else getattr(config, "sliding_window", None)
-        total[window] += 2 * products * width
+        window = None if kind == "full_attention" else shape.sliding_window
+        total[window] += 2 * products * shape.attention_width
     return dict(total)

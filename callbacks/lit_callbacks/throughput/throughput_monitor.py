@@ -9,16 +9,19 @@ from typing import Any, Literal, TypeVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.phases import Phase, unwatch, watch
+from lit_callbacks.protocols import KnowsFullModelFlops
 from lit_callbacks.throughput.batch_counts import BatchCounts, Number, count_batch
-from lit_callbacks.throughput.clocks import PhaseTimer, clock_of
+from lit_callbacks.throughput.clocks import Interval, PhaseTimer, timer_of
 from lit_callbacks.throughput.flops import TransformerFlops
 from lit_callbacks.throughput.peak_flops import compute_dtype, measured_peak, peak_of
 
 Count = Callable[[Any], BatchCounts | int | None]
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 PARTS: dict[str, tuple[Phase, ...]] = {
     "data": ("data",),
     "forward_backward": ("forward", "backward"),
@@ -111,7 +114,7 @@ class ThroughputMonitor(Callback):
         self.summary: dict[str, float] = {}
         """Figures of the full run after training, by the logged names."""
         self._said: set[str] = set()
-        self._timer: PhaseTimer | None = None
+        self._timer: PhaseTimer[Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to measure, and discard the figures of an earlier fit."""
@@ -120,16 +123,16 @@ class ThroughputMonitor(Callback):
         self._steps: deque[Measured] = deque(maxlen=self.window)
         self._run: Measured = Measured()
         self._batches: list[_Counted] = []
-        self._pending: deque[tuple[list[_Counted], Any]] = deque()
+        self._pending: deque[tuple[list[_Counted], list[Interval[Any]]]] = deque()
         self._skipped, self._global_step = 0, trainer.global_step
         # A strategy that keeps only some layers on each rank has stored the formula of the full model.
-        whole = getattr(pl_module, "flops_of_whole", None)
+        of_full_model = pl_module.full_model_flops if isinstance(pl_module, KnowsFullModelFlops) else None
         formula = partial(TransformerFlops.of, pl_module)
-        self._flops_of_model = None if self.flops else whole or self._attempt("no formula for FLOPs", formula)
+        self._flops_of_model = None if self.flops else of_full_model or self._attempt("no formula for FLOPs", formula)
         if not self.flops and self._flops_of_model is None:
             self._warn(f"no FLOP/s and no MFU: {type(pl_module).__name__} has no transformer config; pass flops=")
         self._peak = self._find_peak(trainer, pl_module)
-        self._timer = PhaseTimer(clock_of(trainer.strategy.root_device))
+        self._timer = timer_of(trainer.strategy.root_device)
         watch(trainer, self._timer.switch)
 
     def _find_peak(self, trainer: Trainer, pl_module: LightningModule) -> float | None:
@@ -145,7 +148,7 @@ class ThroughputMonitor(Callback):
         return peak
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Count the batch; at the end of an optimizer step, store its times."""
         if self._timer is None:
@@ -154,17 +157,17 @@ class ThroughputMonitor(Callback):
         step = trainer.global_step
         if step == self._global_step:
             return
-        every, before, self._global_step = trainer.log_every_n_steps, self._global_step, step  # type: ignore[attr-defined]
-        stretches, batches, self._batches = self._timer.cut(), self._batches, []
+        every, before, self._global_step = attributes_of(trainer).log_every_n_steps, self._global_step, step
+        intervals, batches, self._batches = self._timer.take_intervals(), self._batches, []
         if self._skipped < self.skip_steps:
             self._skipped += 1
             return
-        self._pending.append((batches, stretches))
+        self._pending.append((batches, intervals))
         if every and step // every != before // every:
             self._collect()
             self._log(trainer)
 
-    def _add(self, batch: Any) -> None:
+    def _add(self, batch: object) -> None:
         counts = self._attempt("cannot count a batch", partial(self.count, batch))
         if not isinstance(counts, BatchCounts):
             counts = BatchCounts(samples=count_batch(batch).samples, non_padding_tokens=counts)
@@ -179,15 +182,18 @@ class ThroughputMonitor(Callback):
     def _sums(self, batches: list["_Counted"]) -> dict[str, Number]:
         """Sums over batches by the names of ``_RATES``, without those that are unknown for a batch."""
         formula = self._flops_of_model
-        of_all: dict[str, list[Any]] = {name: [getattr(counts, name) for counts, _ in batches] for name in _COUNTS}
-        of_all["flops"] = [flops if formula is None else formula(counts) for counts, flops in batches]
-        return {name: sum(numbers) for name, numbers in of_all.items() if all(n is not None for n in numbers)}
+        by_name: dict[str, list[Number | None]] = {
+            name: [getattr(counts, name) for counts, _ in batches] for name in _COUNTS
+        }
+        by_name["flops"] = [flops if formula is None else formula(counts) for counts, flops in batches]
+        known = {name: [number for number in numbers if number is not None] for name, numbers in by_name.items()}
+        return {name: sum(numbers) for name, numbers in known.items() if len(numbers) == len(batches)}
 
     def _collect(self) -> None:
         """Add the steps that the device has finished."""
         while self._timer is not None and self._pending:
-            batches, stretches = self._pending[0]
-            if (seconds := self._timer.seconds(stretches)) is None:
+            batches, intervals = self._pending[0]
+            if (seconds := self._timer.seconds(intervals)) is None:
                 return
             self._pending.popleft()
             parts = {name: sum(seconds.get(phase, 0.0) for phase in phases) for name, phases in PARTS.items()}
@@ -258,7 +264,7 @@ class ThroughputMonitor(Callback):
             unwatch(trainer, self._timer.switch)
             self._timer = None
 
-    def _attempt(self, what: str, measure: Callable[[], _Found]) -> _Found | None:
+    def _attempt(self, what: str, measure: Callable[[], _Result]) -> _Result | None:
         """Result of a user's function; None and a warning if it raises: a measurement must not end a run."""
         try:
             return measure()

@@ -158,10 +158,7 @@ def test_a_logger_that_takes_no_text_is_a_warning(tmp_path: Path) -> None:
 
 def test_a_module_without_the_methods_is_a_warning(tmp_path: Path) -> None:
     class Mute(Counter):
-        def __getattribute__(self, name: str) -> Any:
-            if name in ("answer", "text_loss"):
-                raise AttributeError(name)
-            return super().__getattribute__(name)
+        answer = text_loss = None
 
     with pytest.warns(UserWarning, match=r"Mute has no method answer\(prompts, max_new_tokens\).* pass generate="):
         assert fit(tmp_path, SampleGenerations(["a"], 1), Mute()).weight == -5
@@ -213,7 +210,7 @@ def on_rank(folder: str) -> tuple[float, list[Any]]:
     module = Counter()
     run = Trainer(**QUIET, max_epochs=1, devices=2, strategy="ddp", default_root_dir=folder, callbacks=[probe, samples])
     run.fit(module, DataLoader(torch.ones(4)))
-    return float(module.weight), probe._seen
+    return float(module.weight), probe._measured
 
 
 @pytest.mark.processes

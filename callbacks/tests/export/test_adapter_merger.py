@@ -189,10 +189,10 @@ def sharded(folder: Path, strategy: str) -> Any:
 
     class Last(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            from lit_callbacks.distributed.gather import whole_weights
+            from lit_callbacks.distributed.gather import full_weights
 
             if trainer.global_step == 4:
-                self.weights = whole_weights(module.model, lambda _, p: p.requires_grad)
+                self.weights = full_weights(module.model, lambda _, p: p.requires_grad)
 
     chosen: Any = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else strategy
     merger = AdapterMerger(folder / "adapter", folder / "merged", every_n_steps=4)

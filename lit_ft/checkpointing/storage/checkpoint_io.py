@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
-from lit_callbacks.distributed.gather import whole_numel
+from lit_callbacks.distributed.gather import full_numel
 from torch import Tensor, nn
 
 from lit_ft.checkpointing.storage import checksum, replacement, sharded
@@ -75,9 +75,9 @@ class WeightCount(NamedTuple):
         """Count a model before layers are dropped from it; weights that ZeRO-3 has sharded count in full."""
         trains = [p for p in model.parameters() if p.requires_grad]
         return cls(
-            sum(map(whole_numel, trains)),
-            sum(map(whole_numel, model.parameters())),
-            sum(whole_numel(p) * p.element_size() for p in trains),
+            sum(map(full_numel, trains)),
+            sum(map(full_numel, model.parameters())),
+            sum(full_numel(p) * p.element_size() for p in trains),
         )
 
 

@@ -1,0 +1,71 @@
+"""Shape of a transformer, read from its Hugging Face style config."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Entries that may hold the number of experts of a layer; which one depends on the model."""
+
+
+@runtime_checkable
+class HasConfig(Protocol):
+    """A module with a config, as those of transformers have."""
+
+    config: object
+
+
+@runtime_checkable
+class HasTextConfig(Protocol):
+    """A config of several models, e.g. of text and of images."""
+
+    def get_text_config(self) -> object:
+        """The config of the text model."""
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """What the FLOPs of a transformer depend on, besides its weights."""
+
+    layer_kinds: Sequence[str | None]
+    """Kind of attention of each layer; None where the config does not tell."""
+    attention_width: int
+    """Elements of all query heads together."""
+    sliding_window: int | None
+    """Width of sliding-window attention in tokens."""
+    share_of_experts: float
+    """Share of a layer's experts that a token goes through, 0 to 1; 1 without experts."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TransformerShape | None":
+        """Shape of the first transformer within a module; None if no config has layers and attention heads."""
+        for module in model.modules():
+            config: Any = module.config if isinstance(module, HasConfig) else None
+            config = config.get_text_config() if isinstance(config, HasTextConfig) else config
+            layers, heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
+            if layers is not None and heads is not None:
+                return cls._of_config(config, layers, heads)
+        return None
+
+    @classmethod
+    def _of_config(cls, config: Any, layers: int, heads: int) -> "TransformerShape":
+        head_width = _integer(config, "head_dim") or config.hidden_size // heads
+        experts = next((count for name in _EXPERT_COUNTS if (count := _integer(config, name) or 0) > 0), 1)
+        used = _integer(config, "num_experts_per_tok")
+        return cls(
+            layer_kinds=_value(config, "layer_types") or [None] * layers,
+            attention_width=heads * head_width,
+            sliding_window=_integer(config, "sliding_window"),
+            share_of_experts=1.0 if used is None else used / experts,
+        )
+
+
+def _value(config: object, name: str) -> Any:
+    return getattr(config, name, None)
+
+
+def _integer(config: object, name: str) -> int | None:
+    value = _value(config, name)
+    return value if isinstance(value, int) else None
