@@ -12,6 +12,10 @@ class RecipeError(ValueError):
     """
 
 
+class NotFinite(RuntimeError):
+    """Error of ``trainer.fit``, on all ranks together, when a loss, a gradient norm or a weight is not finite."""
+
+
 class BadRow(ValueError):
     """Error in one row of the data; the caller adds its location (file and line)."""
 

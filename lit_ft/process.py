@@ -3,6 +3,8 @@
 import os
 from typing import Any, NamedTuple
 
+import torch
+
 
 def seed() -> int:
     """Seed of the run, ``seed_everything`` of the recipe; 0 where nothing was seeded."""
@@ -30,6 +32,18 @@ def data_parallel(trainer: Any) -> DataParallel:
     return DataParallel(place["num_replicas"], place["rank"]) if place else DataParallel(1, 0)
 
 
+def datamodule_of(trainer: Any) -> Any:
+    """Data module of a trainer; None before a run, and where bare loaders were given."""
+    return getattr(trainer, "datamodule", None)
+
+
 def model_parallel_size(trainer: Any) -> int:
     """Number of ranks that share the model of one data-parallel replica."""
     return trainer.world_size // data_parallel(trainer).size
+
+
+def seed_micro_batch(trainer: Any, batch_idx: int) -> None:
+    """Seed torch by run, step, micro-batch and replica: a resumed run draws the same numbers, other data others."""
+    if is_seeded():
+        draws = (seed(), trainer.global_step, batch_idx, data_parallel(trainer).rank)
+        torch.manual_seed(hash(draws) % 2**63)

@@ -1,6 +1,123 @@
-"""Optional protocols of data modules, which a resumed fit uses."""
+"""Optional protocols: what module, strategy and data module may ask of each other beyond Lightning's hooks."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from lit_ft.packed_batch import PackedBatch, TokenLoss
+
+# --- modules -----------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class SplitsForward(Protocol):
+    """Module whose forward pass over a packed batch is two halves, which a strategy may run on different ranks."""
+
+    def forward(self, batch: PackedBatch) -> TokenLoss:
+        """Summed loss over the supervised tokens; ``token_loss(hidden_states(batch), batch)``."""
+
+    def hidden_states(self, batch: PackedBatch, decoder: Callable[..., Any] | None = None) -> Tensor:
+        """Final hidden states of a batch's tokens, ``(1, T, H)``.
+
+        Args:
+            batch: packed batch of T tokens.
+            decoder: in place of the base model's, where a strategy has only a part of its layers here.
+        """
+
+    def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
+        """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""
+
+
+@runtime_checkable
+class Answers(Protocol):
+    """Module that generates answers to prompts."""
+
+    def answer(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+        """Answers to rendered prompts; a collective where ranks hold parts of the weights.
+
+        Args:
+            prompts: rendered prompts; ranks may have different numbers of them, down to none.
+            max_new_tokens: longest answer, in tokens.
+        """
+
+
+# --- strategies --------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class MeasuresGradients(Protocol):
+    """Strategy whose ranks hold parts of the gradients."""
+
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """L2 norm of the gradients over all ranks, a scalar; a collective.
+
+        Args:
+            parameters: parameters with a gradient on this rank.
+
+        Returns:
+            The norm; None where the strategy clips and logs the norm by itself.
+        """
+
+
+@runtime_checkable
+class ChecksRecipe(Protocol):
+    """Strategy that compares itself with the recipe before weights are loaded."""
+
+    def check(self, trainer: Any, module: Any, datamodule: Any = None) -> None:
+        """Check tuning method, batch sizes and settings.
+
+        Raises:
+            RecipeError: one does not fit; the message names the value, the rule and what works.
+        """
+
+
+@runtime_checkable
+class ChecksModel(Protocol):
+    """Strategy that refuses models which it cannot distribute."""
+
+    def check_model(self, module: nn.Module, skeleton: nn.Module) -> None:
+        """Check the model before its weights are read.
+
+        Args:
+            module: LightningModule.
+            skeleton: model of the LightningModule with its adapters, on the meta device.
+
+        Raises:
+            RecipeError: the model does not fit; the message names the value, the rule and what works.
+        """
+
+
+# --- data modules ------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class GivesFirstBatches(Protocol):
+    """Data module that hands out training data before training, for adapter inits that read data."""
+
+    def first_rows(self, count: int) -> list[PackedBatch]:
+        """The first micro-batches of training, the same on all ranks."""
+
+
+@runtime_checkable
+class CountsSamples(Protocol):
+    """Data module that fixes the number of samples of a packed batch."""
+
+    micro_batch_size: int
+
+
+@runtime_checkable
+class BoundsTokens(Protocol):
+    """Data module that bounds the number of tokens of a packed batch."""
+
+    @property
+    def token_budget(self) -> int | None:
+        """Largest number of tokens of a packed batch; None if it has no limit."""
+
+
+def micro_batch_size(datamodule: Any) -> int | None:
+    """Number of samples of a packed batch; None if the data module does not fix it."""
+    return datamodule.micro_batch_size if isinstance(datamodule, CountsSamples) else None
 
 
 @runtime_checkable

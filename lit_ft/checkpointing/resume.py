@@ -23,13 +23,6 @@ class Replay:
         self._limit_val_batches = trainer.limit_val_batches
         trainer.limit_val_batches = 0
 
-    def ends(self, trainer: Any, batch_idx: int) -> bool:
-        """Whether the replay ends at this micro-batch; if so, validation is switched on again."""
-        if batch_idx >= self.until:
-            self.stop(trainer)
-            return True
-        return False
-
     def stop(self, trainer: Any) -> None:
         """Switch validation on again."""
         trainer.limit_val_batches = self._limit_val_batches

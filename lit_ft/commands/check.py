@@ -22,7 +22,6 @@ from lit_ft.commands.train import TrainingCLI
 from lit_ft.data.inspection import Report, histogram, inspect_split, steps_of, stretches
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
-from lit_ft.model.loading import load_config
 from lit_ft.packed_batch import pack_samples
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
@@ -149,18 +148,19 @@ def leak_probe(module: CausalLM) -> float:
     Measured on the recipe's architecture and attention with two layers, a small vocabulary and random weights. Where
     rotary frequencies change above a length, that length is lowered to the probe's, and the longer sample exceeds it.
     """
-    config = load_config(module.pretrained)
+    spec = module.spec.base
+    config = spec.config
     text = config.get_text_config()
     text.vocab_size = 64
     text.num_hidden_layers = min(2, text.num_hidden_layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    if (kinds := text.to_dict().get("layer_types")) is not None:
+        text.layer_types = kinds[: text.num_hidden_layers]
     for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, token, None)
     _lower_length_limit(text, _PROBE_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        small = CausalLM(folder, init="random", dtype="float32", attn_implementation=module.attn_implementation)
+        small = CausalLM(folder, init="random", dtype="float32", attn_implementation=spec.attn_implementation)
         small.configure_model()
     small.eval()  # without dropout and router noise, which would look like a leak
     ids = np.arange(1, _PROBE_TOKENS + 1) * 7 % 64

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.adapter_merger import Kind, is_peft, save_adapter, save_merged
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import process
 from lit_ft.errors import RecipeError
@@ -19,7 +18,8 @@ from lit_ft.export.folder_texts import describe_step, generation_texts, run_text
 from lit_ft.export.model_card import Card
 from lit_ft.export.restore_run import module_of, rebuild
 from lit_ft.model import embeddings, loading
-from lit_ft.model.files.fingerprint import fingerprint, write_fingerprint
+from lit_ft.model.files.fingerprint import write_fingerprint
+from lit_ft.model.spec import ModelSpec
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import RunFolder
 from lit_ft.training.console import show_progress_on_terminals_only
@@ -130,28 +130,17 @@ def _of_run(folder: RunFolder, checkpoint: str) -> _Exported:
         raise RecipeError(f"checkpoint={checkpoint!r} does not exist; those of the run are in {folder.checkpoints}")
     config = folder.recipe()
     module = rebuild(config, file)
-    check_unchanged(Path(module.pretrained).expanduser())
+    check_unchanged(Path(module.spec.base.pretrained).expanduser())
     for line in describe_step(folder, file, config["trainer"].get("max_steps", -1)):
         rank_zero_info(line)
     return _Exported(
         module.model,
         module.tokenizer,
         str(file),
-        module.pretrained,
+        module.spec.base.pretrained,
         texts=lambda kind: run_texts(kind, folder, module, {}, {}),
         write_adapter=module.save_adapter,
     )
-
-
-@dataclass(frozen=True)
-class _Base:
-    """Arguments that load a base model."""
-
-    pretrained: str
-    tokenizer: str
-    init: loading.Init = "pretrained"
-    dtype: loading.Dtype = "auto"
-    quantization: QuantizationConfigMixin | None = field(default=None)
 
 
 def _of_adapters(
@@ -163,14 +152,13 @@ def _of_adapters(
 ) -> _Exported:
     base = _base_of(adapters[0], folder, named)
     check_unchanged(Path(base.pretrained).expanduser())
-    tokenizer = loading.load_tokenizer(base.tokenizer)
-    now = fingerprint(base.pretrained, base.init, process.seed())
+    tokenizer, now = base.tokenizer, base.fingerprint()
     for adapter in adapters:
         skeleton = loading.skeleton(base.pretrained)
         _make_room(skeleton, tokenizer)
         adapter.check(skeleton, now)
     torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare
-    model = loading.load_base(base.pretrained, base.init, base.dtype, "sdpa", base.quantization)
+    model = base.build("sdpa")
     _make_room(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]
@@ -194,16 +182,16 @@ def _of_adapters(
     return _Exported(wrapped, tokenizer, ", ".join(notes), base.pretrained, texts, write)
 
 
-def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> _Base:
+def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> ModelSpec:
     has_tokenizer = (first.folder / "tokenizer_config.json").is_file()
     if folder is not None:
-        module = module_of(folder.recipe())
-        tokenizer = str(first.folder) if has_tokenizer else module.tokenizer_name
-        return _Base(module.pretrained, tokenizer, module.init, module.base_dtype, module.quantization)
+        spec = module_of(folder.recipe()).spec.base
+        tokenizer = str(first.folder) if has_tokenizer else spec.tokenizer_name
+        return replace(spec, tokenizer_name=tokenizer, added_tokens=(), added_special_tokens=())
     pretrained = named or first.recorded_base
     if not pretrained:
         raise RecipeError(f"the adapter {str(first.folder)!r} names no base; give it with --base")
-    return _Base(pretrained, str(first.folder) if has_tokenizer else pretrained)
+    return ModelSpec(pretrained, str(first.folder) if has_tokenizer else pretrained)
 
 
 def _make_room(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -22,6 +22,7 @@ from lit_ft.planning.memory import Memory, layer_inputs, memory_of
 from lit_ft.planning.pipeline_timeline import idle_share, timetable
 from lit_ft.planning.report import MIB, Share, aligned, by_stage, format_layout, rank_share
 from lit_ft.planning.timeline_plot import draw
+from lit_ft.protocols import ChecksRecipe, micro_batch_size
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.mesh_caches import clear_mesh_caches
 from lit_ft.strategies.model_parallel import base_of
@@ -90,8 +91,9 @@ class PlanCLI(TrainingCLI):
             )
         self.trainer.datamodule = self.datamodule  # type: ignore[attr-defined]
         self.model.trainer = self.trainer
-        if (check := getattr(self.trainer.strategy, "check", None)) is not None:
-            check(self.trainer, self.model, self.datamodule)
+        strategy: object = self.trainer.strategy
+        if isinstance(strategy, ChecksRecipe):
+            strategy.check(self.trainer, self.model, self.datamodule)
 
     def fit(self, **_: Any) -> None:
         """Print memory and communication of each rank."""
@@ -105,7 +107,7 @@ class PlanCLI(TrainingCLI):
                 _print_memory([(f"0-{self.trainer.world_size - 1}", self._memory(split))])
         else:
             self._plan_whole(type(strategy).__name__)
-        if self.model.is_quantized:
+        if self.model.spec.base.is_quantized:
             print("the base is quantized: its weights are counted as if they were not")
         if self.picture is not None:
             self._draw(strategy)
@@ -127,8 +129,8 @@ class PlanCLI(TrainingCLI):
         """Copy of the strategy that has sharded the model for this rank, without weights."""
         split, module = copy.copy(strategy), self.model
         module.model = module.check()
-        if module.gradient_checkpointing:
-            options = activation_checkpointing.options(module.gradient_checkpointing)
+        if recomputes := module.spec.gradient_checkpointing:
+            options = activation_checkpointing.options(recomputes)
             base_of(module).gradient_checkpointing_enable(options)
         split._lightning_module = split.model = module
         split.setup_environment()
@@ -158,7 +160,7 @@ class PlanCLI(TrainingCLI):
         if not isinstance(strategy, ModelParallelStrategy) or strategy.sizes().pipeline == 1:
             raise RecipeError("--draw shows the schedule of a pipeline, and the recipe has pipeline_parallel_size=1")
         ranks = strategy.sizes().pipeline
-        count = strategy.micro_batches(getattr(self.datamodule, "micro_batch_size", None))
+        count = strategy.micro_batches(micro_batch_size(self.datamodule))
         table = timetable(strategy.schedule, ranks, count)
         share = idle_share(table)
         draw(table, self.picture, f"{strategy.schedule}, {ranks} ranks, {count} micro-batches: {share:.1%} bubble")

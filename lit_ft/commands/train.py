@@ -47,6 +47,7 @@ from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
 from lit_ft.export.folder_texts import texts_of
 from lit_ft.model.files.fingerprint import check_same_base
+from lit_ft.protocols import ChecksModel, ChecksRecipe
 from lit_ft.recipe.allowed_code import check_unpickling
 from lit_ft.recipe.checks import allow_one_loader, check_files, check_values
 from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, shortened, unwrap_class_error
@@ -365,23 +366,24 @@ class TrainingCLI(LightningCLI):
             for folder in (run.adapter, run.merged):
                 with explained("what fit writes at its end", "or give another --run_dir"):
                     check_replaceable(folder)
-        if (check := getattr(self.trainer.strategy, "check", None)) is not None:
-            check(self.trainer, self.model, self.datamodule)
+        strategy: object = self.trainer.strategy
+        if isinstance(strategy, ChecksRecipe):
+            strategy.check(self.trainer, self.model, self.datamodule)
         if isinstance(self.model, CausalLM):
             self._check_base(self.model)
             if self.options.ckpt_path is not None:
                 self.model.start = saved_start(self.options.ckpt_path)
             skeleton = self.model.check()
             self._try_optimizer(skeleton)
-            if (check_model := getattr(self.trainer.strategy, "check_model", None)) is not None:
-                check_model(self.model, skeleton)
+            if isinstance(strategy, ChecksModel):
+                strategy.check_model(self.model, skeleton)
             if self.options.ckpt_path is not None:
                 wanted = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
                 check_fit(saved_shapes(self.options.ckpt_path), wanted)
                 check_same_base(saved_base(self.options.ckpt_path), self.model.base_fingerprint, "the checkpoint")
-            if self.options.get("merge") and self.model.peft is not None:
-                check_mergeable(self.model.peft)
-            if self.options.get("merge") and self.model.is_quantized:
+            if self.options.get("merge") and (peft := self.model.spec.tuning.peft) is not None:
+                check_mergeable(peft)
+            if self.options.get("merge") and self.model.spec.base.is_quantized:
                 raise RecipeError(
                     "merge=true, but the base is quantized, and merging into it has a price that is yours to choose; "
                     "leave merge out, and after training: python -m lit_ft export --run RUN --merge --quantized-base "
@@ -401,8 +403,8 @@ class TrainingCLI(LightningCLI):
         Sizes are compared on all ranks; SHA-256 sums on rank 0, of folders up to ``HASHED_BASE_BYTES``. Loading then
         reads the same bytes from the file cache of the operating system.
         """
-        if model.init == "pretrained":
-            check_unchanged(Path(model.pretrained).expanduser(), HASHED_BASE_BYTES if is_rank_zero() else 0)
+        if (base := model.spec.base).init == "pretrained":
+            check_unchanged(Path(base.pretrained).expanduser(), HASHED_BASE_BYTES if is_rank_zero() else 0)
 
     def _try_optimizer(self, skeleton: nn.Module) -> None:
         """Build optimizer and schedule for a few small parameters, so that bad arguments fail before weights load."""

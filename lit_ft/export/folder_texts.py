@@ -48,13 +48,14 @@ def run_texts(
         samples: number of training samples by source.
     """
     recipe = load_yaml(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
-    base, added = module.base_fingerprint, [*module.added_tokens, *module.added_special_tokens]
+    spec, base = module.spec, module.base_fingerprint
+    added = [*spec.base.added_tokens, *spec.base.added_special_tokens]
     card = Card(
         kind=kind,
         title=" ".join(run.root.parts[-2:]) if RUNS in run.root.parents else run.root.name,  # recipe and time
-        base=module.pretrained,
+        base=spec.base.pretrained,
         commit=base["commit"] if base else None,
-        method="all weights" if module.peft is None else module.peft.peft_type.value,
+        method=spec.tuning.method,
         notes=[f"Tokens added: {', '.join(f'`{token}`' for token in added)}."] if added else [],
         adds_tokens=bool(added),
         samples=samples,

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError
+from lit_ft.model.architecture import Architecture
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], special: bool) -> list[int]:
@@ -138,7 +139,7 @@ def _union(by_side: dict[str, list[int]], name: str, ids: Sequence[int]) -> list
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
-    return bool(getattr(model.config, "tie_word_embeddings", False))
+    return Architecture.of(model.config).is_tied
 
 
 def _is_side(model: PreTrainedModel, name: str) -> bool:

@@ -27,6 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.model import deferred_cast
 from lit_ft.model import quantization as quantized_base
+from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import finite_weights, size_check
 from lit_ft.model.files.weight_files import check_weight_files
 from lit_ft.model.packed_attention import PACKED
@@ -135,9 +136,8 @@ def pick_attention(config: PretrainedConfig, requested: str) -> str:
     """Name of the attention function: ``auto`` is packed attention if it supports what the model needs, else eager."""
     if requested != "auto":
         return requested
-    text = config.get_text_config()
-    needs_eager = getattr(text, "attn_logit_softcapping", None) or text.model_type == "gpt_oss"
-    return "eager" if needs_eager else PACKED
+    model = Architecture.of(config)
+    return "eager" if model.caps_logits or model.has_sinks else PACKED
 
 
 def check_architecture(config: PretrainedConfig) -> None:
@@ -146,8 +146,7 @@ def check_architecture(config: PretrainedConfig) -> None:
     Raises:
         RecipeError: the model is one of them; the message gives the reason.
     """
-    kinds = getattr(config.get_text_config(), "layer_types", None) or []
-    if "chunked_attention" in kinds:
+    if "chunked_attention" in Architecture.of(config).attention_kinds:
         raise RecipeError(
             f"model.pretrained: {config.model_type} (Llama 4) has chunked attention, and scales attention by a token's "
             "place in the row, neither of which is computed for rows of several samples; take another model, e.g. "

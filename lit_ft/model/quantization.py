@@ -96,6 +96,11 @@ def _stored(config: PretrainedConfig) -> dict[str, Any] | None:
     return getattr(config, "quantization_config", None)
 
 
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Whether the weights of a model are packed; transformers sets the attribute while it reads them."""
+    return bool(getattr(model, "is_quantized", False))
+
+
 def method_of(quantization: QuantizationConfigMixin | dict[str, Any]) -> str:
     """transformers' name for a quantization method, e.g. ``gptq``."""
     if not isinstance(quantization, dict):
@@ -160,7 +165,7 @@ def prepare_for_training(model: PreTrainedModel) -> None:
         # An eval pass on CPUs with AVX512-BF16 repacks 4-bit weights in place, after which training is wrong.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    if not getattr(model, "is_quantized", False):
+    if not is_quantized(model):
         return
     kinds = {(type(m), type(getattr(m, "weight", None))): m for m in linear_modules(model).values()}
     for module in kinds.values():

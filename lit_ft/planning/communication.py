@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lit_ft.gradient_norm import local
+from lit_ft.model.architecture import Architecture
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning import communication_formulas
 from lit_ft.strategies.parallel.tensor_plan import is_block
@@ -155,10 +156,8 @@ class Traffic:
 
     def _along_context(self, ranks: int) -> float:
         """Bytes for keys and values of all ranks' tokens, for their gradients, and for the loss of each token."""
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-        cut = self.sizes.tensor
-        keys_values = self.tokens * ranks * 2 * heads // cut * width * self.itemsize
+        model, shards = Architecture.of(self.base.config), self.sizes.tensor
+        keys_values = self.tokens * ranks * 2 * model.kv_heads // shards * model.head_dim * self.itemsize
         total = communication_formulas.context_bytes(keys_values, ranks, *self._layers(), sum(self.recomputed))
         loss = any(piece.is_last for piece in self.pieces) * self.step.rows * (self.step.targets + 1) * 4
         return total + communication_formulas.reduced(loss, ranks)
@@ -181,7 +180,7 @@ class Traffic:
 
     def _along_experts(self) -> float:
         """Bytes for hidden states of tokens to the ranks of their experts, and for the outputs back."""
-        width, per_token = self.config.hidden_size * self.itemsize, getattr(self.config, "num_experts_per_tok", 1)
+        width, per_token = self.config.hidden_size * self.itemsize, Architecture.of(self.base.config).experts_per_token
         ranks = self.strategy.expert_parallel_size
         forward = communication_formulas.expert_bytes(self.tokens, per_token, width, ranks, back=False)
         return forward * (sum(self._layers()) + sum(self.recomputed))

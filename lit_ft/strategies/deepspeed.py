@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from lit_ft.checkpointing.storage import sharded
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
-from lit_ft.model.loading import load_config
+from lit_ft.model.spec import ModelSpec
 from lit_ft.strategies.zero import config as zero_config
 from lit_ft.strategies.zero import state as zero_state
+from lit_ft.training.spec import spec_of
 
 
 class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
@@ -123,9 +124,8 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         Random initial weights (``init: random``) and quantized weights are sharded after they are created.
         """
         self._init_config_if_needed()
-        module: Any = self.lightning_module
-        is_drawn, is_quantized = getattr(module, "init", "") == "random", getattr(module, "is_quantized", False)
-        if not self.zero_stage_3 or is_drawn or is_quantized:
+        base = self._base()
+        if not self.zero_stage_3 or (base is not None and (base.init == "random" or base.is_quantized)):
             yield
             return
         import torch._dynamo  # noqa: F401  # zero.Init patches Tensor.__new__, which its import does not survive
@@ -142,13 +142,17 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def _reading_config(self) -> dict[str, Any]:
         """Configuration with the dtype that ``zero.Init`` gives weights: the base model's, unless precision casts."""
         assert isinstance(self.config, dict)
-        module: Any = self.lightning_module
-        if self.precision_plugin.precision != "32-true" or not hasattr(module, "base_dtype"):
+        base = self._base()
+        if self.precision_plugin.precision != "32-true" or base is None:
             return self.config
-        name = module.base_dtype
-        dtype = (load_config(module.pretrained).dtype or torch.float32) if name == "auto" else getattr(torch, name)
+        dtype = (base.config.dtype or torch.float32) if base.dtype == "auto" else getattr(torch, base.dtype)
         key = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
         return self.config if key is None else {**self.config, key: {"enabled": True}}
+
+    def _base(self) -> ModelSpec | None:
+        assert self.lightning_module is not None
+        spec = spec_of(self.lightning_module)
+        return None if spec is None else spec.base
 
     def setup(self, trainer: Trainer) -> None:
         """Give model and optimizer to DeepSpeed's engine."""

@@ -30,6 +30,7 @@ from lit_ft.gradient_norm import local, norms
 from lit_ft.model import deferred_cast
 from lit_ft.model.files import finite_weights
 from lit_ft.strategies.mesh_caches import clear_mesh_caches
+from lit_ft.training.spec import spec_of
 
 
 class ShardedStrategy(LightningModelParallelStrategy):
@@ -85,7 +86,8 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self.shard(self.model)
             self.model._is_sharded = True  # type: ignore[assignment]
         self._place()
-        finite_weights.check_split_base(self, self.model)
+        spec = spec_of(self.lightning_module)
+        finite_weights.check_split_base(self, self.model, "" if spec is None else spec.base.pretrained)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -301,8 +303,9 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def _saves_in_shares(self) -> bool:
         if self.save_in_shares is not None:
             return self.save_in_shares
-        module: Any = self.lightning_module
-        return getattr(module, "peft", None) is None
+        assert self.lightning_module is not None
+        spec = spec_of(self.lightning_module)
+        return spec is None or spec.tuning.peft is None
 
     def _reshard(self) -> None:
         # After a forward pass without a backward pass, modules with reshard_after_forward=False are still gathered.
@@ -369,7 +372,8 @@ def check_method(module: nn.Module) -> None:
     Raises:
         RecipeError: the tuning method is one of them; the message names it.
     """
-    if (peft := getattr(module, "peft", None)) is None:
+    spec = spec_of(module)
+    if spec is None or (peft := spec.tuning.peft) is None:
         return
     method = "kasa_config" if getattr(peft, "kasa_config", None) is not None else peft.peft_type.value
     if (reason := _NOT_IN_SHARDS.get(method)) is not None:

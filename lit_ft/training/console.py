@@ -39,7 +39,7 @@ class ConsoleSummary(Callback):
         self._started, self._said = time.perf_counter(), trainer.global_step
         if isinstance(pl_module, CausalLM):
             rank_zero_info(f"training {describe_model(pl_module)}")
-            if pl_module.init == "random" and pl_module.peft is not None:
+            if pl_module.spec.base.init == "random" and pl_module.spec.tuning.peft is not None:
                 rank_zero_info(
                     "the frozen base is random and in no checkpoint: the same seed_everything draws it again"
                 )
@@ -71,7 +71,7 @@ class ConsoleSummary(Callback):
         if self.run.merged.exists() or prompt_learning.method_of(getattr(module, "model", None)):
             rank_zero_info(f"next: python -m lit_ft predict --config {self.run.config} --ckpt_path last")
         else:
-            is_quantized = isinstance(module, CausalLM) and getattr(module.base_model, "is_quantized", False)
+            is_quantized = isinstance(module, CausalLM) and module.spec.base.is_quantized
             choice = " --quantized-base dequantize" if is_quantized else ""
             rank_zero_info(f"next: python -m lit_ft export --run {self.run.root} --merge{choice}")
 
@@ -94,12 +94,12 @@ def describe_model(module: CausalLM) -> str:
     assert model is not None
     assert module.weight_count is not None
     count, total, _ = module.weight_count
-    method = "all weights" if module.peft is None else module.peft.peft_type.value
+    base = module.spec.base
     dtypes = " + ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
-    start = "" if module.init == "pretrained" else " (random weights)"
+    start = "" if base.init == "pretrained" else " (random weights)"
     return (
-        f"{method} of {module.pretrained}{start}: {count:,} of {total:,} parameters ({count / total:.2%}), {dtypes}, "
-        f"attention {module.base_model.config._attn_implementation}"
+        f"{module.spec.tuning.method} of {base.pretrained}{start}: {count:,} of {total:,} parameters "
+        f"({count / total:.2%}), {dtypes}, attention {module.base_model.config._attn_implementation}"
     )
 
 
@@ -110,7 +110,8 @@ def describe_checkpoint(trainer: Trainer, module: LightningModule) -> str | None
         return None
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    count: WeightCount = getattr(module, "weight_count", None) or WeightCount.of(module)
+    count = module.weight_count if isinstance(module, CausalLM) else None
+    count = count or WeightCount.of(module)
     trains = count.trained_bytes / MIB
     return f"checkpoint: {path}, {size / MIB:,.1f} MiB; the weights that train are {trains:,.1f} MiB of it"
 

@@ -9,11 +9,8 @@ from lit_callbacks import SpikeGuard
 from torch import Tensor, nn
 
 from lit_ft.checkpointing.selection import newest_of
+from lit_ft.errors import NotFinite
 from lit_ft.model.files.finite_weights import not_finite
-
-
-class NotFinite(RuntimeError):
-    """Error of ``trainer.fit``, on all ranks together, when a loss, a gradient norm or a weight is not finite."""
 
 
 class _Watched(NamedTuple):

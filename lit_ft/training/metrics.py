@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
+
+from lit_ft.packed_batch import PackedBatch, TokenLoss
 
 
 class TokenMean(Metric):
@@ -75,3 +78,48 @@ class SourceMeans(TokenMean):
         """Mean per token, scalar fp32, of each source that had tokens."""
         means = (self.total / self.tokens).float()
         return {name: means[i] for i, name in enumerate(self.names) if self.tokens[i] > 0}
+
+
+class StageMetrics(nn.Module):
+    """Loss and token accuracy over the supervised tokens of a stage, and the loss of each source of the data."""
+
+    def __init__(self, has_router_loss: bool = False) -> None:
+        """Start with zero tokens.
+
+        Args:
+            has_router_loss: whether the router's auxiliary loss is averaged too.
+        """
+        super().__init__()
+        self.loss, self.token_accuracy = TokenMean(), TokenMean()
+        self.router_aux_loss = TokenMean() if has_router_loss else None
+        self.sources: SourceMeans | None = None
+
+    def add(self, result: TokenLoss, batch: PackedBatch) -> None:
+        """Add a packed batch."""
+        tokens = len(batch["targets"])
+        self.loss.update(result.loss_sum, tokens)
+        self.token_accuracy.update(result.correct, tokens)
+        if names := batch.get("source_names"):
+            if self.sources is None or self.sources.names != tuple(names):
+                self.sources = SourceMeans(names).to(result.per_token.device)
+            self.sources.update(result.per_token, batch["target_sources"])
+
+    def log(self, module: LightningModule, prefix: str, prog_bar: bool = False) -> Tensor:
+        """Log the means and start again with zero tokens; returns the mean loss, a scalar.
+
+        Args:
+            module: module that logs.
+            prefix: first part of the logged names.
+            prog_bar: whether the progress bar shows the loss.
+        """
+        loss = self.loss.compute()
+        module.log(f"{prefix}/loss", loss, prog_bar=prog_bar)
+        module.log(f"{prefix}/perplexity", loss.exp())
+        module.log(f"{prefix}/token_accuracy", self.token_accuracy.compute())
+        if self.router_aux_loss is not None:
+            module.log(f"{prefix}/router_aux_loss", self.router_aux_loss.compute())
+        for name, mean in ({} if self.sources is None else self.sources.compute()).items():
+            module.log(f"{prefix}/loss/{name}", mean)
+        for metric in self.children():
+            metric.reset()  # type: ignore[operator]
+        return loss

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from lit_ft.errors import RecipeError
+from lit_ft.model.architecture import Architecture
 
 RouterAuxLoss = float | Literal["config"] | None
 
@@ -26,7 +27,7 @@ def coefficient(base: PreTrainedModel, asked: RouterAuxLoss) -> float:
         raise RecipeError(
             f"model.router_aux_loss={asked}: transformers computes no such loss for {type(base).__name__}; leave it out"
         )
-    found = _of_config(base) if asked == "config" else asked
+    found = Architecture.of(base.config).router_coefficient if asked == "config" else asked
     if found is None:
         raise RecipeError(
             f"model.router_aux_loss={asked}, but the config of {type(base).__name__} has no router_aux_loss_coef; give "
@@ -37,17 +38,12 @@ def coefficient(base: PreTrainedModel, asked: RouterAuxLoss) -> float:
 
 def say_what_is_left_out(base: PreTrainedModel) -> None:
     """Print a notice if the config asks for the auxiliary loss."""
-    wanted = getattr(base.config.get_text_config(), "output_router_logits", False)
-    if wanted and (factor := _of_config(base)):
+    model = Architecture.of(base.config)
+    if model.wants_router_loss and (factor := model.router_coefficient):
         rank_zero_info(
             f"config.json asks for a router auxiliary loss (output_router_logits, router_aux_loss_coef={factor:g}), "
             "which is left out; model.router_aux_loss: config takes it in"
         )
-
-
-def _of_config(base: PreTrainedModel) -> float | None:
-    factor: float | None = getattr(base.config.get_text_config(), "router_aux_loss_coef", None)
-    return factor
 
 
 class _RouterLogits(nn.Module):

@@ -169,13 +169,3 @@ def _most_likely(logits: Any) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def loss_weight(*, window_tokens: int, accumulate: int, replicas: int) -> float:
-    """Factor on a micro-batch's summed loss that makes the optimizer step's gradient token-exact.
-
-    The step's loss is the sum over all its micro-batches (its window) and ranks, divided by ``window_tokens``, the
-    number of supervised tokens in all of them. Lightning divides by ``accumulate`` and the strategy averages gradients
-    over ``replicas``: this factor reverses both.
-    """
-    return accumulate * replicas / max(window_tokens, 1)

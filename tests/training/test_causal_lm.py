@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, trainable_shapes
+from lit_ft.errors import NotFinite
 from lit_ft.packed_batch import pack_samples
-from lit_ft.training.finite import NotFinite
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -128,7 +128,7 @@ def test_neftune_noise_is_bounded_by_each_samples_length(model_folder: str) -> N
     row = pack_samples([(torch.arange(3, 3 + n).numpy(), torch.arange(3, 3 + n).numpy()) for n in lengths])
     embedding = module.base_model.get_input_embeddings()
     clean = torch.nn.functional.embedding(row["input_ids"], embedding.weight)
-    module._segment_lengths = lengths
+    module._packed.segment_lengths = lengths
     noise = (embedding(row["input_ids"]) - clean).abs()[0].split(lengths)
     for part, length in zip(noise, lengths, strict=True):
         bound = 5.0 / math.sqrt(length * 48)

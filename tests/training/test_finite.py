@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.cli import main
+from lit_ft.errors import NotFinite
 from lit_ft.model.files.finite_weights import not_finite
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lit_ft.training.finite import NotFinite
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 

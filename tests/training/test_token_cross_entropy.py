@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lit_ft.training import token_cross_entropy as losses
-from lit_ft.training.token_cross_entropy import loss_weight, token_cross_entropy, tokens_per_chunk
+from lit_ft.training.token_cross_entropy import token_cross_entropy, tokens_per_chunk
+from lit_ft.training.token_window import loss_weight
 
 
 def test_a_sum_worked_out_by_hand() -> None:

@@ -35,12 +35,13 @@ def _on_any_rank(is_so: bool, device: torch.device) -> bool:
     return bool(flag)
 
 
-def check_split_base(strategy: Strategy, module: Any) -> None:
+def check_split_base(strategy: Strategy, module: nn.Module, pretrained: str) -> None:
     """Refuse base weights that are not finite, if each rank has read its shards only; a collective.
 
     Args:
         strategy: strategy that has sharded the weights.
         module: LightningModule.
+        pretrained: name of the base model, for the message.
 
     Raises:
         RecipeError: a tensor is not finite; the rank that holds it names it.
@@ -48,7 +49,7 @@ def check_split_base(strategy: Strategy, module: Any) -> None:
     packed = _packed_weights(module)
     bad = next(not_finite({n: p for n, p in module.named_parameters() if n not in packed}), None)
     if not strategy.reduce_boolean_decision(bad is None, all=True):
-        raise _of_base(getattr(module, "pretrained", ""), bad)
+        raise _of_base(pretrained, bad)
 
 
 def _of_base(pretrained: str, bad: str | None) -> RecipeError:

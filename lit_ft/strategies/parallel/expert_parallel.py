@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from lit_ft.errors import RecipeError
+from lit_ft.model.architecture import Architecture
 
 
 def experts_of(base: PreTrainedModel) -> list[nn.Module]:
     """Modules that each hold the experts of one layer, from Hugging Face's ``base_model_ep_plan``."""
-    plan = getattr(base.config, "base_model_ep_plan", None) or {}
+    plan = Architecture.of(base.config).expert_plan
     names = {f"{base.base_model_prefix}.{name}" for name, style in plan.items() if style == "ep_dispatch_experts"}
     return [module for name, module in base.named_modules() if replace_layer_number_by_wildcard(name) in names]
 

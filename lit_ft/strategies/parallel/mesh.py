@@ -16,7 +16,10 @@ from lit_ft.errors import RecipeError
 from lit_ft.model import rotary_embedding
 from lit_ft.model.loading import pick_attention
 from lit_ft.model.packed_attention import PACKED
+from lit_ft.model.quantization import is_quantized
+from lit_ft.protocols import SplitsForward
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tensor_plan
+from lit_ft.training.spec import spec_of
 
 
 class MeshSizes(NamedTuple):
@@ -71,7 +74,7 @@ class ParallelDims:
                 f"trainer.strategy num_microbatches={count} must divide data.micro_batch_size={per_row}; use one of "
                 f"{fitting}, or set data.micro_batch_size to {count * max(1, round(per_row / count))}"
             )
-        if not hasattr(module, "hidden_states") or not hasattr(module, "token_loss"):
+        if not isinstance(module, SplitsForward):
             raise RecipeError(
                 f"pipeline_parallel_size={sizes.pipeline} needs a module with hidden_states(row, decoder) and "
                 f"token_loss(hidden, row), as lit_ft.CausalLM has; {type(module).__name__} has not"
@@ -88,7 +91,7 @@ class ParallelDims:
         Raises:
             RecipeError: the model does not fit; the message names the value, the rule and what works.
         """
-        base = base_of(skeleton)
+        base, spec = base_of(skeleton), spec_of(module)
         method: Any = skeleton.active_peft_config if isinstance(skeleton, PeftModel) else None
         if method is not None and method.is_prompt_learning and sizes.data < math.prod(sizes):
             raise RecipeError(
@@ -102,7 +105,7 @@ class ParallelDims:
             )
         if sizes.tensor > 1:
             # The skeleton always has dense weights; the module knows whether quantized ones will be read.
-            if getattr(module, "is_quantized", False) or getattr(base, "is_quantized", False):
+            if (spec is not None and spec.base.is_quantized) or is_quantized(base):
                 raise RecipeError(
                     f"tensor_parallel_size={sizes.tensor} cannot cut the packed weights of a quantized base; leave "
                     "quantization out, or use pipeline_parallel_size and data_parallel_size"
@@ -110,11 +113,10 @@ class ParallelDims:
             tensor_plan.check(base, sizes.tensor, self.tp_plan)
         if self.expert_parallel_size > 1:
             self._check_experts(sizes, base)
-        if getattr(module, "router_aux_loss", None) is not None and (
-            sizes.data < math.prod(sizes) or self.expert_parallel_size > 1
-        ):
+        splits_tokens = sizes.data < math.prod(sizes) or self.expert_parallel_size > 1
+        if spec is not None and spec.router_aux_loss is not None and splits_tokens:
             raise RecipeError(
-                f"model.router_aux_loss={module.router_aux_loss} needs the router's choices for all tokens of a row, "
+                f"model.router_aux_loss={spec.router_aux_loss} needs the router's choices for all tokens of a row, "
                 "which pipeline, tensor, context and expert parallelism deal out to ranks; leave it out, or take "
                 "lit_ft.strategies.FSDPStrategy"
             )
@@ -214,8 +216,9 @@ class ParallelDims:
 
 
 def _check_context(size: int, module: Any, base: PreTrainedModel) -> None:
-    attention = pick_attention(base.config, getattr(module, "attn_implementation", "auto"))
-    if attention != PACKED or not hasattr(module, "hidden_states"):
+    spec = spec_of(module)
+    attention = pick_attention(base.config, "auto" if spec is None else spec.base.attn_implementation)
+    if attention != PACKED or not isinstance(module, SplitsForward):
         raise RecipeError(
             f"context_parallel_size={size} needs lit_ft.CausalLM with its packed attention, but "
             f"{type(base).__name__} in {type(module).__name__} has {attention}; set it to 1"
@@ -225,9 +228,9 @@ def _check_context(size: int, module: Any, base: PreTrainedModel) -> None:
             f"context_parallel_size={size}: the rotary frequencies of {type(base).__name__} depend on the length of a "
             "sample (longrope, dynamic), of which a rank has a part; set it to 1"
         )
-    if getattr(module, "neftune_alpha", None) is not None:
+    if spec is not None and spec.neftune_alpha is not None:
         raise RecipeError(
-            f"context_parallel_size={size}: neftune_alpha={module.neftune_alpha} draws noise for whole samples; "
+            f"context_parallel_size={size}: neftune_alpha={spec.neftune_alpha} draws noise for whole samples; "
             "leave it out, or set context_parallel_size to 1"
         )
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from lit_ft.errors import RecipeError
+from lit_ft.model.architecture import Architecture
 
 COLUMNS, ROWS = "colwise", "rowwise"
 WHOLE_OUT, WHOLE_IN = "colwise_gather_output", "rowwise_split_input"
@@ -41,7 +42,7 @@ class Plan:
     """
 
     def __init__(self, base: PreTrainedModel, given: Mapping[str, str] | None = None) -> None:
-        of_experts = getattr(base.config, "base_model_ep_plan", None) or {}
+        of_experts = Architecture.of(base.config).expert_plan
         of_experts = {f"{base.base_model_prefix}.{name}": style for name, style in of_experts.items()}
         styles = {**of_experts, **(base.tp_plan or {}), **(given or {})}
         unknown = sorted({s for s in styles.values() if s not in _STYLES and s not in _OF_WEIGHTS | _OF_EDGES})
@@ -102,7 +103,7 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
     plan, config = Plan(base, given), base.config.get_text_config()
     styles = set(plan.styles.values())
     sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
-    sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    sizes["num_key_value_heads"] = Architecture.of(base.config).kv_heads
     for name, count in sizes.items():
         if COLUMNS in styles and isinstance(count, int) and count % size:
             raise RecipeError(_must_divide(size, name, count))

@@ -12,6 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lit_ft.errors import RecipeError
+from lit_ft.protocols import micro_batch_size
+from lit_ft.training.spec import spec_of
 from lit_ft.tuning.lora_init import init_of, needs_init
 
 SET_BY_THE_RECIPE = (
@@ -163,7 +165,7 @@ def check_recipe(config: Mapping[str, Any], trainer: Any, datamodule: Any = None
     """
     ranks = trainer.num_nodes * trainer.num_devices
     accumulate = trainer.accumulate_grad_batches
-    size = getattr(datamodule, "micro_batch_size", None)
+    size = micro_batch_size(datamodule)
     said = {
         "gradient_accumulation_steps": ("trainer.accumulate_grad_batches", accumulate),
         "gradient_clipping": ("trainer.gradient_clip_val", trainer.gradient_clip_val or 0),
@@ -212,18 +214,20 @@ def check_method(stage: int, module: Any) -> None:
 
     Args:
         stage: stage of ZeRO.
-        module: ``CausalLM``, or another module with a ``peft`` config; any other module passes.
+        module: ``CausalLM``, or another module with a ``TrainingSpec``; any other module passes.
 
     Raises:
         RecipeError: the tuning method does not work at this stage; the message names both.
     """
-    if stage == 3 and getattr(module, "router_aux_loss", None) is not None:
+    spec = spec_of(module)
+    if spec is None:
+        return
+    if stage == 3 and spec.router_aux_loss is not None:
         raise RecipeError(
-            f"model.router_aux_loss={module.router_aux_loss} and trainer.strategy stage=3: nobody has tried; set stage "
+            f"model.router_aux_loss={spec.router_aux_loss} and trainer.strategy stage=3: nobody has tried; set stage "
             "to 2, or take lit_ft.strategies.FSDPStrategy"
         )
-    peft = getattr(module, "peft", None)
-    if peft is None:
+    if (peft := spec.tuning.peft) is None:
         return
     method = type(peft).__name__
     if method == "AdaLoraConfig":
@@ -234,8 +238,8 @@ def check_method(stage: int, module: Any) -> None:
     if stage < 3:
         return
     tokens = getattr(peft, "trainable_token_indices", None) or [
-        *getattr(module, "added_tokens", []),
-        *getattr(module, "added_special_tokens", []),
+        *spec.base.added_tokens,
+        *spec.base.added_special_tokens,
     ]
     if needs_init(peft) or getattr(peft, "kasa_config", None) is not None:
         what = f"model.peft={method} with init_lora_weights={init_of(peft) or 'KaSA'!r}"

@@ -1,0 +1,95 @@
+"""Description of a base model and its tokenizer, from which its skeleton, weights and fingerprint are made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lit_ft import process
+from lit_ft.model import embeddings, loading, quantization
+from lit_ft.model.files import fingerprint, size_check
+from lit_ft.model.files.weight_files import check_weight_files
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Base model and tokenizer of a recipe, and the form in which the weights are read."""
+
+    pretrained: str
+    """Folder or hub id."""
+    tokenizer_name: str
+    """Folder or hub id of the tokenizer."""
+    added_tokens: Sequence[str] = ()
+    added_special_tokens: Sequence[str] = ()
+    init: loading.Init = "pretrained"
+    dtype: loading.Dtype = "auto"
+    attn_implementation: str = "auto"
+    quantization: QuantizationConfigMixin | None = None
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Config of the model, read anew."""
+        return loading.load_config(self.pretrained)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer with the added tokens."""
+        tokenizer = loading.load_tokenizer(self.tokenizer_name)
+        embeddings.add_tokens(tokenizer, self.added_tokens, special=False)
+        embeddings.add_tokens(tokenizer, self.added_special_tokens, special=True)
+        return tokenizer
+
+    @property
+    def added_ids(self) -> list[int]:
+        """Ids of the added tokens."""
+        vocabulary = self.tokenizer.get_vocab() if self.added_tokens or self.added_special_tokens else {}
+        return [vocabulary[token] for token in (*self.added_tokens, *self.added_special_tokens)]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weights are quantized: by the recipe, or already in the files."""
+        return self.quantization is not None or (self.init == "pretrained" and quantization.is_packed(self.config))
+
+    def fingerprint(self) -> fingerprint.Fingerprint:
+        """Fingerprint that tells this base model from another one."""
+        return fingerprint.fingerprint(self.pretrained, self.init, process.seed())
+
+    def skeleton(self) -> PreTrainedModel:
+        """Model on the meta device, without weights, after checks of config, weight files and tokenizer.
+
+        Raises:
+            RecipeError: one of them does not fit.
+        """
+        skeleton = loading.skeleton(self.pretrained, self.dtype)
+        self._check_weights(skeleton)
+        embeddings.resize_embeddings(skeleton, self.tokenizer, len(self.added_ids))
+        return skeleton
+
+    def _check_weights(self, skeleton: nn.Module) -> None:
+        """Refuse weight files that do not fit the config, which memory would be allocated by."""
+        if self.init == "random":
+            return
+        check_weight_files(self.pretrained)
+        folder = Path(self.pretrained).expanduser()
+        if folder.is_dir() and not self.is_quantized:
+            size_check.check_weights(folder, skeleton, f"model.pretrained={self.pretrained!r}")
+
+    def build(self, attn_implementation: str | None = None) -> PreTrainedModel:
+        """Model with its weights, in training mode.
+
+        Args:
+            attn_implementation: in place of the spec's own.
+        """
+        attention = attn_implementation or self.attn_implementation
+        base = loading.load_base(self.pretrained, self.init, self.dtype, attention, self.quantization)
+        if self.added_ids:
+            embeddings.resize_embeddings(base, self.tokenizer, len(self.added_ids))
+        return base
+
+    def build_unquantized(self) -> PreTrainedModel:
+        """Model with the weights as they were before the recipe's quantization."""
+        return loading.load_base(self.pretrained, self.init, self.dtype)

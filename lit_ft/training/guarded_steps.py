@@ -1,0 +1,71 @@
+"""Gradient norm, clipping, and the end of a run before values that are not finite are saved."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lit_ft.errors import RecipeError
+from lit_ft.gradient_norm import GradientNorm, clip, gradient_norm, with_gradients
+from lit_ft.protocols import MeasuresGradients
+from lit_ft.training.finite import FiniteCheck, check_trained_weights
+
+
+class GuardedStepsModule(LightningModule):
+    """LightningModule that logs the gradient norm, clips by it, and saves nothing that is NaN or infinite."""
+
+    def __init__(self) -> None:
+        """Start without a measured norm."""
+        super().__init__()
+        self._gradient_norm = GradientNorm()
+        self._finite = FiniteCheck()
+
+    def measured_gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """Norm of all gradients over all ranks, a scalar, before clipping; measured once per step, whoever asks for it.
+
+        A collective. None where the strategy measures and clips by itself.
+        """
+        strategy: object = self.trainer.strategy
+        measure = strategy.gradient_norm if isinstance(strategy, MeasuresGradients) else gradient_norm
+        return self._gradient_norm.of(optimizer, measure)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Log the gradient norm before clipping, and clip with that same norm."""
+        has_scaler = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise RecipeError(
+                "trainer.precision=16-mixed leaves gradients scaled until a fused optimizer's step, so they cannot be "
+                "measured or clipped; set fused of the optimizer to false, or trainer.precision to bf16-mixed"
+            )
+        norm = self.measured_gradient_norm(optimizer)
+        self._gradient_norm.forget()
+        is_by_norm = (gradient_clip_algorithm or "norm") == "norm"
+        if norm is not None:
+            self.log("train/grad_norm", norm)
+            if not has_scaler:  # which skips steps of infinite gradients
+                self._finite.watch(self.trainer, "train/grad_norm", norm)
+            if gradient_clip_val and is_by_norm:
+                clip(with_gradients(optimizer), norm, float(gradient_clip_val))
+        if not is_by_norm:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def on_train_epoch_end(self) -> None:
+        """Check what a GPU still had to compute, before the run is called done."""
+        super().on_train_epoch_end()
+        self._finite.look_at_all(self.trainer)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse to save weights, or to save after a loss or gradient norm, that are not finite.
+
+        Raises:
+            NotFinite: one of them is not finite.
+        """
+        self._finite.look_at_all(self.trainer)
+        check_trained_weights(self.trainer, self)
+        super().on_save_checkpoint(checkpoint)

@@ -1,0 +1,125 @@
+"""Forward pass of a causal LM over a packed batch, in two halves: hidden states, and the loss of supervised tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lit_ft.errors import RecipeError
+from lit_ft.model import loading, rotary_embedding
+from lit_ft.model.activations import offload as activation_offload
+from lit_ft.model.architecture import Architecture, keeps_recurrent_state
+from lit_ft.model.packed_attention import block_masks
+from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.training import router_loss
+from lit_ft.training.token_cross_entropy import token_cross_entropy, tokens_per_chunk
+from lit_ft.tuning import prompt_learning
+
+_ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def base_model_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """Hugging Face model inside PEFT's wrapper."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+class PackedForward:
+    """Forward pass of a model over packed batches; samples of a batch do not influence each other."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        activation_offload: bool = False,
+        router_aux_loss: router_loss.RouterAuxLoss = None,
+    ) -> None:
+        """Prepare the pass.
+
+        Args:
+            model: model that is trained.
+            activation_offload: keep activations in host memory until the backward pass.
+            router_aux_loss: coefficient of the router's auxiliary loss, or ``config``; None for none.
+        """
+        self.model, self.base = model, base_model_of(model)
+        self.head = loading.head_of(self.base)
+        self.offload = activation_offload
+        self.router_coefficient = router_loss.coefficient(self.base, router_aux_loss)
+        self.router_loss: Tensor | None = None
+        """The router's auxiliary loss of the last batch, a scalar without its coefficient."""
+        self.segment_lengths: list[int] = []
+        """Lengths of the samples of the last batch."""
+
+    def __call__(self, batch: PackedBatch) -> TokenLoss:
+        """Summed loss and number of right predictions over the batch's supervised tokens."""
+        return self.token_loss(self.hidden_states(batch), batch)
+
+    def hidden_states(self, batch: PackedBatch, decoder: Callable[..., Any] | None = None) -> Tensor:
+        """Final hidden states of a batch's tokens, ``(1, T, H)``.
+
+        Args:
+            batch: packed batch of T tokens.
+            decoder: in place of the base model's, where a strategy has only a part of its layers here.
+        """
+        self.segment_lengths = lengths = batch["segment_lengths"]
+        if len(lengths) > 1:
+            self._check_isolation()
+        decoder = decoder or getattr(self.base, self.base.base_model_prefix)
+        if self.offload:
+            decoder = activation_offload.keeping_on_host(decoder)
+        with_virtual = prompt_learning.virtual_lengths(self.model, lengths)
+        options: dict[str, Any] = {}
+        if self.base.config._attn_implementation == loading.PACKED:
+            options["segment_lengths"] = with_virtual
+        elif len(lengths) > 1:
+            masks = block_masks(self.base.config, batch["position_ids"], self.base.dtype)
+            options |= {} if masks is None else {"attention_mask": masks}
+        with rotary_embedding.samples_of(with_virtual):
+            if prompt_learning.method_of(self.model) is not None:
+                return prompt_learning.hidden_states(self.model, decoder, batch, **options)
+            reads_router = bool(self.router_coefficient) and self.model.training
+            options |= {"output_router_logits": True} if reads_router else {}
+            output = decoder(
+                input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **options
+            )
+        self.router_loss = router_loss.router_loss(self.base, output) if reads_router else None
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
+        """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""
+        head = self.base.get_output_embeddings()
+        return token_cross_entropy(
+            hidden[0, batch["predict_at"]],
+            self.head,
+            batch["targets"],
+            chunk_tokens=tokens_per_chunk(head.weight.shape[0]),
+            head_parameters=list(head.parameters()),
+        )
+
+    def _check_isolation(self) -> None:
+        kinds = Architecture.of(self.base.config).attention_kinds
+        if not kinds <= _ISOLATING_LAYERS or keeps_recurrent_state(self.base):
+            raise RecipeError(
+                f"{type(self.base).__name__} has layers that would let the samples of one packed batch see each other "
+                f"({', '.join(sorted(kinds - _ISOLATING_LAYERS)) or 'recurrent state'}); set data.micro_batch_size to "
+                "1, data.join_micro_batches to false and data.packing to null"
+            )
+
+    def add_embedding_noise(self, alpha: float) -> None:
+        """Add uniform noise to input embeddings during training (NEFTune, Jain et al. 2023, arXiv:2310.05914).
+
+        Args:
+            alpha: bound of the noise times the square root of the number of embedding values of a sample.
+        """
+
+        def with_noise(embedding: nn.Module, _: Any, output: Tensor) -> Tensor:
+            if not embedding.training:
+                return output
+            lengths = torch.tensor(self.segment_lengths, device=output.device)
+            bound = alpha / (lengths * output.shape[-1]).sqrt()  # per sample, as the paper has it
+            bound = bound.repeat_interleave(lengths)[None, :, None].to(output.dtype)
+            return output + torch.empty_like(output).uniform_(-1, 1) * bound
+
+        self.base.get_input_embeddings().register_forward_hook(with_noise)

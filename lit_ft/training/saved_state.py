@@ -1,0 +1,79 @@
+"""Contents of a checkpoint besides Lightning's own: trainable weights, state of the tuning method, base model."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from lit_ft.checkpointing.buffers import BufferWatch
+from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
+from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, trainable_shapes
+from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
+from lit_ft.training.packed_forward import PackedForward
+from lit_ft.tuning import lora_init, method_hooks
+from lit_ft.tuning.lora_init import LoraInitState
+
+
+class SavedState:
+    """State that a module adds to checkpoints and reads from them; the frozen base stays in its own files."""
+
+    def __init__(
+        self, module: LightningModule, forward: PackedForward, start: LoraInitState | None, base: Fingerprint | None
+    ) -> None:
+        """Describe a module whose model was built, and is not sharded yet.
+
+        Args:
+            module: module, by whose parameter names weights are saved.
+            forward: forward pass of its model.
+            start: state of the adapter's init.
+            base: fingerprint of the frozen base; None where all weights train.
+        """
+        self.module, self.forward, self.start, self.base = module, forward, start, base
+        self.shapes = trainable_shapes(module)
+        self.buffers = BufferWatch(forward.base)
+        self.optimizer_names: list[list[str]] = []
+        """Names of the parameters of each optimizer, in its order."""
+        self.replay: Replay | None = None
+        """Micro-batches that a resumed run trains on again."""
+
+    def name_parameters(self, optimizer: Optimizer) -> None:
+        """Store the names of an optimizer's parameters, which its own state only numbers."""
+        name_of = {id(p): name for name, p in self.module.named_parameters()}
+        self.optimizer_names = [[name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]]
+
+    def write(self, checkpoint: dict[str, Any]) -> None:
+        """Reduce a checkpoint to the weights that train, and add the state."""
+        checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in self.shapes}
+        self.buffers.warn_of_changes(self.forward.base)
+        checkpoint["optimizer_names"] = self.optimizer_names
+        checkpoint["method_state"] = method_hooks.state_of(self.forward.model)
+        checkpoint["adapter_start"] = self.start
+        checkpoint["base"] = self.base
+        if self.replay is not None:
+            checkpoint["validated_until"] = self.replay.until
+
+    def read(self, checkpoint: dict[str, Any], trainer: Trainer | None) -> None:
+        """Check that a checkpoint fits, and load its state.
+
+        Args:
+            checkpoint: Lightning's checkpoint; for a fit it is set back to the start of an optimizer step, in place.
+            trainer: trainer of a fit that resumes; None where weights alone are loaded.
+
+        Raises:
+            RecipeError: the checkpoint is that of another model, or the base has changed since.
+        """
+        lora_init.check_same(self.start, checkpoint.get("adapter_start"))
+        here = trainable_shapes(self.module)  # fewer than trains where other ranks hold some of the layers
+        saved = shapes_of(checkpoint["state_dict"])
+        check_fit({n: shape for n, shape in saved.items() if n in here or n not in self.shapes}, here)
+        if "base" in checkpoint:
+            check_same_base(checkpoint["base"], self.base, "the checkpoint")
+        method_hooks.load_state(self.forward.model, checkpoint.get("method_state", {}))
+        if trainer is not None:
+            self.replay = go_back_to_a_step(checkpoint, trainer)
+
+    def end_replay(self, trainer: Trainer, batch_idx: int | None = None) -> None:
+        """End the replay at the micro-batch up to which the stopped run had validated; None ends it in any case."""
+        if self.replay is not None and (batch_idx is None or batch_idx >= self.replay.until):
+            self.replay.stop(trainer)
+            self.replay = None

@@ -1,0 +1,138 @@
+"""Description of a model as it is trained: base model, tuning method, and how its passes run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from lit_ft import process
+from lit_ft.errors import RecipeError
+from lit_ft.model import liger_kernels, loading, quantization, rotary_embedding
+from lit_ft.model.activations import checkpointing as activation_checkpointing
+from lit_ft.model.activations import offload as activation_offload
+from lit_ft.model.files.fingerprint import Fingerprint
+from lit_ft.model.spec import ModelSpec
+from lit_ft.packed_batch import PackedBatch
+from lit_ft.training import router_loss
+from lit_ft.training.packed_forward import PackedForward
+from lit_ft.tuning import compatibility, lora_init
+from lit_ft.tuning.lora_init import LoraInitState
+from lit_ft.tuning.spec import TuningSpec
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """What ``lit_ft.CausalLM`` builds and trains.
+
+    Raises:
+        RecipeError: two of the options exclude each other.
+    """
+
+    base: ModelSpec
+    tuning: TuningSpec
+    gradient_checkpointing: bool | Literal["selective"] = False
+    activation_offload: bool = False
+    compile: bool | str = False
+    liger: bool = False
+    neftune_alpha: float | None = None
+    router_aux_loss: router_loss.RouterAuxLoss = None
+
+    def __post_init__(self) -> None:
+        peft = self.tuning.peft
+        if self.base.quantization is not None:
+            quantization.check_requested(self.base.quantization, peft)
+            compatibility.check_quantized(peft, quantization.method_of(self.base.quantization))
+        if self.tuning.trainable is not None and peft is not None:
+            raise RecipeError(
+                "model.trainable is set with model.peft, which freezes the base; layers that train beside the adapter "
+                "are named by the config's modules_to_save"
+            )
+        if self.liger and self.compile:
+            raise RecipeError("model.liger and model.compile both fuse norms and MLPs; set one of them to false")
+        if self.router_aux_loss is not None and self.compile:
+            raise RecipeError(
+                "model.router_aux_loss looks into layers, which model.compile fuses; leave one of them out"
+            )
+        if peft is not None:
+            lora_init.check_init(peft, is_quantized=self.base.quantization is not None)
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Fingerprint of the frozen base; None where all weights train, so that checkpoints hold everything."""
+        return None if self.tuning.trains_everything else self.base.fingerprint()
+
+    def check(self, start: LoraInitState | None, device: torch.device | None) -> PreTrainedModel | PeftModel:
+        """Find what is wrong before weights are loaded.
+
+        Args:
+            start: init state of an earlier run; None in a new run.
+            device: device of the run; None if it is not known yet, which is what ``accelerator: auto`` would take.
+
+        Returns:
+            The model as it will be trained, without weights, on the meta device.
+
+        Raises:
+            RecipeError: config, tokenizer or tuning method do not fit.
+        """
+        self.tuning.check_base(self.base)
+        self._check_liger(device)
+        skeleton = self.base.skeleton()
+        router_loss.coefficient(skeleton, self.router_aux_loss)
+        return self.tuning.wrap_skeleton(skeleton, self.base.added_ids, start)
+
+    def _check_liger(self, device: torch.device | None) -> None:
+        if self.liger:
+            found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            liger_kernels.check(self.base.config, device or found)
+
+    def build(
+        self,
+        start: LoraInitState | None,
+        device: torch.device | None,
+        batches: Callable[[PreTrainedModel, str], Sequence[PackedBatch]],
+    ) -> tuple[PackedForward, LoraInitState | None]:
+        """Build the model with its weights; returns its forward pass and the state of the adapter's init.
+
+        Args:
+            start: init state of an earlier run; None in a new run.
+            device: device of the run; None without a trainer.
+            batches: function from the model and the name of an init to the training data that the init reads.
+        """
+        self.tuning.check_base(self.base)
+        self._check_liger(device)
+        # New weights are a function of the seed alone, not of what drew random numbers before.
+        torch.manual_seed(process.seed())
+        base = self.base.build(self.tuning.attention(self.base.attn_implementation))
+        if self.liger:
+            liger_kernels.apply_liger(base)
+        if self.activation_offload and device is not None:
+            activation_offload.warn_if_useless(device)
+        if self.gradient_checkpointing:
+            base.gradient_checkpointing_enable(activation_checkpointing.options(self.gradient_checkpointing))
+        if self.router_aux_loss is None:
+            router_loss.say_what_is_left_out(base)
+        rotary_embedding.keep_samples_apart(base)
+        for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
+        model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
+        forward = PackedForward(model, self.activation_offload, self.router_aux_loss)
+        if self.neftune_alpha is not None:
+            forward.add_embedding_noise(self.neftune_alpha)
+        if self.compile:
+            for layer in loading.decoder_layers(forward.base):
+                layer.compile(dynamic=True, backend="inductor" if self.compile is True else self.compile)
+        return forward, start
+
+
+@runtime_checkable
+class TrainsFromSpec(Protocol):
+    """Module that describes what it trains, as ``lit_ft.CausalLM`` does."""
+
+    spec: TrainingSpec
+
+
+def spec_of(module: nn.Module) -> TrainingSpec | None:
+    """Description of what a module trains; None for modules that have none."""
+    return module.spec if isinstance(module, TrainsFromSpec) else None

@@ -1,0 +1,49 @@
+"""Files of an adapter, as ``PeftModel.from_pretrained`` reads them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch import Tensor, nn
+
+from lit_ft.errors import NotFinite
+from lit_ft.model.files.finite_weights import not_finite
+from lit_ft.tuning import lora_init
+from lit_ft.tuning.lora_init import LoraInitState
+
+
+def save(
+    model: PeftModel,
+    skeleton: Callable[[], nn.Module],
+    start: LoraInitState | None,
+    has_own_embeddings: bool,
+    folder: Path,
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Write an adapter for the base as it is published.
+
+    Args:
+        model: model with the adapter, or this rank's layers of it.
+        skeleton: function that builds the full model without weights.
+        start: state of the adapter's init.
+        has_own_embeddings: whether the adapter holds embeddings of added tokens, beside the base's.
+        folder: path of the adapter's folder.
+        state_dict: the weights that train, by their names in ``model``; None takes them from there.
+
+    Raises:
+        NotFinite: a weight is not finite.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if (bad := next(not_finite(trained if state_dict is None else state_dict), None)) is not None:
+        raise NotFinite(f"{bad} is not finite: the adapter is not written to {folder}")
+    whole: Any = model
+    if state_dict is not None and not state_dict.keys() <= dict(model.named_parameters()).keys():
+        whole = skeleton()  # some layers are on other ranks, and PEFT looks at layers
+    if start is not None and start["taken"]:
+        lora_init.save_as_plain_lora(whole, start, folder, state_dict)
+    else:
+        # PEFT would write the full embeddings because they have grown.
+        whole.save_pretrained(
+            folder, state_dict=state_dict, save_embedding_layers=False if has_own_embeddings else "auto"
+        )

@@ -1,0 +1,135 @@
+"""Description of what is trained of a model: an adapter, weights selected by name, or all weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel
+
+from lit_ft.errors import RecipeError
+from lit_ft.model import deferred_cast, embeddings, quantization
+from lit_ft.model.spec import ModelSpec
+from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.tuning import compatibility, lora_init, prompt_learning, wrapping
+from lit_ft.tuning.lora_init import LoraInitState
+
+
+@dataclass(frozen=True)
+class TuningSpec:
+    """Tuning method of a recipe."""
+
+    peft: PeftConfig | None = None
+    """Config of the adapter; None without one."""
+    adapter_dtype: Literal["float32", "auto"] = "float32"
+    trainable: Sequence[str] | None = None
+    """Regular expressions for the names of the weights that train; None trains all, unless there is an adapter."""
+
+    @property
+    def method(self) -> str:
+        """Name of the method, for users."""
+        return "all weights" if self.peft is None else str(self.peft.peft_type.value)
+
+    @property
+    def trains_everything(self) -> bool:
+        """Whether all weights train, so that a checkpoint holds the full model."""
+        return self.peft is None and self.trainable is None
+
+    def check_base(self, base: ModelSpec) -> None:
+        """Refuse a base model whose files are quantized in a way that the method cannot train on.
+
+        Raises:
+            RecipeError: the two do not fit.
+        """
+        if base.init == "random":
+            return
+        config = base.config
+        quantization.check_stored(base.pretrained, config, base.quantization, self.peft)
+        if (method := quantization.packed_method(config)) is not None:
+            compatibility.check_quantized(self.peft, method)
+        if self.peft is not None:
+            lora_init.check_init(self.peft, is_quantized=base.is_quantized)
+
+    def attention(self, requested: str) -> str:
+        """Attention function to use where the recipe requests ``requested``."""
+        is_prefix = self.peft is not None and self.peft.peft_type.value == prompt_learning.PREFIX
+        return "sdpa" if requested == "auto" and is_prefix else requested  # packed attention reads no prefix
+
+    def wrap_skeleton(
+        self, skeleton: PreTrainedModel, added_ids: Sequence[int], start: LoraInitState | None
+    ) -> PreTrainedModel | PeftModel:
+        """Apply the method to a model without weights.
+
+        Args:
+            skeleton: model on the meta device, changed in place.
+            added_ids: ids of the tokens that the recipe adds.
+            start: init state of an earlier run; None in a new run.
+
+        Raises:
+            RecipeError: the method does not fit the model.
+        """
+        if self.peft is not None:
+            wrapping.give_values(skeleton, self.peft)
+        return self._wrap(skeleton, added_ids, self._without_init(start))
+
+    def adapt(
+        self,
+        base: PreTrainedModel,
+        spec: ModelSpec,
+        start: LoraInitState | None,
+        batches: Callable[[PreTrainedModel, str], Sequence[PackedBatch]],
+        forward: Callable[[PackedBatch], TokenLoss],
+    ) -> tuple[PreTrainedModel | PeftModel, LoraInitState | None]:
+        """Apply the method to a model with weights, and run the adapter's init.
+
+        Args:
+            base: model, changed in place.
+            spec: description of the model.
+            start: init state of an earlier run, which is restored; None in a new run.
+            batches: function from the model and the name of an init to the training data that the init reads.
+            forward: function that runs the model on a packed batch.
+        """
+        ids = spec.added_ids
+        if self.peft is None or not lora_init.needs_init(self.peft):
+            return self._wrap(base, ids, self.peft), start
+        deferred_cast.cast(base)  # the init reads full weights, and may change them
+        if start is not None:
+            return lora_init.restore(_peft_model(self._wrap(base, ids, self._without_init(start))), start), start
+        init = lora_init.init_of(self.peft)
+        return lora_init.run_lora_init(
+            base,
+            self.peft,
+            wrap=lambda peft: _peft_model(self._wrap(base, ids, peft)),
+            rows=batches(base, init) if init in lora_init.FROM_DATA else [],
+            forward=forward,
+            unquantized=spec.build_unquantized,
+        )
+
+    def _without_init(self, start: LoraInitState | None) -> PeftConfig | None:
+        if self.peft is None or not lora_init.needs_init(self.peft):
+            return self.peft
+        return lora_init.with_default_init(self.peft, start)
+
+    def _wrap(
+        self, base: PreTrainedModel, added_ids: Sequence[int], peft: PeftConfig | None
+    ) -> PreTrainedModel | PeftModel:
+        if peft is None:
+            if self.trainable is not None:
+                wrapping.freeze_all_but(base, self.trainable)
+                embeddings.check_rows_train(base, added_ids)
+            return base
+        try:
+            return wrapping.add_peft(base, embeddings.train_rows(peft, base, added_ids), self.adapter_dtype)
+        except RecipeError:
+            raise
+        except ImportError as error:
+            raise RecipeError(f"model.peft: {error}; install it, or take another method") from error
+        except ValueError as error:
+            raise RecipeError(
+                f"model.peft: {error}; the linear layers of {type(base).__name__} are {wrapping.linear_layers(base)}"
+            ) from error
+
+
+def _peft_model(model: PreTrainedModel | PeftModel) -> PeftModel:
+    assert isinstance(model, PeftModel), "the method has an adapter"
+    return model
