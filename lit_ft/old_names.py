@@ -18,7 +18,7 @@ NEW_NAMES = {
     "lit_ft.data.sources": "lit_ft.data.text.sources",
     "lit_ft.evaluation": "lit_ft.training.exact_match",
     "lit_ft.galore": "lit_ft.training.optimizers.galore",
-    "lit_ft.losses": "lit_ft.training.token_cross_entropy",
+    "lit_ft.losses": "lit_ft.training.loss.token_cross_entropy",
     "lit_ft.metrics": "lit_ft.training.metrics",
     "lit_ft.optimizers": "lit_ft.training.optimizers.configure",
     "lit_ft.precision": "lit_ft.training.precision",

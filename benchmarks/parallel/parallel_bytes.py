@@ -133,7 +133,7 @@ class Measure(Callback):
         self.count.__exit__(None, None, None)
         strategy: Any = trainer.strategy
         step = Step(1, batch["input_ids"].shape[1], len(batch["targets"]))
-        planned = Traffic(strategy, list(pl_module.parameters()), strategy._base, step).by_dimension()
+        planned = Traffic(strategy.layout(), list(pl_module.parameters()), step).by_dimension()
         self.planned, groups = _by_group(planned, strategy.device_mesh)
         self.sent = {name: self.count.sent.get(ranks, 0.0) for name, ranks in groups.items()}
 

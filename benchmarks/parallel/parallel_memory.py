@@ -48,10 +48,13 @@ class Measure(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Read the peak and compute the plan."""
         self.gib, strategy = self.watch.take(), trainer.strategy
-        base: Any = strategy._base  # type: ignore[attr-defined]
+        assert isinstance(strategy, ModelParallelStrategy)
+        layout, base = strategy.layout(), strategy.layout().base
         layers, step = decoder_layers(base), Step(1, batch["input_ids"].shape[1], len(batch["targets"]))
-        inputs = layer_inputs(strategy, len(layers), base.config.hidden_size, 4, step)
-        self.planned = memory_of(strategy, list(pl_module.parameters()), layers, pl_module.optimizer, inputs)
+        inputs = layer_inputs(layout, len(layers), base.config.hidden_size, 4, step)
+        self.planned = memory_of(
+            layout, list(pl_module.parameters()), layers, pl_module.optimizer, inputs, accumulates=False
+        )
 
 
 def measure(folder: str, options: dict[str, Any]) -> tuple[float, Memory]:

@@ -119,9 +119,10 @@ class PlanCLI(TrainingCLI):
         for first in range(0, world, size):  # the first rank of a stage has the largest shards where sizes differ
             with pretended_rank(first, world):
                 split = self._split(strategy)
-                shares.append(rank_share(split, self.model, split._base, step_of(self.trainer)))
+                layout = split.layout()
+                shares.append(rank_share(layout, self.model, step_of(self.trainer)))
                 memory.append(self._memory(split))
-        print(format_layout(split, shares, step_of(self.trainer)))
+        print(format_layout(layout, shares, step_of(self.trainer)))
         stages = by_stage(shares, world, strategy.sizes().pipeline)
         _print_memory([(ranks, of_stage) for (ranks, _), of_stage in zip(stages, memory, strict=True)])
 
@@ -138,12 +139,13 @@ class PlanCLI(TrainingCLI):
         return split
 
     def _memory(self, split: Any) -> Memory:
-        module, base = self.model, base_of(self.model)
-        layers = decoder_layers(base)
-        itemsize = (split._precision_policy().param_dtype or base.dtype).itemsize
+        module, layout = self.model, split.layout()
+        base, layers = layout.base, decoder_layers(layout.base)
+        itemsize = (layout.precision.param_dtype or base.dtype).itemsize
         hidden = base.config.get_text_config().hidden_size
-        inputs = layer_inputs(split, len(layers), hidden, itemsize, step_of(self.trainer))
-        return memory_of(split, list(module.parameters()), layers, module.optimizer, inputs)
+        inputs = layer_inputs(layout, len(layers), hidden, itemsize, step_of(self.trainer))
+        accumulates = self.trainer.accumulate_grad_batches > 1
+        return memory_of(layout, list(module.parameters()), layers, module.optimizer, inputs, accumulates)
 
     def _plan_whole(self, strategy: str) -> None:
         module: nn.Module = self.model.check()

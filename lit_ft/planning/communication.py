@@ -11,6 +11,9 @@ from lit_ft.gradient_norm import local
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning import communication_formulas
+from lit_ft.planning.layout import Layout
+from lit_ft.process import datamodule_of
+from lit_ft.protocols import BoundsTokens
 from lit_ft.strategies.parallel.tensor_plan import is_block
 
 ASSUMED_TOKENS = 1024
@@ -33,7 +36,8 @@ class Step:
 
 def step_of(trainer: Any) -> Step:
     """Amount of data in an optimizer step, assumed where the data module does not define it."""
-    tokens = getattr(getattr(trainer, "datamodule", None), "token_budget", None)
+    data = datamodule_of(trainer)
+    tokens = data.token_budget if isinstance(data, BoundsTokens) else None
     at_most = tokens or ASSUMED_TOKENS
     return Step(trainer.accumulate_grad_batches, at_most, at_most, tokens is not None)
 
@@ -70,9 +74,10 @@ def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
-def _pieces(strategy: Any, base: Any) -> list[_Piece]:
+def _pieces(layout: Layout) -> list[_Piece]:
+    base = layout.base
     is_embedding_trained = _trains(base.get_input_embeddings())
-    if strategy.pipeline is None:
+    if not layout.stages:
         return [_Piece(decoder_layers(base), True, True, trains_before=is_embedding_trained)]
     layers = getattr(base, base.base_model_prefix).layers
     return [
@@ -83,7 +88,7 @@ def _pieces(strategy: Any, base: Any) -> list[_Piece]:
             stage.index,
             trains_before=is_embedding_trained if stage.is_first else True,
         )
-        for stage in strategy.pipeline.stages
+        for stage in layout.stages
     ]
 
 
@@ -91,16 +96,16 @@ class Traffic:
     """Bytes that this rank sends in an optimizer step.
 
     Args:
-        strategy: ``ModelParallelStrategy`` that has distributed the model.
+        layout: layout of the distributed model.
         parameters: parameters of the LightningModule on this rank.
-        base: Hugging Face model inside the LightningModule.
         step: amount of data in an optimizer step.
     """
 
-    def __init__(self, strategy: Any, parameters: Sequence[nn.Parameter], base: Any, step: Step) -> None:
-        self.strategy, self.parameters, self.base, self.step = strategy, parameters, base, step
-        self.sizes, self.pieces, self.config = strategy.sizes(), _pieces(strategy, base), base.config.get_text_config()
-        self.policy = strategy._precision_policy()
+    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], step: Step) -> None:
+        base = layout.base
+        self.layout, self.parameters, self.base, self.step = layout, parameters, base, step
+        self.sizes, self.pieces, self.config = layout.sizes, _pieces(layout), base.config.get_text_config()
+        self.policy = layout.precision
         self.itemsize = (self.policy.param_dtype or base.dtype).itemsize
         # Tokens of the full step on this rank: context parallelism distributes those of a packed batch over ranks.
         self.tokens = step.rows * step.tokens // self.sizes.context
@@ -118,13 +123,13 @@ class Traffic:
             sends["context"] = self._along_context(sizes.context)
         if sizes.tensor > 1:
             sends["tensor"] = self._along_tensor(sizes.tensor)
-        elif self.strategy.expert_parallel_size > 1:
+        elif self.layout.expert_parallel_size > 1:
             sends["experts"] = self._along_experts()
         return sends
 
     def _along_tensor(self, ranks: int) -> float:
         """Bytes for blocks, embedding and head of each token, and for gradients once per step."""
-        whole = self.strategy.sequence_parallel
+        whole = self.layout.sequence_parallel
         total = communication_formulas.reduced(self._gradient_parts(), ranks)
         for piece, recomputed in zip(self.pieces, self.recomputed, strict=True):
             blocks = piece.blocks()
@@ -141,7 +146,7 @@ class Traffic:
 
     def _of_head(self, ranks: int) -> float:
         hidden, vocabulary = self.config.hidden_size * self.itemsize, self.config.vocab_size
-        is_cut = self.strategy.loss_parallel
+        is_cut = self.layout.loss_parallel
         targets = self.step.rows * self.step.targets // self.sizes.context
         return communication_formulas.head_bytes(targets, hidden, ranks, vocabulary, self.itemsize, is_cut)
 
@@ -150,7 +155,7 @@ class Traffic:
         children = [child for layer in decoder_layers(self.base) for child in layer.children()]
         in_blocks = {id(p) for child in children if is_block(child) for p in child.parameters()}
         parts = [p for p in self.parameters if p.requires_grad and not _is_cut(p)]
-        parts = [p for p in parts if self.strategy.sequence_parallel or id(p) in in_blocks]
+        parts = [p for p in parts if self.layout.sequence_parallel or id(p) in in_blocks]
         # They are summed as full tensors, not as shards of a data-parallel rank: `fully_shard` scatters them later.
         return sum(sharded(p)[1] * (self.policy.reduce_dtype or p.dtype).itemsize for p in parts)
 
@@ -169,9 +174,8 @@ class Traffic:
         # Without FSDP's precision policy, hidden states are sent in the base model's dtype.
         dtype = self.policy.param_dtype if self.sizes.data * self.sizes.context > 1 else None
         boundary = self.stream / self.itemsize * (dtype or self.base.dtype).itemsize
-        boundary /= self.sizes.tensor if self.strategy.sequence_parallel else 1
-        edges = getattr(self.strategy, "edges", None)
-        tied = 0 if edges is None or edges.group is None else bytes_of(edges.copies.values())
+        boundary /= self.sizes.tensor if self.layout.sequence_parallel else 1
+        tied = bytes_of(self.layout.tied_copies)
         return (
             len(neighbors) * boundary
             + self.step.rows * (self.step.targets + 2) * 4
@@ -181,7 +185,7 @@ class Traffic:
     def _along_experts(self) -> float:
         """Bytes for hidden states of tokens to the ranks of their experts, and for the outputs back."""
         width, per_token = self.config.hidden_size * self.itemsize, Architecture.of(self.base.config).experts_per_token
-        ranks = self.strategy.expert_parallel_size
+        ranks = self.layout.expert_parallel_size
         forward = communication_formulas.expert_bytes(self.tokens, per_token, width, ranks, back=False)
         return forward * (sum(self._layers()) + sum(self.recomputed))
 
@@ -191,8 +195,8 @@ class Traffic:
 
     def _over_data(self) -> float:
         """Bytes for weights, per packed batch (with a pipeline once per step), and for gradients once per step."""
-        is_piped = self.strategy.pipeline is not None
-        freed = self.strategy.reshard_after_forward and not is_piped
+        is_piped = bool(self.layout.stages)
+        freed = self.layout.reshard_after_forward and not is_piped
         back = [layer for piece in self.pieces for layer in piece.back()] if freed else []
         twice = {id(p) for layer in back for p in layer.parameters()}
         total = 0.0

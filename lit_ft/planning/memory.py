@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 from lit_ft.gradient_norm import local
 from lit_ft.planning import pipeline_timeline
 from lit_ft.planning.communication import Step, bytes_of, sharded
+from lit_ft.planning.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,32 @@ class Memory:
 
 
 def memory_of(
-    strategy: Any, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Module], make_optimizer: Any, inputs: float
+    layout: Layout,
+    parameters: Sequence[nn.Parameter],
+    layers: Sequence[nn.Module],
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    inputs: float,
+    accumulates: bool,
 ) -> Memory:
     """Memory of this rank.
 
     Args:
-        strategy: ``FSDPStrategy`` or ``ModelParallelStrategy`` that has distributed the model.
+        layout: layout of the distributed model.
         parameters: parameters of the model on this rank; they may be on the meta device.
         layers: decoder layers of this rank.
         make_optimizer: function that creates the optimizer from a list of parameters.
         inputs: bytes of the layers' inputs, as ``layer_inputs`` returns them.
+        accumulates: whether an optimizer step has several micro-batches.
     """
-    accumulates = strategy.lightning_module.trainer.accumulate_grad_batches > 1
     trained = [p for p in parameters if p.requires_grad]
-    waits = (accumulates and not getattr(strategy, "sync_each_micro_batch", False)) or _is_piped(strategy)
+    waits = (accumulates and not layout.sync_each_micro_batch) or bool(layout.stages)
     return Memory(
         weights=bytes_of(parameters),
-        gathered=_gathered(strategy, parameters, layers),
+        gathered=_gathered(layout, parameters, layers),
         gradients=_together(trained) if waits else bytes_of(trained),
         optimizer=optimizer_bytes(make_optimizer, trained),
         layer_inputs=inputs,
     )
-
-
-def _is_piped(strategy: Any) -> bool:
-    return getattr(strategy, "pipeline", None) is not None
 
 
 def _together(parameters: Iterable[nn.Parameter]) -> int:
@@ -68,33 +69,32 @@ def _together(parameters: Iterable[nn.Parameter]) -> int:
     return sum(sharded(p)[1] * p.element_size() for p in parameters)
 
 
-def _gathered(strategy: Any, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Module]) -> int:
-    dtype = strategy._precision_policy().param_dtype
+def _gathered(layout: Layout, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Module]) -> int:
+    dtype = layout.precision.param_dtype
     whole = {id(p): sharded(p)[1] * (dtype or p.dtype).itemsize for p in parameters if sharded(p)[0] > 1}
-    if not strategy.reshard_after_forward or _is_piped(strategy):
+    if not layout.reshard_after_forward or layout.stages:
         return sum(whole.values())
     of_layers = [sum(whole.pop(id(p), 0) for p in layer.parameters()) for layer in layers]
     return sum(whole.values()) + sum(sorted(of_layers)[-2:])  # the next layer is gathered while one is computed
 
 
-def layer_inputs(strategy: Any, layers: int, hidden: int, itemsize: int, step: Step) -> float:
+def layer_inputs(layout: Layout, layers: int, hidden: int, itemsize: int, step: Step) -> float:
     """Bytes of the layers' inputs, for all micro-batches between their forward and their backward pass.
 
     Args:
-        strategy: strategy that has distributed the model.
+        layout: layout of the distributed model.
         layers: number of layers on this rank.
         hidden: number of elements of a hidden state.
         itemsize: bytes of an element.
         step: amount of data in an optimizer step.
     """
-    sizes = strategy.sizes() if hasattr(strategy, "sizes") else None
-    ranks = 1 if sizes is None else sizes.context * (sizes.tensor if strategy.sequence_parallel else 1)
-    row = step.tokens * hidden * itemsize * layers / ranks
-    if sizes is None or not _is_piped(strategy):
-        return row
-    count, schedule = strategy.pipeline.micro_batches, strategy.schedule
-    table = pipeline_timeline.timetable(schedule, sizes.pipeline, count)[strategy.pipeline.mesh.get_local_rank()]
-    return row / count / len(strategy.pipeline.stages) * pipeline_timeline.most_in_flight(table)
+    ranks = layout.sizes.context * (layout.sizes.tensor if layout.sequence_parallel else 1)
+    of_batch = step.tokens * hidden * itemsize * layers / ranks
+    if not layout.stages:
+        return of_batch
+    count = layout.micro_batches
+    table = pipeline_timeline.timetable(layout.schedule, layout.sizes.pipeline, count)[layout.pipeline_rank]
+    return of_batch / count / len(layout.stages) * pipeline_timeline.most_in_flight(table)
 
 
 def optimizer_bytes(make: Callable[[list[nn.Parameter]], Optimizer], trained: Sequence[nn.Parameter]) -> float:

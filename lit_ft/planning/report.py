@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import nn
 
 from lit_ft.gradient_norm import local
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning import communication_formulas, pipeline_timeline
 from lit_ft.planning.communication import Step, Traffic
+from lit_ft.planning.layout import Layout
 from lit_ft.strategies.parallel import pipeline_parallel
 
 MIB = 2**20
@@ -28,31 +29,30 @@ class Share:
     """Bytes sent, by mesh dimension."""
 
 
-def rank_share(strategy: Any, module: Any, base: Any, step: Step) -> Share:
+def rank_share(layout: Layout, module: nn.Module, step: Step) -> Share:
     """Contents of this rank, and the bytes that it sends.
 
     Args:
-        strategy: ``ModelParallelStrategy`` that has distributed the model.
+        layout: layout of the distributed model.
         module: LightningModule.
-        base: Hugging Face model inside it.
         step: amount of data in an optimizer step.
     """
     parameters = list(module.parameters())
     trained = [p for p in parameters if p.requires_grad]
     return Share(
         rank=torch.distributed.get_rank(),
-        layers=_layers(strategy, base),
+        layers=_layers(layout),
         parameters=sum(local(p).numel() for p in parameters),
         trained=sum(local(p).numel() for p in trained),
-        sends=Traffic(strategy, parameters, base, step).by_dimension(),
+        sends=Traffic(layout, parameters, step).by_dimension(),
     )
 
 
-def _layers(strategy: Any, base: Any) -> str:
-    if strategy.pipeline is None:
-        return f"embedding, {_span(range(len(decoder_layers(base))))}, head"
+def _layers(layout: Layout) -> str:
+    if not layout.stages:
+        return f"embedding, {_span(range(len(decoder_layers(layout.base))))}, head"
     parts: list[str] = []
-    for stage in strategy.pipeline.stages:
+    for stage in layout.stages:
         parts += [*(["embedding"] if stage.is_first else []), _span(stage.layers), *(["head"] if stage.is_last else [])]
     return ", ".join(parts)
 
@@ -61,20 +61,20 @@ def _span(places: range) -> str:
     return str(places[0]) if len(places) == 1 else f"{places[0]}-{places[-1]}"
 
 
-def format_layout(strategy: Any, shares: Sequence[Share], step: Step) -> str:
+def format_layout(layout: Layout, shares: Sequence[Share], step: Step) -> str:
     """Format a layout as text: mesh, schedule, and one line for each pipeline rank.
 
     Args:
-        strategy: ``ModelParallelStrategy`` that has distributed the model.
+        layout: layout of the distributed model.
         shares: contents of all ranks, or of some ranks of each stage; the line shows their maximum.
         step: amount of data in an optimizer step.
     """
-    pipeline_ranks = strategy.sizes().pipeline
+    pipeline_ranks = layout.sizes.pipeline
     kinds = list(shares[0].sends)
     lines = [("ranks", "layers", "parameters", "trained", *(f"{kind} MiB" for kind in kinds))]
-    for ranks, of_stage in by_stage(shares, strategy.world_size, pipeline_ranks):
+    for ranks, of_stage in by_stage(shares, layout.world, pipeline_ranks):
         lines.append(_line(ranks, of_stage, kinds))
-    return "\n".join([_mesh(strategy), *_schedule(strategy), _header(step), *aligned(lines)])
+    return "\n".join([_mesh(layout), *_schedule(layout), _header(step), *aligned(lines)])
 
 
 def by_stage(shares: Sequence[Share], world: int, pipeline_ranks: int) -> list[tuple[str, list[Share]]]:
@@ -84,20 +84,20 @@ def by_stage(shares: Sequence[Share], world: int, pipeline_ranks: int) -> list[t
     return [(_span(place), [share for share in shares if share.rank in place]) for place in places]
 
 
-def _mesh(strategy: Any) -> str:
-    sizes = strategy.sizes()
-    extras = ["sequence parallel"] if sizes.tensor > 1 and strategy.sequence_parallel else []
-    extras += ["loss parallel"] if sizes.tensor > 1 and strategy.loss_parallel else []
-    extras += [f"experts over {strategy.expert_parallel_size}"] if strategy.expert_parallel_size > 1 else []
+def _mesh(layout: Layout) -> str:
+    sizes = layout.sizes
+    extras = ["sequence parallel"] if sizes.tensor > 1 and layout.sequence_parallel else []
+    extras += ["loss parallel"] if sizes.tensor > 1 and layout.loss_parallel else []
+    extras += [f"experts over {layout.expert_parallel_size}"] if layout.expert_parallel_size > 1 else []
     product = " x ".join(f"{name} {size}" for name, size in sizes._asdict().items() if size > 1)
-    return ", ".join([f"layout: {product or 'data 1'} = {strategy.world_size} ranks", *extras])
+    return ", ".join([f"layout: {product or 'data 1'} = {layout.world} ranks", *extras])
 
 
-def _schedule(strategy: Any) -> list[str]:
-    ranks, schedule = strategy.sizes().pipeline, strategy.schedule
+def _schedule(layout: Layout) -> list[str]:
+    ranks, schedule = layout.sizes.pipeline, layout.schedule
     if ranks == 1:
         return []
-    count, per_rank = strategy.pipeline.micro_batches, pipeline_parallel.stages_per_rank(schedule)
+    count, per_rank = layout.micro_batches, pipeline_parallel.stages_per_rank(schedule)
     idle = pipeline_timeline.idle_share(pipeline_timeline.timetable(schedule, ranks, count))
     formula = "(p-1)/(m+p-1)" if per_rank == 1 else f"(p-1)/(vm+p-1), v={per_rank},"
     share = communication_formulas.bubble_share(ranks, count, per_rank)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lit_ft.checkpointing.storage import sharded
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
 from lit_ft.model.spec import ModelSpec
+from lit_ft.strategies.module_calls import Answer, wrap_answer
 from lit_ft.strategies.zero import config as zero_config
 from lit_ft.strategies.zero import state as zero_state
 from lit_ft.training.spec import spec_of
@@ -171,10 +171,19 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         (self._initialize_deepspeed_train if is_fitting else self._initialize_deepspeed_inference)(self.model)
         if self.zero_stage_3:
             self._keep_head_whole()
-            module: Any = self.lightning_module
-            if hasattr(module, "answer"):  # callbacks call it outside of any step
-                module.answer = partial(self._run_in_engine, self.model, module, partial(type(module).answer, module))
+            assert self.lightning_module is not None
+            wrap_answer(self.lightning_module, self._answer_in_engine)
         self.barrier()
+
+    def _answer_in_engine(self, answer: Answer) -> Answer:
+        def run(prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+            engine, module = self.model, self.lightning_module  # a trainer that fits and then tests has two engines
+            assert engine is not None
+            assert module is not None
+            answers: list[str] = self._run_in_engine(engine, module, answer, prompts, max_new_tokens)
+            return answers
+
+        return run
 
     def _cast_new_weights(self, model: nn.Module) -> None:
         """Cast an adapter as DeepSpeed casts all weights, unless the base was split as it was read: then it forgets."""

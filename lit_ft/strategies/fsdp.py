@@ -6,10 +6,13 @@ from typing import Any, Literal
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from lit_ft.errors import RecipeError
 from lit_ft.model.loading import decoder_layers
+from lit_ft.planning.layout import Layout
+from lit_ft.strategies.module_calls import gather_in_answer
+from lit_ft.strategies.parallel.mesh import MeshSizes, base_of
 from lit_ft.strategies.sharded import ShardedStrategy, check_method
 
 
@@ -119,8 +122,18 @@ class FSDPStrategy(ShardedStrategy):
         self._settle(module)
         # Embedding and head are needed at the start and at the end of every pass: they stay gathered in between.
         fully_shard(module, reshard_after_forward=False, **options)
-        if hasattr(module, "answer"):
-            register_fsdp_forward_method(module, "answer")
+        gather_in_answer(module)
+
+    def layout(self) -> Layout:
+        """Layout of the model: all ranks are data-parallel."""
+        assert self.lightning_module is not None
+        return Layout(
+            base_of(self.lightning_module),
+            MeshSizes(1, self.world_size, 1, 1),
+            self._precision_policy(),
+            self.reshard_after_forward,
+            sync_each_micro_batch=self.sync_each_micro_batch,
+        )
 
     def _sync_gradients(self, wanted: bool) -> None:
         super()._sync_gradients(wanted or self.sync_each_micro_batch)

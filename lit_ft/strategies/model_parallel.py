@@ -24,7 +24,18 @@ from lit_ft.errors import RecipeError
 from lit_ft.model.loading import decoder_layers
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.planning.communication import step_of
+from lit_ft.planning.layout import Layout, Stage
 from lit_ft.planning.report import format_layout, rank_share
+from lit_ft.process import datamodule_of
+from lit_ft.protocols import SplitsForward, micro_batch_size
+from lit_ft.strategies.module_calls import (
+    Forward,
+    gather_in_answer,
+    map_hidden_states,
+    replaced_forward,
+    wrap_answer,
+    wrap_forward,
+)
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel
 from lit_ft.strategies.parallel.context_parallel import ContextParallel
 from lit_ft.strategies.parallel.expert_parallel import ExpertParallel
@@ -123,7 +134,7 @@ class ModelParallelStrategy(ShardedStrategy):
         """
         if self.sizes() != (1, 1, 1, 1):
             check_method(module)
-        self.placement.check_batches(self.sizes(), getattr(datamodule, "micro_batch_size", None), module)
+        self.placement.check_batches(self.sizes(), micro_batch_size(datamodule), module)
 
     def check_model(self, module: nn.Module, skeleton: nn.Module) -> None:
         """Refuse models that cannot be distributed over this mesh, before weights are read.
@@ -177,7 +188,7 @@ class ModelParallelStrategy(ShardedStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Distribute the model, then build the optimizer on this rank's part."""
         assert self.lightning_module is not None
-        self.check(trainer, self.lightning_module, getattr(trainer, "datamodule", None))
+        self.check(trainer, self.lightning_module, datamodule_of(trainer))
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(self.describe())
@@ -185,10 +196,30 @@ class ModelParallelStrategy(ShardedStrategy):
     def describe(self) -> str:
         """Text of the mesh, the schedule with its bubble, and what each rank holds and sends; a collective."""
         assert self.lightning_module is not None
-        step = step_of(self.lightning_module.trainer)
+        assert self.model is not None
+        layout, step = self.layout(), step_of(self.lightning_module.trainer)
         shares: list[Any] = [None] * self.world_size
-        dist.all_gather_object(shares, rank_share(self, self.model, self._base, step))
-        return format_layout(self, shares, step)
+        dist.all_gather_object(shares, rank_share(layout, self.model, step))
+        return format_layout(layout, shares, step)
+
+    def layout(self) -> Layout:
+        """Layout of the model, once it is sharded, as seen from this rank."""
+        stages = [] if self.pipeline is None else self.pipeline.stages
+        has_remote_copy = self.edges is not None and self.edges.group is not None
+        return Layout(
+            self._base,
+            self.sizes(),
+            self._precision_policy(),
+            self.reshard_after_forward,
+            sequence_parallel=self.sequence_parallel,
+            loss_parallel=self.loss_parallel,
+            expert_parallel_size=self.expert_parallel_size,
+            schedule=self.schedule,
+            micro_batches=1 if self.pipeline is None else self.pipeline.micro_batches,
+            pipeline_rank=self._mesh(PIPELINE).get_local_rank(),
+            stages=[Stage(stage.index, stage.layers, stage.is_first, stage.is_last) for stage in stages],
+            tied_copies=[*self.edges.copies.values()] if self.edges is not None and has_remote_copy else [],
+        )
 
     def shard(self, module: Any) -> None:
         """Drop the layers of other stages, shard matrices (tensor), then shard all weights over data-parallel ranks."""
@@ -238,24 +269,23 @@ class ModelParallelStrategy(ShardedStrategy):
         if parallel.sequence_parallel and decoder.layers[0] is layers[0]:
             parallel.shard_sequence(layers[0])
         if parallel.sequence_parallel and self.sizes().pipeline == 1:
-            _map_result(decoder, parallel.gather_sequence)
-        if hasattr(module, "answer"):
-            module.answer = parallel.as_one_process()(module.answer)
+            map_hidden_states(decoder, parallel.gather_sequence)
+        wrap_answer(module, parallel.as_one_process())
 
-    def _wrap_forward(self, module: Any) -> None:
+    def _wrap_forward(self, module: nn.Module) -> None:
         """Without a pipeline, pad packed batches to a divisible length and select this rank's tokens of them."""
-        if self._multiple() == 1 or not hasattr(module, "hidden_states"):
-            return
-        forward, context = module.forward, self.context
+        if isinstance(module, SplitsForward) and self._multiple() > 1:
+            wrap_forward(module, self._on_local_tokens)
 
-        def on_own_tokens(row: PackedBatch) -> TokenLoss:
-            row = packed_batch.pad_to_multiple(row, self._multiple())
-            if context is None:
-                return forward(row)
-            local = context.local_tokens(row)
-            return context.full_loss(forward(local), local)
+    def _on_local_tokens(self, forward: Forward) -> Forward:
+        def on_local_tokens(batch: PackedBatch) -> TokenLoss:
+            batch = packed_batch.pad_to_multiple(batch, self._multiple())
+            if self.context is None:
+                return forward(batch)
+            local = self.context.local_tokens(batch)
+            return self.context.full_loss(forward(local), local)
 
-        module.forward = on_own_tokens
+        return on_local_tokens
 
     def _multiple(self) -> int:
         """Number that the tokens of a packed batch must be a multiple of, so that ranks get equal parts."""
@@ -277,8 +307,8 @@ class ModelParallelStrategy(ShardedStrategy):
             fully_shard(root, reshard_after_forward=False, ignored_params=experts, **options)
         for stage in stages:
             register_fsdp_forward_method(stage, "next_logits")
-        if not stages and hasattr(module, "answer"):
-            register_fsdp_forward_method(module, "answer")
+        if not stages:
+            gather_in_answer(module)
 
     def _deal_out_experts(self, layers: Sequence[nn.Module]) -> set[nn.Parameter]:
         """Assign experts to ranks, and shard them over the ranks that hold the same experts; returns their weights."""
@@ -313,7 +343,6 @@ class ModelParallelStrategy(ShardedStrategy):
 
     def _start_pipeline(self, module: Any, base: PreTrainedModel, stages: Sequence[StageModule]) -> None:
         sizes = self.sizes()
-        datamodule = getattr(module.trainer, "datamodule", None)
         policy = self._precision_policy().param_dtype if sizes.data * sizes.context > 1 else None
         width = base.config.get_text_config().hidden_size
         self.pipeline = Pipeline(
@@ -321,16 +350,16 @@ class ModelParallelStrategy(ShardedStrategy):
             self.sizes().pipeline * pipeline_parallel.stages_per_rank(self.schedule),
             self._mesh(PIPELINE),
             self.schedule,
-            self.micro_batches(getattr(datamodule, "micro_batch_size", None)),
+            self.micro_batches(micro_batch_size(datamodule_of(module.trainer))),
             torch.empty(1, 0, width, dtype=policy or self._boundary_dtype, device=self.root_device),
             self._vocabulary,
             multiple=self._multiple(),
             sequence_shards=sizes.context * (sizes.tensor if self.sequence_parallel else 1),
             local_tokens=None if self.context is None else self.context.local_tokens,
         )
-        module.forward = self.pipeline
-        if (answer := getattr(module, "answer", None)) is not None:
-            module.answer = self._answering(base, self.pipeline)(answer)
+        pipeline = self.pipeline
+        wrap_forward(module, lambda _: pipeline)
+        wrap_answer(module, self._answering(base, pipeline))
         if self.edges is not None:
             self.edges.connect(module, self._ranks_per_stage(), self.pipeline.last_rank)
 
@@ -339,12 +368,11 @@ class ModelParallelStrategy(ShardedStrategy):
         """Context in which the base model's ``generate`` runs through all stages, token by token."""
         config = base.generation_config
         had_cache, config.use_cache = config.use_cache, False
-        base.forward = through.next_logits
         try:
-            yield
+            with replaced_forward(base, through.next_logits):
+                yield
         finally:
             config.use_cache = had_cache
-            del base.forward
 
     def _fsdp_roots(self) -> Sequence[nn.Module]:
         return self.pipeline.stages if self.pipeline is not None else super()._fsdp_roots()
@@ -418,14 +446,3 @@ class ModelParallelStrategy(ShardedStrategy):
         return sharded.select_optimizer_state(
             state, checkpoint["optimizer_names"][place], self._names_in_optimizers()[place]
         )
-
-
-def _map_result(decoder: nn.Module, function: Any) -> None:
-    forward = decoder.forward
-
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        output.last_hidden_state = function(output.last_hidden_state)
-        return output
-
-    decoder.forward = mapped

@@ -29,6 +29,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.gradient_norm import local, norms
 from lit_ft.model import deferred_cast
 from lit_ft.model.files import finite_weights
+from lit_ft.planning.layout import Layout
 from lit_ft.strategies.mesh_caches import clear_mesh_caches
 from lit_ft.training.spec import spec_of
 
@@ -59,6 +60,10 @@ class ShardedStrategy(LightningModelParallelStrategy):
     @abstractmethod
     def shard(self, module: nn.Module) -> None:
         """Replace the module's weights by this rank's shards, in place."""
+
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Layout of the model, once it is sharded, as seen from this rank."""
 
     # --- set-up ----------------------------------------------------------------------------------
 

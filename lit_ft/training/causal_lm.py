@@ -33,14 +33,14 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch, pack_samples
 from lit_ft.protocols import GivesFirstBatches
 from lit_ft.training.guarded_steps import GuardedStepsModule
+from lit_ft.training.loss.packed_forward import base_model_of
+from lit_ft.training.loss.router_loss import RouterAuxLoss
+from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import StageMetrics
 from lit_ft.training.optimizers.configure import configure_optimizers
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
-from lit_ft.training.packed_forward import base_model_of
-from lit_ft.training.router_loss import RouterAuxLoss
 from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec
-from lit_ft.training.token_window import TokenWindow
 from lit_ft.tuning import adapter_files, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec

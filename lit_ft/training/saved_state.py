@@ -9,7 +9,7 @@ from lit_ft.checkpointing.buffers import BufferWatch
 from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, trainable_shapes
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
-from lit_ft.training.packed_forward import PackedForward
+from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 

@@ -17,8 +17,8 @@ from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.files.fingerprint import Fingerprint
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch
-from lit_ft.training import router_loss
-from lit_ft.training.packed_forward import PackedForward
+from lit_ft.training.loss import router_loss
+from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import compatibility, lora_init
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec

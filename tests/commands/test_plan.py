@@ -140,7 +140,8 @@ def test_memory_under_fsdp(model_folder: str, accumulate: int) -> None:
         strategy.setup_environment()
         strategy.shard(module)
         layers = decoder_layers(module.base_model)
-        found = memory_of(strategy, list(module.parameters()), layers, torch.optim.AdamW, inputs=5)
+        weights = list(module.parameters())
+        found = memory_of(strategy.layout(), weights, layers, torch.optim.AdamW, 5, accumulates=accumulate > 1)
     whole = 4 * sum(p.numel() for p in module.check().parameters())
     # Every first dimension is a multiple of 4, so the shards are quarters; of two layers, both are gathered at a time.
     steps = 4 * len(list(module.parameters()))

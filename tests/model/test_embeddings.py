@@ -197,5 +197,6 @@ def test_the_adapter_says_which_rows(make_trainer: Any, model_folder: str, tmp_p
     module = CausalLM(model_folder, added_tokens=NEW, peft=LORA)
     module.configure_model()
     module.save_adapter(tmp_path)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["trainable_token_indices"] == module.spec.base.added_ids
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["trainable_token_indices"] == module.spec.base.added_ids
     assert LORA.trainable_token_indices is None

@@ -123,7 +123,7 @@ def test_chunks_of_the_head_do_not_change_anything(
 ) -> None:
     path = write_rows(count=ROWS)
     wanted = train(make_trainer, model_folder, path, micro_batch_size=STEP)
-    monkeypatch.setattr("lit_ft.training.token_cross_entropy.LOGITS_PER_CHUNK", 384 * 7)
+    monkeypatch.setattr("lit_ft.training.loss.token_cross_entropy.LOGITS_PER_CHUNK", 384 * 7)
     assert_same(train(make_trainer, model_folder, path, micro_batch_size=STEP), wanted)
 
 

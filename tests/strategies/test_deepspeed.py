@@ -23,8 +23,8 @@ from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.cli import main
 from lit_ft.strategies import DeepSpeedStrategy
 from lit_ft.strategies.zero.config import check_optimizer, check_recipe
-from lit_ft.training import token_cross_entropy
 from lit_ft.training.exact_match import ExactMatch
+from lit_ft.training.loss import token_cross_entropy
 
 LORA = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from lit_ft import packed_batch
 from lit_ft.gradient_norm import local
 from lit_ft.packed_batch import PackedBatch, TokenLoss
-from lit_ft.training import token_cross_entropy
+from lit_ft.training.loss import token_cross_entropy
 
 SCHEDULES = (
     "GPipe",

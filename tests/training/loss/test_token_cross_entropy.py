@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lit_ft.training import token_cross_entropy as losses
-from lit_ft.training.token_cross_entropy import token_cross_entropy, tokens_per_chunk
-from lit_ft.training.token_window import loss_weight
+from lit_ft.training.loss import token_cross_entropy as losses
+from lit_ft.training.loss.token_cross_entropy import token_cross_entropy, tokens_per_chunk
+from lit_ft.training.loss.token_window import loss_weight
 
 
 def test_a_sum_worked_out_by_hand() -> None:

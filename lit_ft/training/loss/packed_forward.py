@@ -14,8 +14,8 @@ from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.architecture import Architecture, keeps_recurrent_state
 from lit_ft.model.packed_attention import block_masks
 from lit_ft.packed_batch import PackedBatch, TokenLoss
-from lit_ft.training import router_loss
-from lit_ft.training.token_cross_entropy import token_cross_entropy, tokens_per_chunk
+from lit_ft.training.loss import router_loss
+from lit_ft.training.loss.token_cross_entropy import token_cross_entropy, tokens_per_chunk
 from lit_ft.tuning import prompt_learning
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention"}

@@ -1,0 +1,53 @@
+"""The one place where strategies wrap what others call: a module's forward pass, its answers, a decoder."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.protocols import Answers
+
+Forward = Callable[[PackedBatch], TokenLoss]
+Answer = Callable[[Sequence[str], int], list[str]]
+
+
+def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
+    """Replace a module's forward pass over a packed batch by ``wrap`` of it."""
+    module.forward = wrap(module.forward)
+
+
+def wrap_answer(module: nn.Module, wrap: Callable[[Answer], Answer]) -> None:
+    """Replace a module's ``answer`` by ``wrap`` of it; callbacks call it outside of any step."""
+    if isinstance(module, Answers):
+        module.answer = wrap(module.answer)  # type: ignore[method-assign, assignment]
+
+
+def gather_in_answer(module: nn.Module) -> None:
+    """Let FSDP gather the module's own weights for ``answer``, as it does for the forward pass."""
+    if isinstance(module, Answers):
+        register_fsdp_forward_method(module, "answer")
+
+
+def map_hidden_states(decoder: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Apply a function to the final hidden states that a decoder returns."""
+    forward = decoder.forward
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.last_hidden_state = function(output.last_hidden_state)
+        return output
+
+    decoder.forward = mapped
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a call of the module runs another function."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward

@@ -1,0 +1,1 @@
+"""Forward pass over packed batches, and the losses of its tokens."""
