@@ -25,10 +25,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
-from lit_ft.model import deferred_cast
 from lit_ft.model import quantization as quantized_base
 from lit_ft.model.architecture import Architecture
-from lit_ft.model.files import finite_weights, size_check
+from lit_ft.model.files import deferred_cast, finite_weights, size_check
 from lit_ft.model.files.weight_files import check_weight_files
 from lit_ft.model.packed_attention import PACKED
 

@@ -27,8 +27,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
 from lit_ft.gradient_norm import local, norms
-from lit_ft.model import deferred_cast
-from lit_ft.model.files import finite_weights
+from lit_ft.model.files import deferred_cast, finite_weights
 from lit_ft.planning.layout import Layout
 from lit_ft.strategies.mesh_caches import clear_mesh_caches
 from lit_ft.training.spec import spec_of

@@ -4,16 +4,14 @@ It knows no strategy. One rule holds everywhere: the loss of an optimizer step i
 supervised tokens of all its micro-batches and ranks (``token_window.loss_weight``).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
@@ -24,29 +22,25 @@ from lit_ft import process
 from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
-from lit_ft.errors import RecipeError
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
-from lit_ft.model.generation import generate_answers
 from lit_ft.model.loading import Dtype, Init
-from lit_ft.model.render_limits import render_chat
 from lit_ft.model.spec import ModelSpec
-from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch, pack_samples
-from lit_ft.protocols import GivesFirstBatches
+from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
+from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.guarded_steps import GuardedStepsModule
-from lit_ft.training.loss.packed_forward import base_model_of
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import StageMetrics
 from lit_ft.training.optimizers.configure import configure_optimizers
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.saved_state import SavedState
-from lit_ft.training.spec import TrainingSpec
+from lit_ft.training.spec import TrainingSpec, batches_for_init
 from lit_ft.tuning import adapter_files, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
 
 
-class CausalLM(GuardedStepsModule, ScheduleFreeModule):
+class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
     """Fine-tune a causal language model.
 
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, each a mean over supervised tokens
@@ -116,25 +110,11 @@ class CausalLM(GuardedStepsModule, ScheduleFreeModule):
             lr_scheduler: makes the schedule from the optimizer; a recipe gives it at the top level.
         """
         super().__init__()
-        base = ModelSpec(
-            pretrained,
-            tokenizer or pretrained,
-            added_tokens or [],
-            added_special_tokens or [],
-            init,
-            dtype,
-            attn_implementation,
-            quantization,
-        )
+        added = added_tokens or [], added_special_tokens or []
+        base = ModelSpec(pretrained, tokenizer or pretrained, *added, init, dtype, attn_implementation, quantization)
+        tuning = TuningSpec(peft, adapter_dtype, trainable)
         self.spec = TrainingSpec(
-            base,
-            TuningSpec(peft, adapter_dtype, trainable),
-            gradient_checkpointing,
-            activation_offload,
-            compile,
-            liger,
-            neftune_alpha,
-            router_aux_loss,
+            base, tuning, gradient_checkpointing, activation_offload, compile, liger, neftune_alpha, router_aux_loss
         )
         self.init_rows, self.max_new_tokens, self.lr_factors = init_rows, max_new_tokens, lr_factors or {}
         self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-4)
@@ -164,12 +144,6 @@ class CausalLM(GuardedStepsModule, ScheduleFreeModule):
         """Fingerprint of the frozen base; None where all weights train, so that checkpoints hold everything."""
         return self.spec.fingerprint()
 
-    @property
-    def base_model(self) -> PreTrainedModel:
-        """Hugging Face model inside PEFT's wrapper."""
-        assert self.model is not None, "the model is built by configure_model"
-        return base_model_of(self.model)
-
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that get gradients, by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
@@ -185,7 +159,8 @@ class CausalLM(GuardedStepsModule, ScheduleFreeModule):
     def configure_model(self) -> None:
         """Build the model; Lightning calls it once the strategy is ready."""
         if self.model is None:
-            self._packed, self.start = self.spec.build(self.start, self._device_of_run(), self._batches_for_init)
+            first_batches = partial(batches_for_init, self._trainer, self.init_rows)
+            self._packed, self.start = self.spec.build(self.start, self._device_of_run(), first_batches)
             self.model = self._packed.model
             self.weight_count = WeightCount.of(self.model)
             self._state = SavedState(self, self._packed, self.start, self.base_fingerprint)
@@ -193,17 +168,6 @@ class CausalLM(GuardedStepsModule, ScheduleFreeModule):
 
     def _device_of_run(self) -> torch.device | None:
         return None if self._trainer is None else self._trainer.strategy.root_device
-
-    def _batches_for_init(self, base: PreTrainedModel, init: str) -> list[PackedBatch]:
-        data = process.datamodule_of(self._trainer)
-        if not isinstance(data, GivesFirstBatches):
-            raise RecipeError(
-                f"model.peft: init_lora_weights={init!r} looks at training data, which there is in `fit` with data "
-                "that hands out first_rows(count), as lit_ft.TextDataModule does; take another init"
-            )
-        device = self.trainer.strategy.root_device
-        base.to(device)
-        return [move_data_to_device(batch, device) for batch in data.first_rows(self.init_rows)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CausalLM":
         # Precision bf16-true casts every buffer; rotary frequencies in bf16 put tokens at wrong places.
@@ -228,12 +192,7 @@ class CausalLM(GuardedStepsModule, ScheduleFreeModule):
         return self._packed.token_loss(hidden, batch)
 
     def training_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """The micro-batch's part of the optimizer step's token-mean loss.
-
-        Args:
-            batch: packed batch, or a padded batch in Hugging Face's convention from someone's own data.
-            batch_idx: index in the epoch.
-        """
+        """Part of the step's token-mean loss; the batch is packed, or padded in Hugging Face's convention."""
         packed, accumulate = as_packed_batch(batch), self.trainer.accumulate_grad_batches
         self._window.enter(self.trainer, packed, batch_idx)
         if packed["input_ids"].numel() == 0:
@@ -245,22 +204,14 @@ class CausalLM(GuardedStepsModule, ScheduleFreeModule):
             if self.record_losses is not None and "sample_ids" in packed:
                 of_samples = packed["sample_targets"], packed["sample_sources"]
                 self.record_losses(packed["sample_ids"], result.per_token, *of_samples, per_token=True)
-            router_loss = self._router_loss(len(packed["targets"]))
-            loss = (result.loss_sum + router_loss) * self._window.weight(self.trainer)
+            loss_sum = result.loss_sum + self._packed.take_router_loss(len(packed["targets"]), self.train_metrics)
+            loss = loss_sum * self._window.weight(self.trainer)
         if batch_idx % accumulate == 0 and (term := method_hooks.regularization(self.model)) is not None:
             loss = loss + accumulate * term  # once in an optimizer step, over whose micro-batches Lightning averages
             self.log("train/regularization", term)
         if (batch_idx + 1) % accumulate == 0 or self.trainer.is_last_batch:
             self._log_step()
         return loss
-
-    def _router_loss(self, tokens: int) -> Tensor | float:
-        """The router's loss of a micro-batch, weighted by its supervised tokens like the mean over them."""
-        loss, self._packed.router_loss = self._packed.router_loss, None
-        if loss is None or self.train_metrics.router_aux_loss is None:
-            return 0.0
-        self.train_metrics.router_aux_loss.update(loss * tokens, tokens)
-        return self._packed.router_coefficient * tokens * loss
 
     def _log_step(self) -> None:
         loss = self.train_metrics.log(self, "train", prog_bar=True)
@@ -287,33 +238,6 @@ class CausalLM(GuardedStepsModule, ScheduleFreeModule):
     def on_test_epoch_end(self) -> None:
         """Log the means over the test set."""
         self.test_metrics.log(self, "test")
-
-    def answer(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-        """Greedy answers to rendered prompts, whatever the base's generation_config says of sampling and penalties.
-
-        An answer ends at the base's end tokens, the tokenizer's, and those that close a turn in its chat template.
-        Where weights are split over ranks, every rank must call it equally often, some with no prompts if need be.
-        """
-        return generate_answers(self.model, self.base_model, self.tokenizer, prompts, max_new_tokens)
-
-    def render_prompt(self, messages: list[dict[str, Any]]) -> str:
-        """A prompt for ``answer`` from the turns of a conversation, by the chat template.
-
-        Raises:
-            RecipeError: the template takes more time or memory than one conversation may.
-        """
-        return render_chat(self.tokenizer, messages, generation=True)
-
-    def text_loss(self, texts: Sequence[str]) -> tuple[Tensor, int]:
-        """Summed cross-entropy of plain texts in nats, and their number of predicted tokens."""
-        encoded = [np.array(self.tokenizer(text)["input_ids"]) for text in texts]
-        batches = [move_data_to_device(pack_samples([(ids, ids)]), self.device) for ids in encoded]
-        return torch.stack([self(one).loss_sum for one in batches]).sum(), sum(len(one["targets"]) for one in batches)
-
-    def predict_step(self, batch: Sequence[Mapping[str, str]], batch_idx: int) -> list[dict[str, str]]:
-        """Answer each ``{"prompt", "expected"}`` of the batch; returns them with ``"answer"``."""
-        answers = self.answer([record["prompt"] for record in batch], self.max_new_tokens)
-        return [{**record, "answer": text} for record, text in zip(batch, answers, strict=True)]
 
     # --- optimize --------------------------------------------------------------------------------
 

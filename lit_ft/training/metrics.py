@@ -104,6 +104,11 @@ class StageMetrics(nn.Module):
                 self.sources = SourceMeans(names).to(result.per_token.device)
             self.sources.update(result.per_token, batch["target_sources"])
 
+    def add_router_loss(self, loss: Tensor, tokens: int) -> None:
+        """Add the router's auxiliary loss of a batch with ``tokens`` supervised tokens."""
+        assert self.router_aux_loss is not None, "the metrics were made with a router loss"
+        self.router_aux_loss.update(loss * tokens, tokens)
+
     def log(self, module: LightningModule, prefix: str, prog_bar: bool = False) -> Tensor:
         """Log the means and start again with zero tokens; returns the mean loss, a scalar.
 

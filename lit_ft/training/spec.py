@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import move_data_to_device
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,6 +19,7 @@ from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.files.fingerprint import Fingerprint
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch
+from lit_ft.protocols import GivesFirstBatches
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import compatibility, lora_init
@@ -136,3 +139,26 @@ class TrainsFromSpec(Protocol):
 def spec_of(module: nn.Module) -> TrainingSpec | None:
     """Description of what a module trains; None for modules that have none."""
     return module.spec if isinstance(module, TrainsFromSpec) else None
+
+
+def batches_for_init(trainer: Trainer | None, count: int, base: PreTrainedModel, init: str) -> list[PackedBatch]:
+    """First packed batches of training, for an adapter init that reads data; the model moves to their device.
+
+    Args:
+        trainer: trainer of the run; None outside of one.
+        count: number of batches.
+        base: model that the init runs.
+        init: name of the init.
+
+    Raises:
+        RecipeError: there is no training data, or its data module does not hand it out.
+    """
+    data = process.datamodule_of(trainer)
+    if trainer is None or not isinstance(data, GivesFirstBatches):
+        raise RecipeError(
+            f"model.peft: init_lora_weights={init!r} looks at training data, which there is in `fit` with data "
+            "that hands out first_rows(count), as lit_ft.TextDataModule does; take another init"
+        )
+    device = trainer.strategy.root_device
+    base.to(device)
+    return [move_data_to_device(batch, device) for batch in data.first_rows(count)]

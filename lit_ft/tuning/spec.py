@@ -8,7 +8,8 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
-from lit_ft.model import deferred_cast, embeddings, quantization
+from lit_ft.model import embeddings, quantization
+from lit_ft.model.files import deferred_cast
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.tuning import compatibility, lora_init, prompt_learning, wrapping

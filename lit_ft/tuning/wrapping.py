@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lit_ft.errors import RecipeError, explained
-from lit_ft.model import deferred_cast
+from lit_ft.model.files import deferred_cast
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.model.quantization import linear_modules
 from lit_ft.tuning import compatibility

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import saved_start
 from lit_ft.cli import main
-from lit_ft.model import deferred_cast
+from lit_ft.model.files import deferred_cast
 from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.tuning import method_hooks

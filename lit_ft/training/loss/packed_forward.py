@@ -16,6 +16,7 @@ from lit_ft.model.packed_attention import block_masks
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.token_cross_entropy import token_cross_entropy, tokens_per_chunk
+from lit_ft.training.metrics import StageMetrics
 from lit_ft.tuning import prompt_learning
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
@@ -97,6 +98,19 @@ class PackedForward:
             chunk_tokens=tokens_per_chunk(head.weight.shape[0]),
             head_parameters=list(head.parameters()),
         )
+
+    def take_router_loss(self, tokens: int, metrics: StageMetrics) -> Tensor | float:
+        """The router's loss of the last batch times its coefficient, weighted by tokens as the mean over them is.
+
+        Args:
+            tokens: number of supervised tokens of the batch.
+            metrics: metrics that count the loss.
+        """
+        loss, self.router_loss = self.router_loss, None
+        if loss is None:
+            return 0.0
+        metrics.add_router_loss(loss, tokens)
+        return self.router_coefficient * tokens * loss
 
     def _check_isolation(self) -> None:
         kinds = Architecture.of(self.base.config).attention_kinds

@@ -1,0 +1,63 @@
+"""Generation of answers, and the loss of plain texts, for callbacks and ``predict``."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import move_data_to_device
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lit_ft.model.generation import generate_answers
+from lit_ft.model.render_limits import render_chat
+from lit_ft.packed_batch import pack_samples
+from lit_ft.training.loss.packed_forward import base_model_of
+
+
+class AnsweringModule(LightningModule):
+    """LightningModule that answers prompts with its causal LM."""
+
+    model: PreTrainedModel | PeftModel | None
+    max_new_tokens: int
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer of the model, with the tokens that the recipe adds."""
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """Hugging Face model inside PEFT's wrapper."""
+        assert self.model is not None, "the model is built by configure_model"
+        return base_model_of(self.model)
+
+    def answer(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+        """Greedy answers to rendered prompts, whatever the base's generation_config says of sampling and penalties.
+
+        An answer ends at the base's end tokens, the tokenizer's, and those that close a turn in its chat template.
+        Where weights are split over ranks, every rank must call it equally often, some with no prompts if need be.
+        """
+        return generate_answers(self.model, self.base_model, self.tokenizer, prompts, max_new_tokens)
+
+    def render_prompt(self, messages: list[dict[str, Any]]) -> str:
+        """A prompt for ``answer`` from the turns of a conversation, by the chat template.
+
+        Raises:
+            RecipeError: the template takes more time or memory than one conversation may.
+        """
+        return render_chat(self.tokenizer, messages, generation=True)
+
+    def text_loss(self, texts: Sequence[str]) -> tuple[Tensor, int]:
+        """Summed cross-entropy of plain texts in nats, and their number of predicted tokens."""
+        encoded = [np.array(self.tokenizer(text)["input_ids"]) for text in texts]
+        batches = [move_data_to_device(pack_samples([(ids, ids)]), self.device) for ids in encoded]
+        return torch.stack([self(one).loss_sum for one in batches]).sum(), sum(len(one["targets"]) for one in batches)
+
+    def predict_step(self, batch: Sequence[Mapping[str, str]], batch_idx: int) -> list[dict[str, str]]:
+        """Answer each ``{"prompt", "expected"}`` of the batch; returns them with ``"answer"``."""
+        answers = self.answer([record["prompt"] for record in batch], self.max_new_tokens)
+        return [{**record, "answer": text} for record, text in zip(batch, answers, strict=True)]
