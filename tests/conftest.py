@@ -8,6 +8,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.utils.cpp_extension  # what every rank under DeepSpeed would import
 from lightning.pytorch import Trainer, seed_everything
+from ranks import LiveRanks
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.workload import train_tokenizer
@@ -74,6 +76,12 @@ def pytest_configure(config: pytest.Config) -> None:
     tables = [name for name in ("--numerics", "--matrix", "--methods") if config.getoption(name)]
     if tables and config.getoption("numprocesses", None):
         raise pytest.UsageError(f"{tables[0]} writes what the tests of one process find; leave out -n")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let workers of ``pytest -n`` start with what takes long, so that no long test is the last one."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not any(map(item.get_closest_marker, ("processes", "slow"))))
 
 
 def pytest_collection_finish() -> None:
@@ -157,17 +165,20 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """Function that makes a CPU trainer without progress output."""
+    """Function that makes a CPU trainer without progress output; it can be pickled."""
     seed_everything(7, verbose=False)
-    yield lambda **options: Trainer(
-        **{
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": tmp_path,
-            **options,
-        }
-    )
+    yield partial(silent_trainer, default_root_dir=tmp_path)
     os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+def silent_trainer(**options: Any) -> Trainer:
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return Trainer(**{"accelerator": "cpu", **dict.fromkeys(silent, False), **options})
+
+
+@pytest.fixture(scope="module")
+def live_ranks() -> Iterator[LiveRanks]:
+    """Function that runs another one on several ranks, whose processes all tests of a module share."""
+    ranks = LiveRanks()
+    yield ranks
+    ranks.end()

@@ -1,27 +1,38 @@
 """Execution of a function in several forked processes that can form a process group."""
 
+import contextlib
 import ctypes
 import gc
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch import seed_everything
+from torch import distributed as dist
+
+from lit_ft.strategies.mesh_caches import clear_mesh_caches
 
 _PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that the system assigns to others, e.g. to another worker of ``pytest -n``."""
+    while True:
+        port = random.SystemRandom().randrange(16_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def end_with_parent(parent: int) -> None:
@@ -61,43 +72,107 @@ def on_ranks(
         return [pickle.loads(path.read_bytes()) for path in reports]
 
 
-@dataclass
-class CasesOnRanks:
-    """Cases that run one after another in one group of processes, and are reported one by one.
+class LiveRanks:
+    """Processes that stay alive between the functions that they run, for each number of processes.
 
-    The cases share the caches of a rank, e.g. for the shapes of its operators.
+    Their start and first calls of operators are paid once. After a failure or a timeout new ones are started.
     """
 
-    world: int
-    function: Callable[..., Any]
-    cases: dict[str, tuple[Any, ...]]
-    """Arguments of the function by name of the case."""
-    timeout: float = 300
+    def __init__(self, *, keep_process_group: bool = False) -> None:
+        """Processes start when they are first needed.
 
-    def of(self, name: str) -> list[Any]:
-        """Result of the function on each rank; a failed case, and all cases after it, raise the error of that case."""
-        failures = [error for _, error in self._by_rank if error]
-        if any(name not in found for found, _ in self._by_rank):
-            raise AssertionError("\n".join(failures))
-        return [found[name] for found, _ in self._by_rank]
+        Args:
+            keep_process_group: whether functions share a process group. DeepSpeed can use one only, but each mesh
+                adds threads of gloo to it, which wake up 100 times a second.
+        """
+        self._keep_process_group = keep_process_group
+        self._groups: dict[int, list[tuple[int, Connection]]] = {}
 
-    @cached_property
-    def _by_rank(self) -> list[tuple[dict[str, Any], str]]:
-        return on_ranks(self.world, self._run, timeout=self.timeout)
+    def __call__(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 150) -> list[Any]:
+        """Run ``function(*arguments)``, which can be pickled, in ``world`` processes; returns the result of each."""
+        if world not in self._groups:
+            self._groups[world] = self._start(world)
+        pipes = [pipe for _, pipe in self._groups[world]]
+        task = pickle.dumps((free_port(), function, arguments))
+        for pipe in pipes:
+            pipe.send_bytes(task)
+        answers, deadline = dict[Connection, tuple[str, Any]](), time.monotonic() + timeout
+        while waiting := [pipe for pipe in pipes if pipe not in answers]:
+            if not (ready := wait(waiting, max(0, deadline - time.monotonic()))):
+                break
+            for pipe in ready:
+                try:
+                    answers[pipe] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    answers[pipe] = "(killed)", None
+                if answers[pipe][0]:
+                    deadline = min(deadline, time.monotonic() + 1)  # let the other ranks report their errors
+        errors = [answers.get(pipe, ("(no answer in time)", None))[0] for pipe in pipes]
+        if any(errors):
+            self._end(world)
+            raise AssertionError("\n".join(f"--- rank {rank}\n{error}" for rank, error in enumerate(errors) if error))
+        return [answers[pipe][1] for pipe in pipes]
 
-    def _run(self) -> tuple[dict[str, Any], str]:
-        found: dict[str, Any] = {}
-        for name, arguments in self.cases.items():
-            try:
-                found[name] = self.function(*arguments)
-            except Exception:
-                return found, f"--- rank {os.environ['RANK']}, {name}\n{traceback.format_exc()}"
-        return found, ""
+    def end(self) -> None:
+        for world in list(self._groups):
+            self._end(world)
+
+    def _start(self, world: int) -> list[tuple[int, Connection]]:
+        group = []
+        for rank in range(world):
+            ours, theirs = Pipe()
+            serve = partial(_serve, theirs, self._keep_process_group)
+            group.append((_fork(rank, world, world, free_port(), serve), ours))
+            theirs.close()  # a rank that ends shows as the end of its pipe
+        return group
+
+    def _end(self, world: int) -> None:
+        for process, pipe in self._groups.pop(world):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            pipe.close()
+
+
+def _serve(pipe: Connection, keep_process_group: bool) -> None:
+    """Run the functions that come through the pipe, each with the same seed and environment."""
+    environment = dict(os.environ)
+    while True:
+        port, function, arguments = pickle.loads(pipe.recv_bytes())
+        os.environ["MASTER_PORT"] = str(port)
+        seed_everything(7, verbose=False)
+        try:
+            answer = pickle.dumps(("", function(*arguments)))
+            if not keep_process_group:
+                _leave_process_group()
+        except BaseException:
+            answer = pickle.dumps((traceback.format_exc(), None))
+        os.environ.clear()
+        os.environ.update(environment)
+        pipe.send_bytes(answer)
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        clear_mesh_caches()
+        dist.destroy_process_group()
+        gc.collect()  # threads of gloo end with the groups that meshes refer to
 
 
 def _start(
     rank: int, world: int, local: int, port: int, folder: Path, function: Callable[..., Any], arguments: Any
 ) -> int:
+    def run() -> None:
+        try:
+            (folder / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
+        except BaseException:
+            Path(folder / f"{rank}.error").write_text(traceback.format_exc())
+            raise
+
+    return _fork(rank, world, local, port, run)
+
+
+def _fork(rank: int, world: int, local: int, port: int, run: Callable[[], None]) -> int:
+    """Process id of a fork that runs ``run`` as a rank."""
     parent = os.getpid()
     if (process := os.fork()) != 0:
         return process
@@ -117,10 +192,8 @@ def _start(
             "GROUP_RANK": str(rank // local),
             "TORCHELASTIC_RUN_ID": "tests",
         }
-        (folder / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
+        run()
         code = 0
-    except BaseException:
-        Path(folder / f"{rank}.error").write_text(traceback.format_exc())
     finally:
         os._exit(code)
 

@@ -1,8 +1,9 @@
 """Tensor, sequence and pipeline parallelism, with sharded data parallelism, compute what one process computes."""
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,13 +13,13 @@ import pytest
 import torch
 from architectures import ATTENTION, EXPERTS, OWN, save_model
 from compared_strategies import Record, adamw, assert_same, load_whole, sgd
-from conftest import make_tokenizer, record_cell
+from conftest import make_rows, make_tokenizer, record_cell
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.distributed.gather import full_tensor, full_weights
 from peft import LoraConfig
-from ranks import CasesOnRanks, on_ranks
+from ranks import LiveRanks, on_ranks
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from lit_ft import CausalLM, ExactMatch, TextDataModule
@@ -47,6 +48,11 @@ class Layout:
     @property
     def world(self) -> int:
         return self.pipeline * self.data * self.context * self.tensor
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model to compare: two a stage, but one where more than four ranks would compute."""
+        return 4 if self.pipeline > 1 and self.world <= 4 else 2
 
     def strategy(self) -> ModelParallelStrategy:
         return ModelParallelStrategy(
@@ -99,12 +105,13 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Run:
-    """Two epochs over 21 rows in steps of 8, in two micro-batches: each epoch's last is short."""
+    """Steps of 8 of 13 rows, in two micro-batches: the second of each epoch is short."""
 
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     precision: Any = "32-true"
     epochs: int = 2
+    steps: int = 3
     resume: str | None = None
     save: str | None = None
     save_after: int | None = None
@@ -126,8 +133,9 @@ def fit(
     record = Record(run.save_after, run.save)
     trainer = make_trainer(
         max_epochs=run.epochs,
+        max_steps=run.steps,
         devices=1 if layout is None else layout.world,
-        strategy=strategy or ("auto" if layout is None else layout.strategy()),
+        strategy=strategy() if callable(strategy) else strategy or ("auto" if layout is None else layout.strategy()),
         accumulate_grad_batches=2 // replicas,
         gradient_clip_val=1.0,
         log_every_n_steps=1,
@@ -145,11 +153,11 @@ def fit(
 
 
 @pytest.fixture(scope="session")
-def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], str]:
-    """A Qwen2 of four layers, with a tied head or with one of its own, random weights and biases."""
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """A Qwen2 with a tied head or with one of its own, random weights and biases."""
 
-    def make(tied: bool) -> str:
-        folder = tmp_path_factory.getbasetemp() / f"four-layers-{tied}"
+    def make(layers: int = 4, tied: bool = True) -> str:
+        folder = tmp_path_factory.getbasetemp() / f"qwen2-{layers}-{tied}"
         if folder.exists():
             return str(folder)
         tokenizer = make_tokenizer()
@@ -158,7 +166,7 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], st
             vocab_size=383,  # odd: ranks have unequal parts of it
             hidden_size=48,
             intermediate_size=96,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             tie_word_embeddings=tied,
@@ -180,19 +188,46 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], st
     return make
 
 
-def check_same(
-    make_trainer: Any, folder: str, data: str, run: Run, layout: Layout, tolerance: float = 1e-5, steps: int = 6
-) -> None:
-    results = on_ranks(layout.world, fit, make_trainer, folder, data, run, layout, timeout=150)
-    check_results(make_trainer, folder, data, run, results, tolerance, steps)
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rows") / "rows.json"
+    path.write_text(json.dumps(make_rows(13), ensure_ascii=False), encoding="utf-8")
+    return str(path)
 
 
-def check_results(
-    make_trainer: Any, folder: str, data: str, run: Run, results: list[Any], tolerance: float = 1e-5, steps: int = 6
-) -> None:
-    one, weights, validated = fit(make_trainer, folder, data, run)
+@pytest.fixture(scope="module")
+def kept() -> dict[str, Any]:
+    """Results of fits on one process."""
+    return {}
+
+
+@pytest.fixture
+def one_process(make_trainer: Any, rows: str, kept: dict[str, Any]) -> Callable[..., Any]:
+    """``fit`` on one process, once for each folder and run."""
+
+    def fit_once(folder: str, run: Run) -> Any:
+        if (key := f"{folder} {run}") not in kept:
+            kept[key] = fit(make_trainer, folder, rows, run)
+        return kept[key]
+
+    return fit_once
+
+
+@pytest.fixture
+def check_same(make_trainer: Any, rows: str, one_process: Any, live_ranks: LiveRanks) -> Callable[..., None]:
+    """Compares a layout with one process."""
+
+    def check(folder: str, run: Run, layout: Layout, tolerance: float = 1e-5) -> None:
+        results = live_ranks(layout.world, fit, make_trainer, folder, rows, run, layout)
+        check_results(results, one_process(folder, run), tolerance)
+
+    return check
+
+
+def check_results(results: list[Any], wanted: Any, tolerance: float = 1e-5) -> None:
+    one, weights, validated = wanted
     for found, _, loss in results:
-        assert len(found) == steps
+        assert len(found) == 3
         assert found == results[0][0]  # every rank logs the same
         assert loss == pytest.approx(validated, rel=tolerance)
     assert_same(results[0][0], results[0][1], one, weights, tolerance)
@@ -206,27 +241,10 @@ def _needs_torch(request: Any) -> None:
         pytest.skip("zero-bubble schedules are refused before torch 2.13")
 
 
-@pytest.fixture(scope="module")
-def grouped() -> dict[str, CasesOnRanks]:
-    """The cases that tests share the processes of, by layout."""
-    return {}
-
-
-def in_one_group(layouts: Iterable[str]) -> Any:
-    """Parameters whose tests one worker of ``pytest -n`` runs."""
-    return [pytest.param(layout, marks=pytest.mark.xdist_group(layout)) for layout in layouts]
-
-
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", in_one_group(LAYOUTS))
-def test_same_numbers(
-    make_trainer: Any, four_layers: Any, write_rows: Any, grouped: dict[str, CasesOnRanks], layout: str, way: str
-) -> None:
-    folder, data, place = four_layers(True), write_rows(count=21), LAYOUTS[layout]
-    if layout not in grouped:
-        cases = {name: (make_trainer, folder, data, Run(model), place) for name, model in WAYS.items()}
-        grouped[layout] = CasesOnRanks(place.world, fit, cases)
-    check_results(make_trainer, folder, data, Run(WAYS[way]), grouped[layout].of(way))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_numbers(check_same: Any, qwen2: Any, layout: str, way: str) -> None:
+    check_same(qwen2(LAYOUTS[layout].layers), Run(WAYS[way]), LAYOUTS[layout])
 
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
@@ -262,14 +280,11 @@ MORE: dict[str, tuple[str, Run, bool]] = {
 
 
 @pytest.mark.parametrize("case", MORE)
-def test_same_numbers_in_other_ways(
-    make_trainer: Any, four_layers: Any, write_rows: Any, case: str, request: Any
-) -> None:
+def test_same_numbers_in_other_ways(check_same: Any, qwen2: Any, case: str, request: Any) -> None:
     if "AOT" in case and not request.config.getoption("--matrix"):
         pytest.skip("takes minutes; pytest --matrix FILE runs it")
     layout, run, tied = MORE[case]
-    tolerance = 1e-4 if run.optimizer is adamw else 1e-5
-    check_same(make_trainer, four_layers(tied), write_rows(count=21), run, LAYOUTS[layout], tolerance)
+    check_same(qwen2(LAYOUTS[layout].layers, tied), run, LAYOUTS[layout], 1e-4 if run.optimizer is adamw else 1e-5)
 
 
 PRECISIONS: dict[str, Run] = {
@@ -280,16 +295,13 @@ PRECISIONS: dict[str, Run] = {
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", in_one_group(["tp2-sequence", "dp2xpp2", "pp2xtp2"]))
+@pytest.mark.parametrize("layout", ["tp2-sequence", "dp2xpp2", "pp2xtp2"])
 def test_precisions(
-    make_trainer: Any, four_layers: Any, write_rows: Any, grouped: dict[str, CasesOnRanks], layout: str, precision: str
+    make_trainer: Any, qwen2: Any, rows: str, one_process: Any, live_ranks: LiveRanks, layout: str, precision: str
 ) -> None:
-    folder, data, place = four_layers(True), write_rows(count=21), LAYOUTS[layout]
-    one, _, _ = fit(make_trainer, folder, data, PRECISIONS[precision])
-    if (key := f"{layout}, precisions") not in grouped:
-        cases = {name: (make_trainer, folder, data, run, place) for name, run in PRECISIONS.items()}
-        grouped[key] = CasesOnRanks(place.world, fit, cases)
-    for steps, _, _ in grouped[key].of(precision):
+    folder, run, place = qwen2(LAYOUTS[layout].layers), PRECISIONS[precision], LAYOUTS[layout]
+    one, _, _ = one_process(folder, run)
+    for steps, _, _ in live_ranks(place.world, fit, make_trainer, folder, rows, run, place):
         # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split.
         for got, wanted in zip(steps, one, strict=True):
             assert got == pytest.approx(wanted, rel=5e-2)
@@ -324,15 +336,12 @@ def fit_and_write(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["tp2-sequence", "pp2xtp2", "ZBVZeroBubble", "dp2xpp2"])
 def test_adapter_and_merged_model_are_those_of_one_process(
-    make_trainer: Any, four_layers: Any, write_rows: Any, tmp_path: Path, layout: str, way: str
+    make_trainer: Any, qwen2: Any, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path, layout: str, way: str
 ) -> None:
-    data, folder, places = write_rows(count=22), four_layers(True), LAYOUTS[layout]
-    one = str(tmp_path / "one")
-    ((wanted_loss, wanted_answers),) = on_ranks(1, fit_and_write, make_trainer, folder, data, one, way, timeout=100)
-    out = str(tmp_path / "split")
-    for loss, answers in on_ranks(
-        places.world, fit_and_write, make_trainer, folder, data, out, way, places, timeout=150
-    ):
+    data, folder, places = write_rows(count=14), qwen2(LAYOUTS[layout].layers), LAYOUTS[layout]
+    one, out = str(tmp_path / "one"), str(tmp_path / "split")
+    ((wanted_loss, wanted_answers),) = live_ranks(1, fit_and_write, make_trainer, folder, data, one, way)
+    for loss, answers in live_ranks(places.world, fit_and_write, make_trainer, folder, data, out, way, places):
         assert loss == pytest.approx(wanted_loss, rel=1e-5)
         assert answers == wanted_answers
     for kind in ("adapter", "merged"):
@@ -346,12 +355,12 @@ def test_adapter_and_merged_model_are_those_of_one_process(
 
 @pytest.mark.parametrize("column", ["TP2 + sequence", "PP2", "EP2"])
 def test_experts_are_written_under_their_published_names(
-    make_trainer: Any, write_rows: Any, tmp_path: Path, column: str
+    make_trainer: Any, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path, column: str
 ) -> None:
-    data, folder, places = write_rows(count=22), save_model("mixtral", tmp_path / "model"), COLUMNS[column]
+    data, folder, places = write_rows(count=14), save_model("mixtral", tmp_path / "model"), COLUMNS[column]
     one, out = str(tmp_path / "one"), str(tmp_path / "split")
-    on_ranks(1, fit_and_write, make_trainer, folder, data, one, "full", timeout=100)
-    on_ranks(places.world, fit_and_write, make_trainer, folder, data, out, "full", places, timeout=150)
+    live_ranks(1, fit_and_write, make_trainer, folder, data, one, "full")
+    live_ranks(places.world, fit_and_write, make_trainer, folder, data, out, "full", places)
     wanted, got, published = (load_whole(Path(where)) for where in (f"{one}/merged", f"{out}/merged", folder))
     assert got.keys() == wanted.keys() == published.keys()
     for name, weight in wanted.items():
@@ -393,25 +402,29 @@ def fit_architecture(
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("architecture", [pytest.param(name, id=name) for name in OWN])
 def test_architectures(
-    make_trainer: Any, write_rows: Any, tmp_path: Path, architecture: str, column: str, request: Any
+    make_trainer: Any,
+    write_rows: Any,
+    live_ranks: LiveRanks,
+    tmp_path: Path,
+    architecture: str,
+    column: str,
+    request: Any,
 ) -> None:
     if (architecture, column) not in IN_EVERY_RUN and not request.config.getoption("--matrix"):
         pytest.skip("a cell of the whole matrix; pytest --matrix FILE runs and writes it")
-    folder, data, layout = save_model(architecture, tmp_path / "model"), write_rows(count=21), COLUMNS[column]
+    folder, data, layout = save_model(architecture, tmp_path / "model"), write_rows(count=13), COLUMNS[column]
     if (reason := REFUSED.get((architecture, column))) is not None:
         with pytest.raises(AssertionError, match=f"RecipeError: .*{reason}"):
-            on_ranks(layout.world, fit_architecture, make_trainer, folder, data, Run(), layout, timeout=120)
+            live_ranks(layout.world, fit_architecture, make_trainer, folder, data, Run(), layout)
         record_cell(architecture, column, "refused")
         return
     targets = ATTENTION if architecture in EXPERTS else "all-linear"
-    runs = {"full": Run(), "LoRA": Run({"peft": LoraConfig(r=4, target_modules=targets)})}
-    cases = {way: (make_trainer, folder, data, run, layout) for way, run in runs.items()}
-    group = CasesOnRanks(layout.world, fit_architecture, cases)
-    for way, run in runs.items():
+    runs = Run(), Run({"peft": LoraConfig(r=4, target_modules=targets)})
+    for run in runs:
         steps, wanted = fit_architecture(make_trainer, folder, data, run)
-        ranks = group.of(way)
+        ranks = live_ranks(layout.world, fit_architecture, make_trainer, folder, data, run, layout)
         for found, _ in ranks:
-            assert len(found) == 6
+            assert len(found) == 3
             for got, want in zip(found, steps, strict=True):
                 assert got == pytest.approx(want, rel=1e-5)
         names = {name for _, gradients in ranks for name in gradients}
@@ -455,11 +468,11 @@ def measure(make_trainer: Any, folder: str, data: str, layout: Layout | None = N
 
 @pytest.mark.parametrize("layout", ["pp2xtp2", "dp2xpp2", "cp2"])
 def test_callbacks_measure_what_they_do_on_one_process(
-    make_trainer: Any, four_layers: Any, write_rows: Any, layout: str
+    make_trainer: Any, qwen2: Any, write_rows: Any, live_ranks: LiveRanks, layout: str
 ) -> None:
-    data, folder = write_rows(count=21), four_layers(True)
-    one = on_ranks(1, measure, make_trainer, folder, data, timeout=100)[0]
-    for found in on_ranks(LAYOUTS[layout].world, measure, make_trainer, folder, data, LAYOUTS[layout], timeout=150):
+    data, folder, places = write_rows(count=21), qwen2(LAYOUTS[layout].layers), LAYOUTS[layout]
+    (one,) = live_ranks(1, measure, make_trainer, folder, data)
+    for found in live_ranks(places.world, measure, make_trainer, folder, data, places):
         assert found["guarded"] == pytest.approx(found["norms"], rel=1e-6)
         assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
         assert found["flops of a token"] == pytest.approx(one["flops of a token"], rel=1e-3)
@@ -469,7 +482,7 @@ def test_callbacks_measure_what_they_do_on_one_process(
 
 # --- checkpoints ---------------------------------------------------------------------------------------
 
-OTHERS: dict[str, Any] = {"one process": None, "ddp2": "ddp", "fsdp2": FSDPStrategy}
+OTHERS: dict[str, Any] = {"ddp2": "ddp", "fsdp2": FSDPStrategy}
 MOVES = [
     ("pp2xtp2", "one process"),
     ("one process", "pp2xtp2"),
@@ -482,61 +495,49 @@ MOVES = [
 ]
 
 
-def fits_at(where: str, fits: dict[str, tuple[Any, ...]]) -> CasesOnRanks:
-    """Fits, by their arguments, one after the other under a layout, another strategy, or on one process."""
-
-    def place() -> tuple[Any, ...]:
-        if where == "one process":
-            return ()
-        if where in LAYOUTS:
-            return (LAYOUTS[where],)
-        make = OTHERS[where]
-        return Layout(data=2), make if isinstance(make, str) else make()
-
-    world = 1 if where == "one process" else place()[0].world
-    return CasesOnRanks(world, fit, {name: (*arguments, *place()) for name, arguments in fits.items()})
+def place_of(name: str) -> tuple[int, tuple[Any, ...]]:
+    """World of a layout, of another strategy or of one process, and the arguments of ``fit`` for it."""
+    if name == "one process":
+        return 1, ()
+    if name in LAYOUTS:
+        return LAYOUTS[name].world, (LAYOUTS[name],)
+    return 2, (Layout(data=2), OTHERS[name])
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("before", "after"), [pytest.param(*move, marks=pytest.mark.xdist_group("-".join(move))) for move in MOVES]
-)
+@pytest.mark.parametrize(("before", "after"), MOVES)
 def test_a_run_goes_on_under_another_layout(
     make_trainer: Any,
-    four_layers: Any,
-    write_rows: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-    grouped: dict[str, CasesOnRanks],
+    qwen2: Any,
+    rows: str,
+    one_process: Any,
+    live_ranks: LiveRanks,
+    tmp_path: Path,
     before: str,
     after: str,
     way: str,
 ) -> None:
-    data, folder, key = write_rows(count=21), four_layers(True), f"{before}-{after}"
-    runs = {name: Run(model, optimizer=adamw) for name, model in WAYS.items()}
-    if key not in grouped:
-        tmp = tmp_path_factory.mktemp("moves")
-        saved = {name: str(tmp / f"{name}.ckpt") for name in WAYS}
-        common = make_trainer, folder, data
-        firsts = fits_at(before, {n: (*common, replace(run, epochs=1, save=saved[n])) for n, run in runs.items()})
-        for name, path in saved.items():
-            firsts.of(name)
-            assert Path(path).is_dir() == (name == "full" and before in (*LAYOUTS, "fsdp2"))
-        grouped[key] = fits_at(after, {n: (*common, replace(run, resume=saved[n])) for n, run in runs.items()})
-    found, own, _ = grouped[key].of(way)[0]
-    whole, weights, _ = fit(make_trainer, folder, data, runs[way])
-    assert_same(found, own, whole[3:], weights, 1e-4)
+    folder, saved = qwen2(), str(tmp_path / "saved.ckpt")
+    run = Run(WAYS[way], optimizer=adamw, steps=4)
+    world, place = place_of(before)
+    live_ranks(world, fit, make_trainer, folder, rows, replace(run, epochs=1, save=saved), *place)
+    assert Path(saved).is_dir() == (way == "full" and before in (*LAYOUTS, "fsdp2"))
+    world, place = place_of(after)
+    found, own, _ = live_ranks(world, fit, make_trainer, folder, rows, replace(run, resume=saved), *place)[0]
+    whole, weights, _ = one_process(folder, run)
+    assert_same(found, own, whole[2:], weights, 1e-4)
 
 
 def test_a_checkpoint_is_written_while_training_goes_on(
-    make_trainer: Any, four_layers: Any, write_rows: Any, tmp_path: Path
+    make_trainer: Any, qwen2: Any, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path
 ) -> None:
     """What is written is what there was when it was asked for, and the run is the same."""
-    data, folder, saved = write_rows(count=37), four_layers(True), str(tmp_path / "saved.ckpt")
-    run = Run(optimizer=adamw)
+    data, folder, saved = write_rows(count=37), qwen2(), str(tmp_path / "saved.ckpt")
+    run = Run(optimizer=adamw, steps=-1)
     whole, weights, _ = fit(make_trainer, folder, data, run)
     places = replace(LAYOUTS["dp2xpp2"], options={"async_save": True})
     first = replace(run, save=saved, save_after=3)
-    steps, found, _ = on_ranks(places.world, fit, make_trainer, folder, data, first, places, timeout=150)[0]
+    steps, found, _ = live_ranks(places.world, fit, make_trainer, folder, data, first, places)[0]
     assert_same(steps, found, whole, weights, 1e-4)
     assert Path(saved).is_dir()
     steps, found, _ = fit(make_trainer, folder, data, replace(run, resume=saved))
@@ -692,8 +693,10 @@ def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
     )
 
 
-def test_a_fit_uses_no_process_group_of_an_earlier_plan(make_trainer: Any, four_layers: Any, write_rows: Any) -> None:
-    folder, data, layout = four_layers(True), write_rows(count=21), LAYOUTS["dp2xtp2xpp2"]
+def test_a_fit_uses_no_process_group_of_an_earlier_plan(
+    make_trainer: Any, qwen2: Any, rows: str, one_process: Any
+) -> None:
+    folder, layout = qwen2(2), LAYOUTS["dp2xtp2xpp2"]
     with pretended_rank(0, layout.world):
         strategy, module = layout.strategy(), CausalLM(folder)
         module.trainer = make_trainer(devices=layout.world, strategy=strategy)
@@ -704,5 +707,5 @@ def test_a_fit_uses_no_process_group_of_an_earlier_plan(make_trainer: Any, four_
         for weight in module.parameters():
             full_tensor(torch.empty_like(weight, device="cpu"))
     # The ranks are forks of this process.
-    results = on_ranks(layout.world, fit, make_trainer, folder, data, Run(), layout, timeout=150)
-    check_results(make_trainer, folder, data, Run(), results)
+    results = on_ranks(layout.world, fit, make_trainer, folder, rows, Run(), layout, timeout=150)
+    check_results(results, one_process(folder, Run()))

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
 from peft import LoraConfig
-from ranks import on_ranks
+from ranks import LiveRanks
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
@@ -36,7 +36,7 @@ LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 def fit(
     make_trainer: Any, model_folder: str, data: str, how: dict[str, Any], strategy: str = "one_process"
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Losses, norms and final weights of six steps: 21 rows in windows of 8, the last of an epoch ragged."""
+    """Losses, norms and final weights of two epochs: 13 rows in steps of 8, the second of an epoch short."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     world, make = STRATEGIES.get(strategy, (1, lambda: "auto"))
     module = CausalLM(model_folder, **how.get("model", {"peft": LORA}), optimizer=how.get("optimizer", sgd))
@@ -68,23 +68,25 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_same_numbers(make_trainer: Any, model_folder: str, write_rows: Any, strategy: str, way: str) -> None:
-    data = write_rows(count=21)
+def test_same_numbers(
+    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str, way: str
+) -> None:
+    data = write_rows(count=13)
     one, weights = fit(make_trainer, model_folder, data, WAYS[way])
-    for steps, found in on_ranks(
+    for steps, found in live_ranks(
         STRATEGIES[strategy][0], fit, make_trainer, model_folder, data, WAYS[way], strategy, timeout=100
     ):
-        assert len(steps) == 6
+        assert len(steps) == 4
         assert_same(steps, found, one, weights, 1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_new_weights_are_drawn_as_on_one_process(
-    make_trainer: Any, model_folder: str, write_rows: Any, strategy: str
+    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str
 ) -> None:
-    data, how = write_rows(count=21), {"model": {"init": "random"}}
+    data, how = write_rows(count=13), {"model": {"init": "random"}}
     one, weights = fit(make_trainer, model_folder, data, how)
-    for steps, found in on_ranks(2, fit, make_trainer, model_folder, data, how, strategy, timeout=100):
+    for steps, found in live_ranks(2, fit, make_trainer, model_folder, data, how, strategy):
         assert_same(steps, found, one, weights, 1e-5)
 
 
@@ -100,10 +102,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", PRECISIONS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_precisions(make_trainer: Any, model_folder: str, write_rows: Any, strategy: str, way: str) -> None:
-    data, how = write_rows(count=21), PRECISIONS[way]
+def test_precisions(
+    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str, way: str
+) -> None:
+    data, how = write_rows(count=13), PRECISIONS[way]
     one, _ = fit(make_trainer, model_folder, data, how)
-    for steps, _ in on_ranks(2, fit, make_trainer, model_folder, data, how, strategy, timeout=100):
+    for steps, _ in live_ranks(2, fit, make_trainer, model_folder, data, how, strategy):
         # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split.
         for got, wanted in zip(steps, one, strict=True):
             assert got == pytest.approx(wanted, rel=2e-2)
@@ -139,14 +143,20 @@ def adapter_at_start(
 @pytest.mark.parametrize("init", [True, "pissa"])
 @pytest.mark.parametrize("strategy", CASTS_LATE)
 def test_an_adapter_starts_as_on_one_process_where_the_base_is_cast_later(
-    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, strategy: str, init: Any
+    make_trainer: Any,
+    model_folder: str,
+    write_rows: Any,
+    live_ranks: LiveRanks,
+    tmp_path: Path,
+    strategy: str,
+    init: Any,
 ) -> None:
     AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "base")
     peft = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
     arguments = make_trainer, str(tmp_path / "base"), write_rows(), peft
     one = adapter_at_start(*arguments)
-    ranks = on_ranks(2, adapter_at_start, *arguments, strategy, timeout=100)
+    ranks = live_ranks(2, adapter_at_start, *arguments, strategy)
     assert one.keys() == {name for found in ranks for name in found}
     for found in ranks:
         for name, tensor in found.items():
@@ -167,31 +177,44 @@ MOVES = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_a_run_goes_on_under_another_strategy(
-    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, before: str, after: str, way: str
+    make_trainer: Any,
+    model_folder: str,
+    write_rows: Any,
+    live_ranks: LiveRanks,
+    tmp_path: Path,
+    before: str,
+    after: str,
+    way: str,
 ) -> None:
-    data, how = write_rows(count=21), {**WAYS[way], "optimizer": adamw}
+    data, how = write_rows(count=13), {**WAYS[way], "optimizer": adamw}
     whole, weights = fit(make_trainer, model_folder, data, how)
     first = {**how, "epochs": 1, "save": str(tmp_path / "saved.ckpt")}
-    on_ranks(STRATEGIES.get(before, (1,))[0], fit, make_trainer, model_folder, data, first, before, timeout=100)
+    live_ranks(STRATEGIES.get(before, (1,))[0], fit, make_trainer, model_folder, data, first, before)
     assert (tmp_path / "saved.ckpt").is_dir() == (way == "full" and before.startswith("fsdp"))
     rest = {**how, "resume": str(tmp_path / "saved.ckpt")}
-    for steps, found in on_ranks(
+    for steps, found in live_ranks(
         STRATEGIES.get(after, (1,))[0], fit, make_trainer, model_folder, data, rest, after, timeout=100
     ):
-        assert len(steps) == 3
-        assert_same(steps, found, whole[3:], weights, 1e-4)
+        assert len(steps) == 2
+        assert_same(steps, found, whole[2:], weights, 1e-4)
 
 
 @pytest.mark.parametrize(("before", "after"), [("ddp", "one_process"), ("one_process", "fsdp-hybrid")])
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
-    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, before: str, after: str
+    make_trainer: Any,
+    model_folder: str,
+    write_rows: Any,
+    live_ranks: LiveRanks,
+    tmp_path: Path,
+    before: str,
+    after: str,
 ) -> None:
     data, how = write_rows(count=37), {**WAYS["LoRA"], "optimizer": adamw}
     whole, weights = fit(make_trainer, model_folder, data, how)
     first = {**how, "save_after": 2, "save": str(tmp_path / "saved.ckpt")}
-    on_ranks(STRATEGIES.get(before, (1,))[0], fit, make_trainer, model_folder, data, first, before, timeout=100)
+    live_ranks(STRATEGIES.get(before, (1,))[0], fit, make_trainer, model_folder, data, first, before)
     rest = {**how, "resume": str(tmp_path / "saved.ckpt")}
-    for steps, found in on_ranks(
+    for steps, found in live_ranks(
         STRATEGIES.get(after, (1,))[0], fit, make_trainer, model_folder, data, rest, after, timeout=100
     ):
         assert len(steps) == 8
@@ -240,25 +263,25 @@ def validate(make_trainer: Any, model_folder: str, data: str, saved: str, strate
 
 @pytest.mark.parametrize("way", WAYS)
 def test_validation_of_a_checkpoint(
-    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, way: str
+    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path, way: str
 ) -> None:
-    data, saved = write_rows(count=21), str(tmp_path / "saved.ckpt")
-    on_ranks(2, fit, make_trainer, model_folder, data, {**WAYS[way], "save": saved}, "fsdp", timeout=100)
+    data, saved = write_rows(count=13), str(tmp_path / "saved.ckpt")
+    live_ranks(2, fit, make_trainer, model_folder, data, {**WAYS[way], "save": saved}, "fsdp")
     losses = [
         loss
         for strategy, world in (("one_process", 1), ("fsdp", 2), ("fsdp-hybrid", 4))
-        for loss in on_ranks(world, validate, make_trainer, model_folder, data, saved, strategy, way, timeout=100)
+        for loss in live_ranks(world, validate, make_trainer, model_folder, data, saved, strategy, way)
     ]
     assert losses == pytest.approx([losses[0]] * 7, rel=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_adapter_and_merged_model_are_those_of_ddp(
-    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, way: str
+    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path, way: str
 ) -> None:
     data = write_rows(count=22)
     for strategy in ("ddp", "fsdp"):
-        on_ranks(2, fit_and_write, make_trainer, model_folder, data, str(tmp_path / strategy), strategy, way)
+        live_ranks(2, fit_and_write, make_trainer, model_folder, data, str(tmp_path / strategy), strategy, way)
     for kind in ("adapter", "merged"):
         if way == "full" and kind == "adapter":
             continue
@@ -269,7 +292,9 @@ def test_adapter_and_merged_model_are_those_of_ddp(
 
 
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
-def test_quantized_base_in_shards(make_trainer: Any, model_folder: str, write_rows: Any, storage: str) -> None:
+def test_quantized_base_in_shards(
+    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, storage: str
+) -> None:
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -277,22 +302,22 @@ def test_quantized_base_in_shards(make_trainer: Any, model_folder: str, write_ro
         bnb_4bit_compute_dtype=torch.float32,
         bnb_4bit_quant_storage=storage,
     )
-    data, how = write_rows(count=21), {"model": {"peft": LORA, "quantization": nf4}}
+    data, how = write_rows(count=13), {"model": {"peft": LORA, "quantization": nf4}}
     one, weights = fit(make_trainer, model_folder, data, how)
-    for steps, found in on_ranks(2, fit, make_trainer, model_folder, data, how, "fsdp", timeout=100):
+    for steps, found in live_ranks(2, fit, make_trainer, model_folder, data, how, "fsdp"):
         assert_same(steps, found, one, weights, 1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["one_process", "fsdp"])
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 def test_selective_checkpointing_changes_no_number(
-    make_trainer: Any, model_folder: str, write_rows: Any, strategy: str, peft: Any
+    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str, peft: Any
 ) -> None:
-    data = write_rows(count=21)
+    data = write_rows(count=13)
     one, weights = fit(make_trainer, model_folder, data, {"model": {"peft": peft}})
     how = {"model": {"peft": peft, "gradient_checkpointing": "selective"}}
     world = STRATEGIES.get(strategy, (1,))[0]
-    for steps, found in on_ranks(world, fit, make_trainer, model_folder, data, how, strategy, timeout=100):
+    for steps, found in live_ranks(world, fit, make_trainer, model_folder, data, how, strategy):
         assert_same(steps, found, one, weights, 1e-5)
 
 
@@ -321,10 +346,10 @@ def fit_all(make_trainer: Any, model_folder: str, data: str, strategy: str = "on
     }
 
 
-def test_optimizers_on_shards(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
-    data = write_rows(count=21)
+def test_optimizers_on_shards(make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks) -> None:
+    data = write_rows(count=13)
     one = fit_all(make_trainer, model_folder, data)
-    for found in on_ranks(2, fit_all, make_trainer, model_folder, data, "fsdp", timeout=100):
+    for found in live_ranks(2, fit_all, make_trainer, model_folder, data, "fsdp"):
         for name, (steps, weights) in found.items():
             assert_same(steps, weights, *one[name], 1e-4, name)
     with pytest.raises(RecipeError, match=r"torch.optim.*Adafactor does not work on shards, or nobody has tried"):
