@@ -147,7 +147,8 @@ class Comparison:
         everyone = contestants(self.options.device, row_tokens=largest)
         if only and (unknown := set(only) - {one.key for one in everyone}):
             raise SystemExit(f"--only {sorted(unknown)}: there are {', '.join(one.key for one in everyone)}")
-        # A contestant that packs samples itself has about the same samples in a step only if a step is one packed row.
+        # A contestant that packs samples itself has about the same samples in a step only if that is one packed
+        # sequence.
         return [
             one
             for one in everyone

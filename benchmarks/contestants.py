@@ -27,7 +27,7 @@ def contestants(device: str, row_tokens: int) -> list[Contestant]:
 
     Args:
         device: ``cpu`` or ``cuda``; the best settings differ.
-        row_tokens: length limit of a packed row in tokens, about the tokens of an optimizer step.
+        row_tokens: length limit of a packed sequence in tokens, about the tokens of an optimizer step.
     """
     is_cuda = device == "cuda"
     flash = {"attn_implementation": "flash_attention_2"} if is_cuda else {}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def cut_evenly(costs: Sequence[float], parts: int) -> list[range]:
+def split_evenly(costs: Sequence[float], parts: int) -> list[range]:
     """Partition items into contiguous, non-empty parts so that the largest cost of a part is minimal.
 
     Args:

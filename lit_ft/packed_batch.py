@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_ft.balanced_partition import cut_evenly
+from lit_ft.balanced_partition import split_evenly
 
 IGNORE_INDEX = -100
 """Label of a token that is not supervised, the default ``ignore_index`` of ``torch.nn.CrossEntropyLoss``."""
@@ -76,14 +76,14 @@ def pack_samples(
     )
 
 
-def sample_targets(row: PackedBatch) -> list[int]:
+def sample_targets(batch: PackedBatch) -> list[int]:
     """Number of supervised tokens of each of the S samples of a packed batch on the host."""
-    ends = np.cumsum(row["segment_lengths"])
-    counts: list[int] = np.diff(np.searchsorted(row["predict_at"].numpy(), ends), prepend=0).tolist()
+    ends = np.cumsum(batch["segment_lengths"])
+    counts: list[int] = np.diff(np.searchsorted(batch["predict_at"].numpy(), ends), prepend=0).tolist()
     return counts
 
 
-def empty_row() -> PackedBatch:
+def empty_batch() -> PackedBatch:
     """Empty packed batch, for a micro-batch whose samples were joined to another one of the same optimizer step."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return PackedBatch(
@@ -96,52 +96,52 @@ def empty_row() -> PackedBatch:
     )
 
 
-def split(row: PackedBatch, parts: int) -> list[PackedBatch]:
+def split(batch: PackedBatch, parts: int) -> list[PackedBatch]:
     """Split a packed batch between samples into ``parts``, in order and of about the same number of tokens.
 
     Where there are fewer samples than parts, the rest are dummies: one token that predicts nothing, which can be
     computed and adds nothing to loss or gradients.
     """
-    lengths = row["segment_lengths"]
-    samples = cut_evenly(lengths, min(parts, len(lengths)))
-    pieces = [_cut(row, lengths, part.start, part.stop) for part in samples]
-    return pieces + [_dummy(row["input_ids"].device)] * (parts - len(pieces))
+    lengths = batch["segment_lengths"]
+    samples = split_evenly(lengths, min(parts, len(lengths)))
+    pieces = [_part(batch, lengths, part.start, part.stop) for part in samples]
+    return pieces + [_dummy(batch["input_ids"].device)] * (parts - len(pieces))
 
 
-def _cut(row: PackedBatch, lengths: Sequence[int], first: int, last: int) -> PackedBatch:
+def _part(batch: PackedBatch, lengths: Sequence[int], first: int, last: int) -> PackedBatch:
     start, end = sum(lengths[:first]), sum(lengths[:last])
-    at = row["predict_at"]
+    at = batch["predict_at"]
     is_here = (at >= start) & (at < end)
     piece = PackedBatch(
-        input_ids=row["input_ids"][:, start:end],
-        position_ids=row["position_ids"][:, start:end],
+        input_ids=batch["input_ids"][:, start:end],
+        position_ids=batch["position_ids"][:, start:end],
         segment_lengths=list(lengths[first:last]),
         predict_at=at[is_here] - start,
-        targets=row["targets"][is_here],
+        targets=batch["targets"][is_here],
     )
-    if "target_sources" in row:
-        piece["target_sources"] = row["target_sources"][is_here]
+    if "target_sources" in batch:
+        piece["target_sources"] = batch["target_sources"][is_here]
     return piece
 
 
 def _dummy(device: torch.device) -> PackedBatch:
-    row = pack_samples([(np.zeros(1, dtype=np.int64), np.full(1, IGNORE_INDEX))])
+    batch = pack_samples([(np.zeros(1, dtype=np.int64), np.full(1, IGNORE_INDEX))])
     for name in ("input_ids", "position_ids", "predict_at", "targets", "target_sources"):
-        row[name] = row[name].to(device)
-    return row
+        batch[name] = batch[name].to(device)
+    return batch
 
 
-def pad_to_multiple(row: PackedBatch, of: int) -> PackedBatch:
+def pad_to_multiple(batch: PackedBatch, of: int) -> PackedBatch:
     """Append a sample of dummy tokens that predict nothing, so that the number of tokens is a multiple of ``of``."""
-    missing = -row["input_ids"].numel() % of
+    missing = -batch["input_ids"].numel() % of
     if missing == 0:
-        return row
-    ids = row["input_ids"]
+        return batch
+    ids = batch["input_ids"]
     return {
-        **row,
+        **batch,
         "input_ids": torch.cat([ids, ids.new_zeros(1, missing)], dim=1),
-        "position_ids": torch.cat([row["position_ids"], torch.arange(missing, device=ids.device)[None]], dim=1),
-        "segment_lengths": [*row["segment_lengths"], missing],
+        "position_ids": torch.cat([batch["position_ids"], torch.arange(missing, device=ids.device)[None]], dim=1),
+        "segment_lengths": [*batch["segment_lengths"], missing],
     }
 
 
@@ -164,10 +164,10 @@ def from_padded(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     real = keep.bool().cpu().numpy()
     ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
-    row = pack_samples([(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()])
+    batch = pack_samples([(ids[i][real[i]], targets[i][real[i]]) for i in range(len(ids)) if real[i].any()])
     for name in ("input_ids", "position_ids", "predict_at", "targets", "target_sources"):
-        row[name] = row[name].to(input_ids.device)
-    return row
+        batch[name] = batch[name].to(input_ids.device)
+    return batch
 
 
 class TokenLoss(NamedTuple):

@@ -92,7 +92,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if path := session.config.getoption("--methods"):
-        heads = "method | config | weights trained | packed rows | merge | resume | DDP | FSDP | TP | PP | CP"
+        heads = "method | config | weights trained | packed batch | merge | resume | DDP | FSDP | TP | PP | CP"
         heads += " | gradient checkpointing | bf16 | NF4 base"
         columns = ("config", "trains", "packing", "merge", "resume", "ddp", "fsdp", "tensor", "pipeline", "context")
         columns += ("gradient checkpointing", "bf16", "quantized")

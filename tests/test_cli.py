@@ -37,7 +37,7 @@ def test_fit_help_explains_the_options(capsys: pytest.CaptureFixture[str]) -> No
     for arguments, words in (
         (["fit", "--help"], ["--run_dir", "--merge", "lit_ft.schedules.CosineWithWarmup", "--ckpt_path"]),
         (["fit", "--help"], ["--model.neftune_alpha", "recompute activations", "--trainer.max_epochs"]),
-        (["fit", "--help"], ["--data.packing", "token budget of a packed row"]),
+        (["fit", "--help"], ["--data.packing", "token budget of a packed sequence"]),
     ):
         with pytest.raises(SystemExit) as stop:
             main(arguments)

@@ -135,9 +135,13 @@ class CheckCLI(TrainingCLI):
             end = tokenizer.eos_token
             report.facts["end-of-sequence token"] = f"{end!r}" if end else "none"
             leak = leak_probe(self.model)
-            report.facts["leak probe"] = f"a sample's losses move by {leak:.1g} when its neighbor in the row changes"
+            report.facts["leak probe"] = (
+                f"a sample's losses move by {leak:.1g} when its neighbor in the packed batch changes"
+            )
             if leak > 0:
-                report.problems.append("samples of one row see each other; set model.attn_implementation to auto")
+                report.problems.append(
+                    "samples of one packed batch see each other; set model.attn_implementation to auto"
+                )
         chosen = np.random.default_rng(0).permutation(len(train))[: self.samples]
         report.examples = [stretches(*train[int(i)], tokenizer) for i in sorted(chosen)]
 

@@ -411,10 +411,10 @@ class TrainingCLI(LightningCLI):
         optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
         if optimizer is None or self.subcommand != "fit":
             return
-        with explained("optimizer", "mend its init_args"):
+        with explained("optimizer", "fix its init_args"):
             built = try_out(optimizer, skeleton, takes_step=self.trainer.strategy.root_device.type == "cpu")
         if lr_scheduler is not None:
-            with explained("lr_scheduler", "mend its init_args"):
+            with explained("lr_scheduler", "fix its init_args"):
                 lr_scheduler(built)
 
     def predict(self, **kwargs: Any) -> None:

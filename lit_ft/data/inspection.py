@@ -131,10 +131,10 @@ def stretches(ids: np.ndarray, labels: np.ndarray, tokenizer: Any) -> list[tuple
     """Split a sample into segments of text where supervision begins or ends; each with whether it is supervised."""
     supervised = labels != IGNORE_INDEX
     borders = np.flatnonzero(np.diff(supervised)) + 1
-    cuts = [0, *borders.tolist(), len(ids)]
+    boundaries = [0, *borders.tolist(), len(ids)]
     return [
         (tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False), bool(supervised[start]))
-        for start, end in pairwise(cuts)
+        for start, end in pairwise(boundaries)
         if end > start
     ]
 
@@ -147,13 +147,14 @@ def steps_of(samples: Samples, plan: BatchPlan, accumulate: int) -> dict[str, st
     tokens, supervised = int(samples.lengths[members].sum()), int(samples.supervised[members].sum())
     facts = {
         "epoch": f"{steps:,} optimizer steps of {plan.micro_batch_size * plan.replicas * accumulate} "
-        f"{'packed rows' if plan.packing else 'samples'}",
+        f"{'packed sequences' if plan.packing else 'samples'}",
         "tokens per epoch": f"{tokens:,}, {supervised:,} supervised ({supervised / tokens:.1%}); "
         f"{tokens / steps:,.0f} a step",
     }
     if plan.packing:
         facts["packing"] = (
-            f"{len(units):,} rows of {plan.packing:,} tokens, {tokens / (len(units) * plan.packing):.2%} full"
+            f"{len(units):,} packed sequences of {plan.packing:,} tokens, "
+            f"{tokens / (len(units) * plan.packing):.2%} full"
         )
     return facts
 
@@ -172,8 +173,8 @@ def inspect_split(
         report.warnings += [line for line in source.lines if line not in report.warnings]
         if source.duplicates:
             report.warnings.append(f"{source.name}: {source.duplicates:,} of {source.samples:,} samples repeat another")
-        cut = one.notes["truncated"] / max(source.samples, 1)
-        if source.closed < 1 - cut - 1e-9:
+        truncated_share = one.notes["truncated"] / max(source.samples, 1)
+        if source.closed < 1 - truncated_share - 1e-9:
             report.problems.append(
                 f"{source.name}: the end-of-turn token is supervised in {source.closed:.1%} of the samples; give "
                 "another data.chat_template, or a tokenizer with an end-of-sequence token"

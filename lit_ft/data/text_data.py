@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_ft import process
 from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
-from lit_ft.data.loaders.batching import BatchPlan, RowLoader, batch_geometry, position_under
+from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader, batch_geometry, position_under
 from lit_ft.data.loaders.mixing import Strategy, check_weights
 from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
 from lit_ft.data.loaders.streaming import StreamLoader
@@ -93,12 +93,12 @@ class TextDataModule(LightningDataModule):
             overlong: treatment of longer samples: truncate (remove the end; raw text continues in further samples),
                 truncate_left_prompt (remove the beginning of the prompt, keep the answer), drop, or error.
             on_bad_row: treatment of a row that cannot be used: error, or skip (skipped rows are counted).
-            micro_batch_size: number of samples (with packing: of packed rows) per device and forward pass.
+            micro_batch_size: number of samples (with packing: of packed sequences) per device and forward pass.
             join_micro_batches: run micro-batches of one optimizer step in one forward pass while they fit in
                 micro_batch_tokens. Same loss and gradients, fewer passes.
             micro_batch_tokens: maximum number of tokens of joined micro-batches, and of an evaluation batch; by default
                 micro_batch_size x max_length (with packing, x packing), the memory that the recipe allows anyway.
-            packing: token budget of a packed row (a bin of samples that are packed together), or off. A longer sample
+            packing: token budget of a packed sequence (a bin of samples), or off. A longer sample
                 is an error.
             shuffle: draw a new order each epoch, from the seed.
             streaming: read training data while training, for data larger than memory; set trainer.max_steps.
@@ -112,7 +112,9 @@ class TextDataModule(LightningDataModule):
         if not 0 <= val_fraction < 1:
             raise RecipeError(f"data.val_fraction={val_fraction} must be at least 0 and below 1, e.g. 0.05")
         if packing is True:
-            raise RecipeError("data.packing=true says no size; give the token budget of a row, e.g. 2048, or off")
+            raise RecipeError(
+                "data.packing=true says no size; give the token budget of a packed sequence, e.g. 2048, or off"
+            )
         for name, value in (("micro_batch_size", micro_batch_size), ("shuffle_buffer", shuffle_buffer)):
             if value < 1:
                 raise RecipeError(f"data.{name}={value} must be 1 or more")
@@ -154,8 +156,8 @@ class TextDataModule(LightningDataModule):
         self.resume_data: Literal["same", "changed"] = "same"
         """Treatment of a checkpoint that was written on other data: same refuses it, changed restarts its epoch."""
         self._order_compared: list[Any] = []
-        self._train_loader: RowLoader | StreamLoader | None = None
-        self._place: dict[str, Any] = {}
+        self._train_loader: PackedBatchLoader | StreamLoader | None = None
+        self._loader_state: dict[str, Any] = {}
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -258,31 +260,31 @@ class TextDataModule(LightningDataModule):
         Args:
             split: name of the split: train, val or test.
         """
-        samples, found = self.splits[split], []
+        samples, prompts = self.splits[split], []
         for number, prepared in enumerate(self.prepared[split]):
             if prepared.source.index_prefix is not None:
                 continue
-            wanted = set(samples.rows[samples.source == number].tolist())
+            rows = set(samples.rows[samples.source == number].tolist())
             tokenization = self.preparation.tokenization(prepared.source)
-            for place, (_, row) in enumerate(prepared.source.rows()):
-                example = tokenization.example(row) if place in wanted else None
+            for row_number, (_, row) in enumerate(prepared.source.rows()):
+                example = tokenization.example(row) if row_number in rows else None
                 if isinstance(example, Chat):
                     prompt, question, answer = prompt_and_answer(example, tokenization.template)
-                    found.append({"prompt": prompt, "question": question["content"], "expected": answer["content"]})
-        return found
+                    prompts.append({"prompt": prompt, "question": question["content"], "expected": answer["content"]})
+        return prompts
 
     def sample_texts(self, ids: Sequence[str]) -> dict[str, str]:
         """Decoded text of training samples, by their ``sample_ids``; unknown ids are left out."""
         samples, tokenizer = self.splits["train"], self.preparation.tokenizer
-        places = dict(zip(samples.ids(range(len(samples))), range(len(samples)), strict=True))
-        return {name: tokenizer.decode(samples[places[name]][0]) for name in ids if name in places}
+        indices = dict(zip(samples.ids(range(len(samples))), range(len(samples)), strict=True))
+        return {name: tokenizer.decode(samples[indices[name]][0]) for name in ids if name in indices}
 
     def setup(self, stage: str) -> None:
         """Load the data of a stage, unless it is loaded already."""
         module = getattr(self.trainer, "lightning_module", None)
         self.load(getattr(module, "tokenizer", None), stage)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
-            self._train_loader, self._place = None, {}
+            self._train_loader, self._loader_state = None, {}
         replicas = process.data_parallel(self.trainer).size
         if stage == "fit" and not self.streaming and len(self.splits["train"]) < replicas:
             raise RecipeError(
@@ -312,22 +314,22 @@ class TextDataModule(LightningDataModule):
             mixing=self.mixing,
         )
 
-    def train_dataloader(self) -> RowLoader | StreamLoader:
+    def train_dataloader(self) -> PackedBatchLoader | StreamLoader:
         """Loader of this rank's micro-batches; each carries the supervised tokens of its optimizer step."""
         trainer: Any = self.trainer
         replicas, replica = process.data_parallel(trainer)
         # overfit_batches: the same micro-batches each epoch, in the order of the data.
         plan = replace(self.plan(replicas), shuffle=self.shuffle and not trainer.overfit_batches)
-        place = self._place
+        state = self._loader_state
         if self._train_loader is not None and trainer.training:  # reload_dataloaders_every_n_epochs
-            place = self._train_loader.state_dict()
+            state = self._train_loader.state_dict()
         if self.streaming:
             self._train_loader = self._stream(plan, replica)
         else:
             limit = trainer.limit_train_batches
             self._train_loader = self._loader("train", plan, limit, lambda: accumulation(trainer))
-        if place:
-            self._train_loader.load_state_dict(place)
+        if state:
+            self._train_loader.load_state_dict(state)
         return self._train_loader
 
     def first_rows(self, count: int) -> list[PackedBatch]:
@@ -335,8 +337,8 @@ class TextDataModule(LightningDataModule):
         if not self.streaming and "train" not in self.splits:  # the stage is not fit
             self._load_training()
         plan = self.plan()
-        rows = self._stream(plan, 0) if self.streaming else self._loader("train", plan, 1.0)
-        return list(islice((row for row in rows if row["segment_lengths"]), count))
+        batches = self._stream(plan, 0) if self.streaming else self._loader("train", plan, 1.0)
+        return list(islice((batch for batch in batches if batch["segment_lengths"]), count))
 
     def _stream(self, plan: BatchPlan, replica: int) -> StreamLoader:
         trainer: Any = self.trainer
@@ -349,7 +351,7 @@ class TextDataModule(LightningDataModule):
             buffer_rows=self.shuffle_buffer,
             replica=replica,
             accumulate=partial(_steps_within, limit, trainer),
-            cut=limit if isinstance(limit, int) else None,
+            epoch_batches=limit if isinstance(limit, int) else None,
             repeats=bool(trainer.overfit_batches),
             workers=1 if self.preparation.workers is None else self.preparation.workers,
         )
@@ -383,19 +385,21 @@ class TextDataModule(LightningDataModule):
             rank_zero_info("the checkpoint does not say what data it was written on, so changes cannot be found")
         if saved is None or not (changes := self.order.changes_since(saved)):
             return False
-        said = f"the checkpoint was written on other data: {'; '.join(changes)}"
+        message = f"the checkpoint was written on other data: {'; '.join(changes)}"
         if self.resume_data != "changed":
             raise RecipeError(
-                f"{said}. Its place in the data means other samples now; resume with what it was written on, or begin "
-                "the epoch again on what there is now with --resume_data changed"
+                f"{message}. Its position in the data means other samples now; resume with what it was written on, "
+                "or begin the epoch again on what there is now with --resume_data changed"
             )
         if not is_said:
-            rank_zero_info(f"{said}. resume_data=changed: its epoch, unless it was over, begins again on what there is")
+            rank_zero_info(
+                f"{message}. resume_data=changed: its epoch, unless it was over, begins again on what there is"
+            )
         return True
 
     def begin_again(self, state: dict[str, Any]) -> None:
         """Set a saved position to the beginning of its epoch, unless that epoch was complete."""
-        (StreamLoader if self.streaming else RowLoader).begin_again(state)
+        (StreamLoader if self.streaming else PackedBatchLoader).begin_again(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the training data, and the order of samples that it refers to."""
@@ -409,13 +413,13 @@ class TextDataModule(LightningDataModule):
         Lightning restores the loaders' state too, but not where a schedule asked for
         ``trainer.estimated_stepping_batches`` before: then the loader was set up too early.
         """
-        self._place = state_dict
+        self._loader_state = state_dict
         if self._train_loader is not None and state_dict:
             self._train_loader.load_state_dict(state_dict)
 
     def rewind(self, state: dict[str, Any], micro_batch: int, ready: int) -> None:
         """Set a saved position back to an earlier micro-batch of its epoch; see the loaders' ``rewind``."""
-        (StreamLoader if self.streaming else RowLoader).rewind(state, micro_batch, ready)
+        (StreamLoader if self.streaming else PackedBatchLoader).rewind(state, micro_batch, ready)
 
     def rescale_progress(self, checkpoint: dict[str, Any]) -> None:
         """Convert the progress within an interrupted epoch to this run's ranks and micro-batch size.
@@ -437,7 +441,11 @@ class TextDataModule(LightningDataModule):
         now = batch_geometry(plan, accumulate)
         if (then := state.get("deal", now)) == now:
             return
-        if state.get("is_over") and not self.streaming and isinstance(loader := self.train_dataloader(), RowLoader):
+        if (
+            state.get("is_over")
+            and not self.streaming
+            and isinstance(loader := self.train_dataloader(), PackedBatchLoader)
+        ):
             done = loader.batches
         elif progress.epoch_is_over:
             done = progress.trained * then["units"] // now["units"]
@@ -445,11 +453,11 @@ class TextDataModule(LightningDataModule):
             done = position_under({"position": progress.trained, "deal": then}, plan, accumulate)
         progress.recount(done)
 
-    def val_dataloader(self) -> RowLoader | tuple[()]:
+    def val_dataloader(self) -> PackedBatchLoader | tuple[()]:
         """Validation data as packed batches of up to the token budget, each sample once."""
         return self._evaluation_loader("val") if "val" in self.splits else ()
 
-    def test_dataloader(self) -> RowLoader:
+    def test_dataloader(self) -> PackedBatchLoader:
         """Test data as packed batches of up to the token budget, each sample once."""
         return self._evaluation_loader("test")
 
@@ -465,7 +473,7 @@ class TextDataModule(LightningDataModule):
         share, size = prompts[rank::replicas], self.micro_batch_size
         return _Batches([share[start : start + size] for start in range(0, -(-len(prompts) // replicas), size)])
 
-    def _evaluation_loader(self, split: str) -> RowLoader:
+    def _evaluation_loader(self, split: str) -> PackedBatchLoader:
         samples = self.splits[split]
         # No gradients, no optimizer step: a batch may hold as many samples as fit in the memory of a training batch.
         budget = self.token_budget
@@ -474,9 +482,11 @@ class TextDataModule(LightningDataModule):
         plan = BatchPlan(micro_batch_size=size, packing=units, replicas=process.data_parallel(self.trainer).size)
         return self._loader(split, plan, 1.0)  # only the trainer applies limit_val_batches
 
-    def _loader(self, split: str, plan: BatchPlan, limit: int | float, accumulate: Any = lambda: 1) -> RowLoader:
+    def _loader(
+        self, split: str, plan: BatchPlan, limit: int | float, accumulate: Any = lambda: 1
+    ) -> PackedBatchLoader:
         assert self.trainer is not None
-        return RowLoader(
+        return PackedBatchLoader(
             self.splits[split],
             plan,
             replica=process.data_parallel(self.trainer).rank if plan.replicas > 1 else 0,

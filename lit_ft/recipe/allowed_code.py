@@ -153,7 +153,7 @@ def _from_settings() -> list[str]:
     try:
         settings = load_yaml(file.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise RecipeError(f"{file}: cannot be read ({' '.join(str(error).split())}); mend or remove it") from error
+        raise RecipeError(f"{file}: cannot be read ({' '.join(str(error).split())}); fix or remove it") from error
     modules = settings.get("allow_code", []) if isinstance(settings, dict) else None
     if not isinstance(modules, list) or set(settings) - {"allow_code"}:
         raise RecipeError(f"{file}: has one key, allow_code, with a list of modules, e.g. allow_code: [my_package]")

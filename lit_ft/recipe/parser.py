@@ -127,7 +127,7 @@ def check_class(key: str, class_path: str) -> None:
     try:
         named = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise RecipeError(f"{key}: there is no {class_path!r} ({error}); mend the class_path") from error
+        raise RecipeError(f"{key}: there is no {class_path!r} ({error}); fix the class_path") from error
     if allowed_code.is_allowed(named.__module__, by_user):
         return
     if not isinstance(named, type) or not (issubclass(named, KINDS) or is_dataclass(named)):
@@ -140,7 +140,7 @@ def unwrap_class_error(error: Exception) -> RecipeError:
         return error
     if not isinstance(error, ValueError):  # the text of a KeyError, for example, is only a key
         reason = f"{type(error).__name__}: {error}"
-        return RecipeError(f"a class of the recipe cannot be built: {reason}; mend its init_args")
+        return RecipeError(f"a class of the recipe cannot be built: {reason}; fix its init_args")
     said: BaseException = error
     while said.__cause__ is not None and str(said).startswith("Does not validate"):
         # jsonargparse lists a reason for each type that the option allows, e.g. a strategy's name or its class.
@@ -220,7 +220,7 @@ def _how_to_install(module: str) -> str:
         package = re.split(r"[^\w.-]", requirement)[0]
         if extra is not None and package.replace("-", "_") == module.split(".")[0]:
             return f"the package {package} is not installed; pip install -e '.[{extra[1]}]', or {package} alone"
-    return f"no module {module!r} is installed; mend the class_path, or install the package that has it"
+    return f"no module {module!r} is installed; fix the class_path, or install the package that has it"
 
 
 def _options(message: str, parser: LightningArgumentParser) -> list[str]:

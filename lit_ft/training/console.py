@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
-from lit_ft.data.loaders.batching import RowLoader
+from lit_ft.data.loaders.batching import PackedBatchLoader
 from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.run.folder import RunFolder
 from lit_ft.training.causal_lm import CausalLM
@@ -134,7 +134,7 @@ def describe_steps(trainer: Trainer) -> str:
     loader: Any = trainer.train_dataloader
     if isinstance(loader, StreamLoader):
         return f"{steps} optimizer steps of a stream; {loader.buffer_rows:,} rows are shuffled at a time"
-    if not isinstance(loader, RowLoader):
+    if not isinstance(loader, PackedBatchLoader):
         return f"{steps} optimizer steps"
     draws, tokens, supervised = loader.epoch_size()
     per_epoch = -(-loader.batches // accumulation(trainer, 0))

@@ -10,8 +10,8 @@ from lit_ft.tuning.lora_init import FROM_THE_BASE
 _NEEDS_CALLS = "needs calls of its own while training, which are not made here"
 _REFUSED = {
     **dict.fromkeys(("XLORA", "POLY", "MULTITASK_PROMPT_TUNING", "CPT", "CARTRIDGE"), _NEEDS_CALLS),
-    "SHADOW": "runs a second model beside the base, which padding-free rows pass by",
-    "LILY": "averages its routing over all tokens of a row, so that samples would see each other (peft 0.21)",
+    "SHADOW": "runs a second model beside the base, which padding-free batches pass by",
+    "LILY": "averages its routing over all tokens of a packed batch, so that samples would see each other (peft 0.21)",
     "FROD": "cannot be built without weights, so that a recipe could not be checked before they are read (peft 0.21)",
 }
 """Methods that do not train correctly here, each with the reason."""
@@ -59,7 +59,7 @@ def check_mergeable(peft: PeftConfig) -> None:
 
 def _refused_variant(lora: LoraConfig) -> tuple[str, str | None]:
     if lora.alora_invocation_tokens is not None:
-        return "alora_invocation_tokens", "has to find its tokens in each sample of a row, which PEFT does not"
+        return "alora_invocation_tokens", "has to find its tokens in each sample of a packed batch, which PEFT does not"
     if lora.arrow_config is not None:
         return "arrow_config", "routes between adapters that are there; it trains none"
     if lora.monteclora_config is not None:

@@ -45,7 +45,7 @@ def add_peft(
     name_all_linear(model, peft)
     in_float32 = adapter_dtype == "float32"
     wrap = partial(get_peft_model, model, peft, autocast_adapter_dtype=in_float32)
-    names = f"mend its init_args; the linear layers of {type(model).__name__} are {linear_layers(model)}"
+    names = f"fix its init_args; the linear layers of {type(model).__name__} are {linear_layers(model)}"
     with explained("model.peft", names):
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()

@@ -61,8 +61,8 @@ def test_good_data(run: Any, tmp_path: Path, model_folder: str, write_rows: Any)
     assert re.search(r"train: two +alpaca +9 +9 ", output)
     assert re.search(r"val: val +alpaca +3 +3 ", output)
     assert "template round trip, one: 31 of 31 conversations" in output
-    assert "a sample's losses move by 0 when its neighbor in the row changes" in output
-    assert re.search(r"packing: \d+ rows of 128 tokens, \d\d.\d\d% full", output)
+    assert "a sample's losses move by 0 when its neighbor in the packed batch changes" in output
+    assert re.search(r"packing: \d+ packed sequences of 128 tokens, \d\d.\d\d% full", output)
     assert "note: one: 1 of 31 samples repeat another" in output
     assert "note: 3 different samples are in the training and in the validation data" in output
     assert output.count("»") == 1 + 2 * 1 + 1  # in each of two headings, around each of two answers

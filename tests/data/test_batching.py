@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lit_ft import RecipeError
-from lit_ft.data.loaders.batching import BatchPlan, RowLoader
+from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader
 from lit_ft.data.loaders.mixing import Mixing, check_weights
 from lit_ft.data.loaders.packing import best_fit
 from lit_ft.data.tokens.samples import Samples, collect, join
@@ -34,7 +34,7 @@ def test_every_sample_once_and_windows_agree(packing: Any, replicas: int, accumu
     lengths = [rng.randint(2, 30) for _ in range(47)]
     samples = samples_of(lengths)
     plan = BatchPlan(2, packing, budget, shuffle=True, seed=1, replicas=replicas)
-    loaders = [RowLoader(samples, plan, replica=r, accumulate=lambda: accumulate) for r in range(replicas)]
+    loaders = [PackedBatchLoader(samples, plan, replica=r, accumulate=lambda: accumulate) for r in range(replicas)]
     for epoch in range(2):
         dealt = [list(loader.micro_batches(epoch)) for loader in loaders]
         assert {len(micro_batches) for micro_batches in dealt} == {len(loaders[0])}
@@ -58,7 +58,7 @@ def test_the_samples_of_a_step_do_not_depend_on_the_split() -> None:
 
     def steps(size: int, accumulate: int, replicas: int, budget: int | None) -> list[set[int]]:
         plan = BatchPlan(size, None, budget, shuffle=True, seed=5, replicas=replicas)
-        loaders = [RowLoader(samples, plan, replica=r, accumulate=lambda: accumulate) for r in range(replicas)]
+        loaders = [PackedBatchLoader(samples, plan, replica=r, accumulate=lambda: accumulate) for r in range(replicas)]
         dealt = [list(loader.micro_batches()) for loader in loaders]
         return [
             {i for share in dealt for batch, _, _ in share[start : start + accumulate] for i in batch}
@@ -71,7 +71,7 @@ def test_the_samples_of_a_step_do_not_depend_on_the_split() -> None:
 
 
 def test_joined_micro_batches_keep_to_the_budget_and_come_last() -> None:
-    loader = RowLoader(samples_of([5, 5, 5, 5]), BatchPlan(1, None, token_budget=10), accumulate=lambda: 4)
+    loader = PackedBatchLoader(samples_of([5, 5, 5, 5]), BatchPlan(1, None, token_budget=10), accumulate=lambda: 4)
     assert [batch for batch, _, _ in loader.micro_batches()] == [[], [], [0, 1], [2, 3]]
     rows = list(loader)
     assert rows[0]["input_ids"].shape == (1, 0)
@@ -84,7 +84,7 @@ def test_rows_do_not_depend_on_the_number_of_workers(workers: int) -> None:
     samples, plan = samples_of([5, 9, 4, 7], [8, 6, 3]), BatchPlan(2, None, 64, shuffle=True, seed=3)
 
     def rows(workers: int) -> list[Any]:
-        loader = RowLoader(samples, plan, accumulate=lambda: 2, num_workers=workers)
+        loader = PackedBatchLoader(samples, plan, accumulate=lambda: 2, num_workers=workers)
         return [(row["input_ids"].tolist(), row["target_sources"].tolist(), row["window_tokens"]) for row in loader]
 
     assert rows(workers) == rows(0)

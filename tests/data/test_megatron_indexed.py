@@ -108,8 +108,8 @@ BAD: dict[str, Any] = {
     "version 2, dtype code 8; version 1 with whole numbers is read": lambda idx, bin_: idx.write_bytes(
         idx.read_bytes()[:9] + struct.pack("<Q", 2) + idx.read_bytes()[17:]
     ),
-    "data.idx is cut off": lambda idx, bin_: idx.write_bytes(idx.read_bytes()[:-30]),
-    "data.bin is cut off": lambda idx, bin_: bin_.write_bytes(bin_.read_bytes()[:-30]),
+    "data.idx is truncated": lambda idx, bin_: idx.write_bytes(idx.read_bytes()[:-30]),
+    "data.bin is truncated": lambda idx, bin_: bin_.write_bytes(bin_.read_bytes()[:-30]),
     "data.bin does not exist; an indexed data set is two files": lambda idx, bin_: bin_.unlink(),
     "holds the token id 400, those of the tokenizer are 0 to": lambda idx, bin_: write(
         idx.with_suffix(""), documents=[[5, 400]]

@@ -80,12 +80,12 @@ def test_json_lines_name_the_line(write: Any) -> None:
         (
             "rows.jsonl:7",
             "is not JSON that can be read (maximum recursion depth exceeded while decoding a JSON array from a "
-            "unicode string); mend the line",
+            "unicode string); fix the line",
         ),
         (
             "rows.jsonl:8",
             "is not JSON that can be read (Exceeds the limit (4300 digits) for integer string conversion: value has "
-            "5000 digits; use sys.set_int_max_str_digits() to increase the limit); mend the line",
+            "5000 digits; use sys.set_int_max_str_digits() to increase the limit); fix the line",
         ),
         ("rows.jsonl:9", {"text": "\ud800"}),
         ("rows.jsonl:10", {"text": "b"}),
@@ -261,17 +261,17 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "no JSON": (
         "a.json",
         b'[{"a": 1},\n {"b" 2}]',
-        "a.json:2: is not JSON (column 7: Expecting ':' delimiter); mend it",
+        "a.json:2: is not JSON (column 7: Expecting ':' delimiter); fix it",
     ),
-    "half a list": ("a.json", b'[{"a": 1},\n', "a.json:2: is not JSON (column 1: Expecting value); mend it"),
-    "two lists": ("a.jsonl", b"[1]\n[2]\n", "a.jsonl:2: is not JSON (column 1: Extra data); mend it"),
+    "half a list": ("a.json", b'[{"a": 1},\n', "a.json:2: is not JSON (column 1: Expecting value); fix it"),
+    "two lists": ("a.jsonl", b"[1]\n[2]\n", "a.jsonl:2: is not JSON (column 1: Extra data); fix it"),
     "deep list": ("a.json", b"[" * 100_000, "a.json: is not JSON that can be read (maximum recursion depth exceeded"),
     "huge integer": (
         "a.json",
         b"[" + b"9" * 5000 + b"]",
         "a.json: is not JSON that can be read (Exceeds the limit (4300",
     ),
-    "open quotes": ("a.csv", b'q,a\n1,"2\n\n', "a.csv:3: is not CSV (unexpected end of data); mend the quotes"),
+    "open quotes": ("a.csv", b'q,a\n1,"2\n\n', "a.csv:3: is not CSV (unexpected end of data); fix the quotes"),
     "quote amid a cell": ("a.csv", b'q,a\n"1"2,3\n', "a.csv:2: is not CSV ('"),
     "old line ends": ("a.csv", b"q,a\r1,2\r", "a.csv:1: is not CSV (new-line character seen in unquoted field"),
     "a column twice": ("a.csv", b"q,a,q\n1,2,3\n", "a.csv:1: has two columns 'q'; rename one"),
@@ -364,4 +364,4 @@ def test_a_row_nested_too_deep_is_bad_in_either_file(tmp_path: Path) -> None:
     for name, content in (("a.json", f"[{deep}]"), ("a.jsonl", deep)):
         (tmp_path / name).write_text(content)
         ((_, row),) = Source(str(tmp_path / name)).rows()
-        assert str(row) == "is nested more than 100 deep, which no format is; mend the row"
+        assert str(row) == "is nested more than 100 deep, which no format is; fix the row"

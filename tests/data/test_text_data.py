@@ -11,7 +11,7 @@ import pytest
 from conftest import make_rows, make_tokenizer
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.data.loaders.batching import RowLoader
+from lit_ft.data.loaders.batching import PackedBatchLoader
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens.samples import Samples
 
@@ -31,7 +31,7 @@ def contents(samples: Samples) -> list[bytes]:
 def test_too_long_rows_are_cut_and_counted(write_rows: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
     rows = [{"instruction": "a", "output": "red " * n} for n in (1, 50, 2)]
-    line = "1 of 3 rows are longer than data.max_length=40 tokens and were cut at the end"
+    line = "1 of 3 rows are longer than data.max_length=40 tokens and were truncated at the end"
     for _ in range(2):  # the second time from the cache
         data = load(write_rows, rows, max_length=40)
         assert data.splits["train"].lengths.max() == 40
@@ -167,7 +167,7 @@ def test_validation_loss_of_a_source_is_that_of_the_source_alone(
     data = TextDataModule(val_sources=sources, micro_batch_size=3, packing=packing, max_length=128)
     trainer = make_trainer()
     together = trainer.validate(module, data, verbose=False)[0]
-    assert isinstance(trainer.val_dataloaders, RowLoader)  # one, however many sources
+    assert isinstance(trainer.val_dataloaders, PackedBatchLoader)  # one, however many sources
     for source in sources:
         alone = make_trainer().validate(module, TextDataModule(val_path=source.path), verbose=False)[0]
         assert together[f"val/loss/{source.name}"] == pytest.approx(alone["val/loss"], rel=1e-6)

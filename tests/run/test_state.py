@@ -184,7 +184,7 @@ def test_damage_is_said_and_the_checkpoint_before_it_resumed(tmp_path: Path, rec
             path.write_bytes(path.read_bytes()[:-1000])
     codes, said = fit(tmp_path, recipe, "--run_dir", str(run), "--ckpt_path", "last", *saves)
     assert codes == {0}, said
-    assert "last.ckpt is damaged and left out: it is cut short" in said
+    assert "last.ckpt is damaged and left out: it is truncated" in said
     assert "-step=2.ckpt" in said
     assert torch.equal(
         torch.cat([t.flatten() for t in outcome(run)["state_dict"].values()]),
@@ -194,7 +194,7 @@ def test_damage_is_said_and_the_checkpoint_before_it_resumed(tmp_path: Path, rec
     damaged.write_bytes(damaged.read_bytes()[:-1000])
     codes, said = fit(tmp_path, recipe, "--run_dir", str(run), "--ckpt_path", str(damaged))
     assert codes == {2}
-    assert "cannot be used: it is cut short" in said
+    assert "cannot be used: it is truncated" in said
 
 
 @pytest.mark.processes

@@ -413,7 +413,7 @@ def test_a_package_of_no_extra(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setenv("LIT_FT_ALLOW_CODE", "lion_of_mine")
     with pytest.raises(SystemExit):
         main(["fit", "--config", "recipes/quickstart.yaml", "--optimizer", "lion_of_mine.Lion"])
-    assert "optimizer: no module 'lion_of_mine' is installed; mend the class_path" in capsys.readouterr().err
+    assert "optimizer: no module 'lion_of_mine' is installed; fix the class_path" in capsys.readouterr().err
 
 
 def test_bytes_of_state_are_those_of_the_docs() -> None:

@@ -130,7 +130,7 @@ def note(method: str, **findings: str) -> None:
 
 @pytest.fixture(params=METHODS)
 def trained(request: pytest.FixtureRequest, make_trainer: Any, model_folder: str, write_rows: Any) -> Any:
-    """A method's name and a module that was trained on packed rows for four steps."""
+    """A method's name and a module that was trained on packed batches for four steps."""
     module = CausalLM(
         model_folder,
         peft=METHODS[request.param],
@@ -189,7 +189,7 @@ def test_merged_or_refused(trained: Any, tmp_path: Path) -> None:
 def weights_after(
     make_trainer: Any, model_folder: str, data: str, method: str, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """What four steps on packed rows make of a method's weights."""
+    """What four steps on packed batches make of a method's weights."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     module = CausalLM(model_folder, peft=METHODS[method], optimizer=adamw)
     ckpt_path, units = options.pop("ckpt_path", None), options.pop("micro_batch_size", 1)

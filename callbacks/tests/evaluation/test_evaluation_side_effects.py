@@ -214,7 +214,7 @@ def on_rank(folder: str) -> tuple[float, list[Any]]:
 
 
 @pytest.mark.processes
-def test_texts_are_dealt_out_over_ranks_and_rank_0_writes(tmp_path: Path) -> None:
+def test_texts_are_split_over_ranks_and_rank_0_writes(tmp_path: Path) -> None:
     """Three texts of 4, 7 and 1 letters on two ranks: the fourth turn counts nothing."""
     ranks = on_ranks(2, on_rank, str(tmp_path), timeout=120)
     seen = [{"step": step, "loss": 1.0 + step, "tokens": 12} for step in (0, 2)]

@@ -83,7 +83,7 @@ def verify(path: Path) -> str | None:
         file.seek(0)
         if size > 0 and file.read(4) != _FIRST_RECORD[: min(4, size)]:
             return "it is no Lightning checkpoint; name a .ckpt file of a run"
-        return f"it is cut short, or its end was overwritten ({size:,} bytes)"
+        return f"it is truncated, or its end was overwritten ({size:,} bytes)"
 
 
 class NoChecksum(Exception):

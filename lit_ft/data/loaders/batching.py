@@ -20,7 +20,7 @@ from lit_ft.data.loaders.mixing import Mixing
 from lit_ft.data.loaders.packing import best_fit
 from lit_ft.data.tokens.samples import Samples
 from lit_ft.errors import RecipeError
-from lit_ft.packed_batch import PackedBatch, empty_row, pack_samples, sample_targets
+from lit_ft.packed_batch import PackedBatch, empty_batch, pack_samples, sample_targets
 
 MicroBatch = list[int]
 """Indices of the samples that are packed together; empty when there is nothing to compute."""
@@ -41,10 +41,10 @@ class BatchPlan:
     replicas: int = 1
     mixing: Mixing = field(default_factory=Mixing)
 
-    def units(self, samples: Samples, *place: int) -> list[MicroBatch]:
-        """Units of an epoch (or of a stream's buffer) in order; ``place`` are its numbers, part of the seed."""
+    def units(self, samples: Samples, *numbers: int) -> list[MicroBatch]:
+        """Units of an epoch (or of a stream's buffer) in order; ``numbers`` are those of both, part of the seed."""
         if self.packing is None:
-            order = self.mixing.order(samples.source, self.shuffle, [self.seed, *place])
+            order = self.mixing.order(samples.source, self.shuffle, [self.seed, *numbers])
             return [[i] for i in order.tolist()]
         # The same bins each epoch: their number is the epoch's length, which the trainer asks for once.
         order = self.mixing.order(samples.source, self.shuffle, self.seed)
@@ -52,14 +52,14 @@ class BatchPlan:
         units = [order[members].tolist() for members in units]
         if not self.shuffle:
             return units
-        return [units[i] for i in np.random.default_rng([self.seed, *place]).permutation(len(units))]
+        return [units[i] for i in np.random.default_rng([self.seed, *numbers]).permutation(len(units))]
 
     def length(self, units: int) -> int:
         """Number of micro-batches per replica and epoch."""
         return -(-units // (self.micro_batch_size * self.replicas))
 
     def windows(
-        self, units: Sequence[MicroBatch], lengths: np.ndarray, accumulate: int, whole: bool = False
+        self, units: Sequence[MicroBatch], lengths: np.ndarray, accumulate: int, fill_last_window: bool = False
     ) -> Iterator[list[list[MicroBatch]]]:
         """Micro-batches of each replica, for each optimizer step.
 
@@ -70,14 +70,14 @@ class BatchPlan:
             units: units of the epoch, in order.
             lengths: tokens per sample, ``(samples,)``.
             accumulate: micro-batches per optimizer step.
-            whole: add empty micro-batches to the last window, so that it has as many as the others.
+            fill_last_window: add empty micro-batches to the last window, so that it has as many as the others.
         """
         step = self.micro_batch_size * self.replicas * accumulate
         for start in range(0, len(units), step):
             window = units[start : start + step]
             pieces = [window[i : i + self.micro_batch_size] for i in range(0, len(window), self.micro_batch_size)]
             shares = [pieces[replica :: self.replicas] for replica in range(self.replicas)]
-            count = accumulate if whole else max(len(share) for share in shares)
+            count = accumulate if fill_last_window else max(len(share) for share in shares)
             joined = [self._join([[i for unit in piece for i in unit] for piece in share], lengths) for share in shares]
             needed = max(len(share) for share in joined)
             yield [[[]] * (count - len(share)) + share for share in (_spread(share, needed) for share in joined)]
@@ -113,10 +113,15 @@ Piece = tuple[MicroBatch, int, bool]
 
 
 def micro_batches(
-    units: Sequence[MicroBatch], samples: Samples, plan: BatchPlan, replica: int, accumulate: int, whole: bool = False
+    units: Sequence[MicroBatch],
+    samples: Samples,
+    plan: BatchPlan,
+    replica: int,
+    accumulate: int,
+    fill_last_window: bool = False,
 ) -> Iterator[Piece]:
-    """Micro-batches of one replica, window by window; ``whole`` as in ``BatchPlan.windows``."""
-    for window in plan.windows(units, samples.lengths, accumulate, whole):
+    """Micro-batches of one replica, window by window; ``fill_last_window`` as in ``BatchPlan.windows``."""
+    for window in plan.windows(units, samples.lengths, accumulate, fill_last_window):
         mine = window[replica]
         tokens = int(sum(samples.supervised[members].sum() for members in mine if members))
         for i, members in enumerate(mine):
@@ -156,38 +161,38 @@ def lay_out(piece: Piece, samples: Samples) -> PackedBatch:
     """Build the packed batch of a micro-batch."""
     members, window_tokens, compute = piece
     if members:
-        row = pack_samples([samples[i] for i in members], samples.source[members])
+        batch = pack_samples([samples[i] for i in members], samples.source[members])
     elif compute:
         # Other replicas run the model now and wait for this one: one token, nothing supervised.
         ids, labels = samples[0]
-        row = pack_samples([(ids[:1], labels[:1])])
+        batch = pack_samples([(ids[:1], labels[:1])])
     else:
-        row = empty_row()
-    row["window_tokens"] = window_tokens
-    row["source_names"] = samples.names
-    return row
+        batch = empty_batch()
+    batch["window_tokens"] = window_tokens
+    batch["source_names"] = samples.names
+    return batch
 
 
-class _Rows(Dataset[PackedBatch]):
+class _PackedBatches(Dataset[PackedBatch]):
     """Data set that builds packed batches; an index from the sampler is the micro-batch itself."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
     def __getitem__(self, piece: Any) -> PackedBatch:
-        row, members = lay_out(piece, self.samples), piece[0]
+        batch, members = lay_out(piece, self.samples), piece[0]
         if members:
-            row["sample_ids"] = self.samples.ids(members)
-            row["sample_sources"] = self.samples.sources_of(members)
-            row["sample_targets"] = sample_targets(row)
-        return row
+            batch["sample_ids"] = self.samples.ids(members)
+            batch["sample_sources"] = self.samples.sources_of(members)
+            batch["sample_targets"] = sample_targets(batch)
+        return batch
 
 
-def _as_it_is(row: Any) -> Any:
-    return row
+def _as_is(batch: Any) -> Any:
+    return batch
 
 
-class RowLoader:
+class PackedBatchLoader:
     """Dataloader of one replica's micro-batches, an epoch at a time, whose position can be saved.
 
     It counts its epochs itself: Lightning's count is one ahead in a checkpoint of a run that ``max_steps`` ended
@@ -225,7 +230,7 @@ class RowLoader:
         self._epoch = 0
         self._position = 0
         self._resume: dict[str, Any] | None = None
-        self._dealt = 0
+        self._micro_batches_per_step = 0
         self._length = plan.length(len(plan.units(samples, 0)))
         self.batches = min(self._length, limit) if isinstance(limit, int) else int(self._length * limit)
         """Micro-batches of an epoch within the limit."""
@@ -251,7 +256,7 @@ class RowLoader:
             "position": self._position,
             "batches": self.batches,
             "is_over": self._position >= self.batches,
-            "deal": batch_geometry(self.plan, self._dealt or self._accumulate()),
+            "deal": batch_geometry(self.plan, self._micro_batches_per_step or self._accumulate()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -283,8 +288,8 @@ class RowLoader:
 
     def micro_batches(self, epoch: int = 0) -> Iterator[Piece]:
         """Micro-batches of this replica in an epoch."""
-        self._dealt = self._accumulate()
-        return micro_batches(self._units(epoch), self.samples, self.plan, self.replica, self._dealt)
+        self._micro_batches_per_step = self._accumulate()
+        return micro_batches(self._units(epoch), self.samples, self.plan, self.replica, self._micro_batches_per_step)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         # A generator: Lightning asks for the iterator before it restores the position, and draws from it after.
@@ -296,21 +301,21 @@ class RowLoader:
         if self._position >= self.batches:
             self._epoch, self._position = self._epoch + 1, 0
         sampler: Any = islice(self.micro_batches(self._epoch), self._position, None)
-        rows = iter(
+        batches = iter(
             DataLoader(
-                _Rows(self.samples),
+                _PackedBatches(self.samples),
                 batch_size=None,
                 sampler=sampler,
-                collate_fn=_as_it_is,
+                collate_fn=_as_is,
                 num_workers=self._workers,
                 pin_memory=self._pin_memory,
             )
         )
         while True:
             started = time.perf_counter()
-            row = next(rows, None)
+            batch = next(batches, None)
             self.seconds_waited += time.perf_counter() - started
-            if row is None:
+            if batch is None:
                 return
             self._position += 1
-            yield row
+            yield batch

@@ -36,21 +36,21 @@ Tokens = tuple[int, np.ndarray, np.ndarray]
 class MixedRows(Iterator[PlacedRow]):
     """Iterator over the rows of several sources in the proportions of a mixing; its position is a list of counts."""
 
-    def __init__(self, sources: Sequence[Source], mixing: Mixing, place: dict[str, list[int]] | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], mixing: Mixing, position: dict[str, list[int]] | None = None) -> None:
         """Open the sources.
 
         Args:
             sources: data sets to read.
             mixing: proportions of the sources; without weights, equal shares.
-            place: saved result of ``place``, to continue from; None starts at the first rows.
+            position: saved result of ``position``, to continue from; None starts at the first rows.
         """
         self.sources, self.mixing = sources, mixing
         self._ended = False
-        start = place or {name: [0] * len(sources) for name in ("drawn", "read", "passes")}
+        start = position or {name: [0] * len(sources) for name in ("drawn", "read", "passes")}
         self._drawn, self._read, self._passes = (list(start[name]) for name in ("drawn", "read", "passes"))
         self._open = [source.rows(read, streaming=True) for source, read in zip(sources, self._read, strict=True)]
 
-    def place(self) -> dict[str, list[int]]:
+    def position(self) -> dict[str, list[int]]:
         """Position: for each source, rows drawn in total, rows read in this pass, and completed passes."""
         return {"drawn": list(self._drawn), "read": list(self._read), "passes": list(self._passes)}
 
@@ -114,7 +114,7 @@ class StreamLoader:
         buffer_rows: int,
         replica: int = 0,
         accumulate: Callable[[], int] = lambda: 1,
-        cut: int | None = None,
+        epoch_batches: int | None = None,
         repeats: bool = False,
         workers: int = 0,
     ) -> None:
@@ -128,19 +128,24 @@ class StreamLoader:
             buffer_rows: number of rows that are read and shuffled at a time.
             replica: data-parallel rank of this process.
             accumulate: returns the micro-batches per optimizer step; called at the start of each epoch.
-            cut: micro-batches after which the trainer ends an epoch; None where an epoch is a pass over all rows.
+            epoch_batches: micro-batches after which the trainer ends an epoch; None if it ends with the rows.
             repeats: start each epoch at the first row, as ``overfit_batches`` does.
             workers: number of processes that tokenize ahead; 0 tokenizes between two steps.
         """
         self.sources, self.preparation, self.plan = sources, preparation, plan
         self.names, self.buffer_rows, self.replica = names, buffer_rows, replica
-        self._accumulate, self._cut, self._repeats, self._workers = accumulate, cut, repeats, workers
+        self._accumulate, self._epoch_batches, self._repeats, self._workers = (
+            accumulate,
+            epoch_batches,
+            repeats,
+            workers,
+        )
         self.seconds_waited = 0.0
         """Seconds that the training loop has waited for micro-batches."""
         self.notes: Counter[str] = Counter()
         """Counts by the names of ``tokenization.NOTES``, and of rows read and skipped."""
-        self._place: dict[str, Any] = start_of_pass(0)
-        self._deal: dict[str, int] = {}
+        self._state: dict[str, Any] = start_of_pass(0)
+        self._geometry: dict[str, int] = {}
         self._batch = 0
         self._is_over = False
         self._windows: deque[dict[str, Any]] = deque(maxlen=WINDOWS_KEPT)
@@ -156,9 +161,15 @@ class StreamLoader:
         """
         if self._resume is not None:
             return self._resume
-        deal = self._deal or batch_geometry(self.plan, self._accumulate())
+        geometry = self._geometry or batch_geometry(self.plan, self._accumulate())
         windows = list(self._windows)
-        return {**self._place, "batches": self._cut, "is_over": self._is_over, "windows": windows, "deal": deal}
+        return {
+            **self._state,
+            "batches": self._epoch_batches,
+            "is_over": self._is_over,
+            "windows": windows,
+            "deal": geometry,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position at the next iteration.
@@ -166,9 +177,9 @@ class StreamLoader:
         Raises:
             RecipeError: rows were drawn already.
         """
-        if self._is_open and any(state[name] != self._place[name] for name in ("epoch", "buffer", "position")):
+        if self._is_open and any(state[name] != self._state[name] for name in ("epoch", "buffer", "position")):
             raise RecipeError(
-                "a schedule opened the stream before its place was restored; set trainer.max_epochs to -1"
+                "a schedule opened the stream before its position was restored; set trainer.max_epochs to -1"
             )
         self._resume = state
 
@@ -181,7 +192,7 @@ class StreamLoader:
             micro_batch: number of the micro-batch that trains next, as the trainer counts within the epoch.
             ready: number of micro-batches of the epoch that the trainer had begun at the time of saving.
         """
-        begun = [place for place in state.get("windows", []) if place["batch"] <= micro_batch]
+        begun = [window for window in state.get("windows", []) if window["batch"] <= micro_batch]
         if begun:
             state |= begun[-1]
             state["position"] += micro_batch - state["batch"]
@@ -200,62 +211,69 @@ class StreamLoader:
         resume, self._resume = self._resume, None
         now = batch_geometry(self.plan, self._accumulate())
         if resume is not None:
-            place = self._dealt_anew({**start_of_pass(0), **resume}, resume.get("deal"), now)
+            state = self._rescaled({**start_of_pass(0), **resume}, resume.get("deal"), now)
         else:
-            place = self._dealt_anew(self._place, self._deal, now)
-        self._batch = place["batch"] if resume is not None and place["batch"] != self._cut else 0
+            state = self._rescaled(self._state, self._geometry, now)
+        self._batch = state["batch"] if resume is not None and state["batch"] != self._epoch_batches else 0
         if self._repeats and self._batch == 0:
-            place = start_of_pass(0)
-        self._deal, self._is_over = now, False
+            state = start_of_pass(0)
+        self._geometry, self._is_over = now, False
         self._windows.clear()
-        yield from self._one_pass(place)
+        yield from self._one_pass(state)
         if self._batch == 0:  # the previous part ended together with its pass
-            yield from self._one_pass(self._place)
+            yield from self._one_pass(self._state)
         self._is_over = True
 
-    def _dealt_anew(self, place: dict[str, Any], then: dict[str, int] | None, now: dict[str, int]) -> dict[str, Any]:
+    def _rescaled(self, state: dict[str, Any], then: dict[str, int] | None, now: dict[str, int]) -> dict[str, Any]:
         """Convert a position between optimizer steps to another ``batch_geometry``.
 
         Args:
-            place: saved position.
+            state: saved position.
             then: ``batch_geometry`` of the run that saved it; None or empty leaves the position as it is.
             now: ``batch_geometry`` of this run.
         """
-        place = {name: place[name] for name in start_of_pass(0)}
+        state = {name: state[name] for name in start_of_pass(0)}
         if not then or then == now:
-            return place
-        if place["position"] % then["accumulate"]:
-            position_under({**place, "deal": then}, self.plan, now["accumulate"])  # raises the error
-        taken, trained = (place[name] * then["units"] for name in ("position", "batch"))
-        return {**place, "skip": place["skip"] + taken, "position": 0, "batch": trained // now["units"]}
+            return state
+        if state["position"] % then["accumulate"]:
+            position_under({**state, "deal": then}, self.plan, now["accumulate"])  # raises the error
+        taken, trained = (state[name] * then["units"] for name in ("position", "batch"))
+        return {**state, "skip": state["skip"] + taken, "position": 0, "batch": trained // now["units"]}
 
     def _one_pass(self, start: dict[str, Any]) -> Iterator[PackedBatch]:
         """Micro-batches of the rest of a pass over all rows, from a position on."""
-        position, accumulate = start["position"], self._deal["accumulate"]
+        position, accumulate = start["position"], self._geometry["accumulate"]
         for number, buffer in enumerate(self._buffers(start), start["buffer"]):
-            dealt = micro_batches(
-                buffer.units, buffer.samples, self.plan, self.replica, accumulate, whole=self._cut is not None
+            pieces = micro_batches(
+                buffer.units,
+                buffer.samples,
+                self.plan,
+                self.replica,
+                accumulate,
+                fill_last_window=self._epoch_batches is not None,
             )
-            for at, piece in enumerate(islice(dealt, position, None), position):
-                place = {**buffer.start, "epoch": start["epoch"], "buffer": number, "position": at}
-                place["batch"] = self._batch
+            for at, piece in enumerate(islice(pieces, position, None), position):
+                state = {**buffer.start, "epoch": start["epoch"], "buffer": number, "position": at}
+                state["batch"] = self._batch
                 if at % accumulate == 0:
-                    self._windows.append(place)
+                    self._windows.append(state)
                 started = time.perf_counter()
-                row = lay_out(piece, buffer.samples)
+                batch = lay_out(piece, buffer.samples)
                 self.seconds_waited += time.perf_counter() - started
                 self._batch += 1
                 # The trainer draws one micro-batch ahead unless it knows where the epoch ends.
-                self._place = place if self._cut is None else {**place, "position": at + 1, "batch": self._batch}
-                yield row
+                self._state = (
+                    state if self._epoch_batches is None else {**state, "position": at + 1, "batch": self._batch}
+                )
+                yield batch
             position = 0
-        self._place = start_of_pass(start["epoch"] + 1)
+        self._state = start_of_pass(start["epoch"] + 1)
 
     # --- buffers ---------------------------------------------------------------------------------
 
     def _buffers(self, resume: dict[str, Any]) -> Iterator[_Buffer]:
         left: list[list[Tokens]] = _unpack(resume["left"])
-        window = self.plan.micro_batch_size * self.plan.replicas * self._deal["accumulate"]
+        window = self.plan.micro_batch_size * self.plan.replicas * self._geometry["accumulate"]
         number, skip = resume["buffer"], resume["skip"]
         started = time.perf_counter()
         ending = False
@@ -279,14 +297,14 @@ class StreamLoader:
             started = time.perf_counter()
             number, skip = number + 1, 0
 
-    def _filled(self, place: dict[str, list[int]] | None) -> Iterator[tuple[dict[str, list[int]], list[Tokens]]]:
+    def _filled(self, position: dict[str, list[int]] | None) -> Iterator[tuple[dict[str, list[int]], list[Tokens]]]:
         """Samples of each buffer, and the position of the stream before it."""
-        stream = MixedRows(self.sources, self.plan.mixing, place)
+        stream = MixedRows(self.sources, self.plan.mixing, position)
         chunks = -(-self.buffer_rows // ROWS_PER_BATCH)
 
         def batches() -> Iterator[tuple[Any, list[PlacedRow]]]:
             while True:
-                rows, room = stream.place(), self.buffer_rows
+                rows, room = stream.position(), self.buffer_rows
                 while room and (batch := list(islice(stream, min(ROWS_PER_BATCH, room)))):
                     room -= len(batch)
                     yield (rows, room == 0), batch
@@ -295,19 +313,19 @@ class StreamLoader:
 
         samples: list[Tokens] = []
         rows: dict[str, list[int]] = {}
-        for (rows, is_full), places, parts in encode_batches(batches(), self._tokenizations, self._workers, chunks):
-            samples += self._in_order(places, parts)
+        for (rows, is_full), locations, parts in encode_batches(batches(), self._tokenizations, self._workers, chunks):
+            samples += self._in_order(locations, parts)
             if is_full:
                 yield rows, samples
                 samples = []
         if samples:
             yield rows, samples
 
-    def _in_order(self, places: list[str], parts: list[Part]) -> list[Tokens]:
+    def _in_order(self, locations: list[str], parts: list[Part]) -> list[Tokens]:
         """Samples of a batch of rows, in the order of the rows."""
-        found: list[tuple[int, Tokens]] = []
+        numbered: list[tuple[int, Tokens]] = []
         for source, positions, encoded in parts:
-            skipped = self.preparation.check([places[i] for i in positions], encoded)
+            skipped = self.preparation.check([locations[i] for i in positions], encoded)
             if skipped and not self.notes["skipped"]:
                 named = "; ".join(skipped[:BAD_ROWS_NAMED])
                 rank_zero_info(f"rows that cannot be used are skipped (data.on_bad_row=skip): {named}")
@@ -315,8 +333,8 @@ class StreamLoader:
             ends = np.cumsum(encoded.lengths)
             for row, end, length in zip(encoded.rows, ends, encoded.lengths, strict=True):
                 span = slice(end - length, end)
-                found.append((int(positions[row]), (source, encoded.ids[span], encoded.labels[span])))
-        return [tokens for _, tokens in sorted(found, key=lambda pair: pair[0])]
+                numbered.append((int(positions[row]), (source, encoded.ids[span], encoded.labels[span])))
+        return [tokens for _, tokens in sorted(numbered, key=lambda pair: pair[0])]
 
     def describe(self) -> list[str]:
         """Messages that count truncated, dropped, skipped and otherwise changed rows, one line each."""

@@ -176,9 +176,9 @@ def _supervised_turns(chat: Chat, supervise: Supervise) -> list[int]:
     answers = _answers(chat)
     if supervise == "all":
         return answers[-1:]
-    wanted = set(answers[-1:] if supervise == "last" else answers)
-    wanted |= {i for i, mark in chat.marks.items() if mark and supervise == "assistant"}
-    return sorted(i for i in wanted if chat.marks.get(i, True))
+    turns = set(answers[-1:] if supervise == "last" else answers)
+    turns |= {i for i, mark in chat.marks.items() if mark and supervise == "assistant"}
+    return sorted(i for i in turns if chat.marks.get(i, True))
 
 
 def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, notes: list[str]) -> tuple[str, str]:

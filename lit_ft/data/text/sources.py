@@ -105,22 +105,24 @@ class Source:
                 raise RecipeError(f"{self.path}: {path.suffix or 'no suffix'} is not read; give {', '.join(SUFFIXES)}")
             return [path]
         if path.is_dir():
-            found = sorted(
+            candidates = sorted(
                 file for file in path.rglob("*") if file.is_file() and ".cache" not in file.relative_to(path).parts
             )
         elif has_magic(self.path):
-            found = sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
+            candidates = sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
         else:
             raise RecipeError(f"{self.path!r} does not exist; give a file, a folder, a glob, or a hub data set's name")
         # A data folder often has a README, which is not data.
         files = [
-            file for file in found if file.name.endswith(SUFFIXES) and file.stem.lower() not in ("readme", "license")
+            file
+            for file in candidates
+            if file.name.endswith(SUFFIXES) and file.stem.lower() not in ("readme", "license")
         ]
         if not files:
             raise RecipeError(
                 f"{self.path!r} holds no file that can be read ({', '.join(SUFFIXES)}); name another folder"
             )
-        if left := [file.name for file in found if file not in files]:
+        if left := [file.name for file in candidates if file not in files]:
             rank_zero_info(f"{self.path}: {len(left)} files are not data and were left out: {', '.join(left[:5])}")
         return files
 
@@ -165,7 +167,7 @@ class Source:
         except Exception as error:  # from a failed name resolution to a wrong name: it cannot be loaded
             why = str(error).strip().split("\n")[0].rstrip(".:")[:160]
             raise RecipeError(
-                f"{self.path!r} is no file or folder here, and cannot be had from the hub ({why}); mend the path, or "
+                f"{self.path!r} is no file or folder here, and cannot be had from the hub ({why}); fix the path, or "
                 "the name, split or subset of the data set (HF_HUB_OFFLINE=1 takes one that was downloaded before)"
             ) from error
 
@@ -203,14 +205,14 @@ def _check_saved(folder: Path) -> None:
 
 def _arrow_rows(path: str, rows: Any) -> Iterator[tuple[str, RawRow | BadRow]]:
     # Without decode(False), columns of images, audio and video would open or download any path that a row names.
-    with explained(f"{path}: cannot be read", "mend or remove it"):
+    with explained(f"{path}: cannot be read", "fix or remove it"):
         numbered = enumerate((rows if hasattr(rows, "decode") else rows.to_iterable_dataset()).decode(False), 1)
     while True:
-        with explained(f"{path}: cannot be read", "mend or remove it"):
-            found = next(numbered, None)
-        if found is None:
+        with explained(f"{path}: cannot be read", "fix or remove it"):
+            numbered_row = next(numbered, None)
+        if numbered_row is None:
             return
-        yield f"{path}, row {found[0]}", _without_padding(found[1])
+        yield f"{path}, row {numbered_row[0]}", _without_padding(numbered_row[1])
 
 
 def _without_padding(value: Any) -> Any:
@@ -229,7 +231,7 @@ def _file_rows(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow
     try:
         yield from _rows_by_suffix(file, document)
     except (OSError, EOFError, zlib.error) as error:
-        raise RecipeError(f"{file}: cannot be read ({error}); mend or remove it") from error
+        raise RecipeError(f"{file}: cannot be read ({error}); fix or remove it") from error
 
 
 def _rows_by_suffix(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:
@@ -260,7 +262,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
             str(file), datasets.load_dataset("parquet", data_files=escape(str(file)), split="train", streaming=True)
         )
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{file}: is not a Parquet file ({str(error).splitlines()[0]}); mend or remove it") from error
+        raise RecipeError(f"{file}: is not a Parquet file ({str(error).splitlines()[0]}); fix or remove it") from error
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
@@ -279,9 +281,9 @@ def _document_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
         line = content.count(b"\n", 0, error.start) + 1
         raise RecipeError(f"{file}:{line}: is not UTF-8 (byte {error.start}); convert the file to UTF-8") from error
     except json.JSONDecodeError as error:
-        raise RecipeError(f"{file}:{error.lineno}: is not JSON (column {error.colno}: {error.msg}); mend it") from error
+        raise RecipeError(f"{file}:{error.lineno}: is not JSON (column {error.colno}: {error.msg}); fix it") from error
     except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{file}: is not JSON that can be read ({error}); mend it") from error
+        raise RecipeError(f"{file}: is not JSON that can be read ({error}); fix it") from error
     for number, row in enumerate(document, 1):
         yield f"{file}, row {number}", _checked(row)
 
@@ -302,7 +304,7 @@ def _parse_line(line: bytes) -> RawRow | BadRow:
         where = f"column {error.colno}: {error.msg}"
         return BadRow(f"is not JSON ({where}); each line must be one object, or the whole file a list of them")
     except (ValueError, RecursionError) as error:
-        return BadRow(f"is not JSON that can be read ({error}); mend the line")
+        return BadRow(f"is not JSON that can be read ({error}); fix the line")
 
 
 def _checked(row: Any) -> RawRow | BadRow:
@@ -318,7 +320,7 @@ def _checked(row: Any) -> RawRow | BadRow:
         ]
         if not level:
             return row
-    return BadRow(f"is nested more than {DEEPEST} deep, which no format is; mend the row")
+    return BadRow(f"is nested more than {DEEPEST} deep, which no format is; fix the row")
 
 
 def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow]]:
@@ -339,7 +341,7 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow
                     row = BadRow(f"has {len(cells)} cells under {len(columns)} columns; quote cells that hold {sign}")
                 yield f"{file}:{reader.line_num}", row
         except csv.Error as error:
-            raise RecipeError(f"{file}:{max(reader.line_num, 1)}: is not CSV ({error}); mend the quotes") from error
+            raise RecipeError(f"{file}:{max(reader.line_num, 1)}: is not CSV ({error}); fix the quotes") from error
 
 
 def _text_rows(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:

@@ -77,9 +77,9 @@ def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
     Raises:
         RecipeError: the cache cannot be written.
     """
-    place = folder / key
-    if place.is_dir() and not damage_of(place):
-        return place
+    path = folder / key
+    if path.is_dir() and not damage_of(path):
+        return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"{key}.lock")
@@ -89,11 +89,11 @@ def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
             f"data.cache_dir={str(folder)!r} cannot be written ({error.strerror}); give another folder"
         ) from error
     try:
-        if place.is_dir() and (damage := damage_of(place)):
-            rank_zero_info(f"the token cache's entry {place} is damaged ({damage}); it is written anew")
-            _remove(place)
-        if not place.is_dir():
-            _write(folder / f"{key}.unfinished", place, write)
+        if path.is_dir() and (damage := damage_of(path)):
+            rank_zero_info(f"the token cache's entry {path} is damaged ({damage}); it is written anew")
+            _remove(path)
+        if not path.is_dir():
+            _write(folder / f"{key}.unfinished", path, write)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             raise
@@ -103,28 +103,28 @@ def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
         ) from error
     finally:
         lock.release()
-    return place
+    return path
 
 
-def damage_of(place: Path) -> str:
+def damage_of(entry_folder: Path) -> str:
     """Damage of an entry, found by reading all its bytes, as text; empty if there is none."""
     try:
-        wanted = json.loads((place / SUMS).read_text(encoding="utf-8"))
-        found = _sums_of(place)
+        written = json.loads((entry_folder / SUMS).read_text(encoding="utf-8"))
+        present = _sums_of(entry_folder)
     except (OSError, ValueError) as error:
         return f"{SUMS} cannot be read: {error}"
-    if not isinstance(wanted, dict):
+    if not isinstance(written, dict):
         return f"{SUMS} holds no sums"
-    wrong = [name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
+    wrong = [name for name in sorted(written.keys() | present.keys()) if written.get(name) != present.get(name)]
     return f"{', '.join(wrong)} not as written" if wrong else ""
 
 
-def _sums_of(place: Path) -> dict[str, str]:
+def _sums_of(entry_folder: Path) -> dict[str, str]:
     """XXH3 checksum of each file: it finds accidental damage at memory speed; SHA-256 would slow every start."""
     import xxhash  # comes with datasets
 
     sums = {}
-    for path in sorted(place.iterdir()):
+    for path in sorted(entry_folder.iterdir()):
         if path.name != SUMS:
             digest = xxhash.xxh3_128()
             with path.open("rb") as file:
@@ -134,21 +134,21 @@ def _sums_of(place: Path) -> dict[str, str]:
     return sums
 
 
-def _remove(place: Path) -> None:
+def _remove(entry_folder: Path) -> None:
     """Remove an entry; other processes that have mapped its files can still read them."""
-    removed = place.with_name(f"{place.name}.removed")
+    removed = entry_folder.with_name(f"{entry_folder.name}.removed")
     shutil.rmtree(removed, ignore_errors=True)
-    place.rename(removed)
+    entry_folder.rename(removed)
     shutil.rmtree(removed)
 
 
-def _write(unfinished: Path, place: Path, write: Callable[[Path], None]) -> None:
+def _write(unfinished: Path, entry_folder: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir()
         write(unfinished)
         (unfinished / SUMS).write_text(json.dumps(_sums_of(unfinished)), encoding="utf-8")
-        unfinished.rename(place)
+        unfinished.rename(entry_folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

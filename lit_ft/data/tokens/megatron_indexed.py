@@ -46,7 +46,7 @@ def read_documents(prefix: Path) -> tuple[np.ndarray, np.ndarray]:
     if version != 1 or code not in _DTYPES:
         raise RecipeError(f"{index}: version {version}, dtype code {code}; version 1 with whole numbers is read")
     if len(content) < start + 12 * sequences + 8 * entries:
-        raise RecipeError(f"{index} is cut off: {len(content)} bytes for {sequences} sequences; write it again")
+        raise RecipeError(f"{index} is truncated: {len(content)} bytes for {sequences} sequences; write it again")
     lengths = np.frombuffer(content, dtype="<i4", count=sequences, offset=start)
     pointers = np.frombuffer(content, dtype="<i8", count=sequences, offset=start + 4 * sequences)
     documents = np.frombuffer(content, dtype="<i8", count=entries, offset=start + 12 * sequences)
@@ -54,7 +54,9 @@ def read_documents(prefix: Path) -> tuple[np.ndarray, np.ndarray]:
     if (lengths < 0).any() or (documents < 0).any() or (documents > sequences).any() or (np.diff(documents) < 0).any():
         raise RecipeError(f"{index} is damaged: its sequences or documents do not follow one another; write it again")
     if tokens.stat().st_size < int(lengths.astype(np.int64).sum()) * dtype.itemsize:
-        raise RecipeError(f"{tokens} is cut off: {tokens.stat().st_size} bytes; {index.name} says more; write it again")
+        raise RecipeError(
+            f"{tokens} is truncated: {tokens.stat().st_size} bytes; {index.name} says more; write it again"
+        )
     begins = np.append(pointers // dtype.itemsize, 0)
     ends = np.append(pointers // dtype.itemsize + lengths, 0)
     if len(begins) and not 0 <= begins.min() <= ends.max() <= tokens.stat().st_size // dtype.itemsize:

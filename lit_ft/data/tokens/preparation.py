@@ -81,31 +81,31 @@ class Preparation:
     def _format(self, source: Source) -> str:
         if source.format != "auto" and not source.columns:
             return source.format
-        for place, row in source.rows(streaming=True):  # no copy of a hub data set for the first row
+        for location, row in source.rows(streaming=True):  # no copy of a hub data set for the first row
             if isinstance(row, BadRow):
-                self.refuse(place, row)
+                self.refuse(location, row)
                 continue
             if missing := [name for name in (source.columns or {}).values() if name not in row]:
                 names = ", ".join(map(repr, row))
                 raise RecipeError(
-                    f"{place}: columns names {missing[0]!r}, but the row's are {names or 'none'}; mend it"
+                    f"{location}: columns names {missing[0]!r}, but the row's are {names or 'none'}; fix it"
                 )
             try:
                 return source.format if source.format != "auto" else find_format(renamed(row, source.columns))
             except BadRow as error:
-                raise RecipeError(f"{place}: {error}") from error
+                raise RecipeError(f"{location}: {error}") from error
         raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed")
 
-    def refuse(self, place: str, message: Any) -> None:
+    def refuse(self, location: str, message: Any) -> None:
         """Raise for a row that cannot be used, unless such rows are skipped.
 
         Raises:
             RecipeError: ``on_bad_row`` is ``error``.
         """
         if self.on_bad_row == "error":
-            raise RecipeError(f"{place}: {message} (data.on_bad_row=skip leaves such rows out, and counts them)")
+            raise RecipeError(f"{location}: {message} (data.on_bad_row=skip leaves such rows out, and counts them)")
 
-    def check(self, places: list[str], encoded: Encoded) -> list[str]:
+    def check(self, locations: list[str], encoded: Encoded) -> list[str]:
         """Problems of the rows that cannot be used, each with its location.
 
         Raises:
@@ -114,13 +114,13 @@ class Preparation:
         if encoded.too_long:
             row, tokens = encoded.too_long[0]
             raise RecipeError(
-                f"{places[row]}: {tokens} tokens are over data.max_length={self.max_length} "
+                f"{locations[row]}: {tokens} tokens are over data.max_length={self.max_length} "
                 f"({len(encoded.too_long)} such rows among these {encoded.count}); raise it, or set data.overlong "
                 "to truncate, truncate_left_prompt or drop"
             )
         for row, message in encoded.bad:
-            self.refuse(places[row], message)
-        return [f"{places[row]}: {message}" for row, message in encoded.bad]
+            self.refuse(locations[row], message)
+        return [f"{locations[row]}: {message}" for row, message in encoded.bad]
 
     def prepare(self, source: Source) -> Prepared:
         """Read and tokenize a source, or map its entry in the token cache.
@@ -139,13 +139,13 @@ class Preparation:
         )
         folder = Path(self.cache_dir).expanduser() if self.cache_dir else token_cache.default_folder()
 
-        def write(place: Path) -> None:
-            self._tokenize(source, tokenization, place)
+        def write(folder_of_entry: Path) -> None:
+            self._tokenize(source, tokenization, folder_of_entry)
 
-        place = token_cache.entry(folder / "tokens", key, write)
-        meta = json.loads((place / "meta.json").read_text(encoding="utf-8"))
+        folder_of_entry = token_cache.entry(folder / "tokens", key, write)
+        meta = json.loads((folder_of_entry / "meta.json").read_text(encoding="utf-8"))
         prepared = Prepared(
-            source, read_arrays(place), meta["rows"], Counter(meta["notes"]), meta["bad"], meta["bad_rows"]
+            source, read_arrays(folder_of_entry), meta["rows"], Counter(meta["notes"]), meta["bad"], meta["bad_rows"]
         )
         prepared.lines.extend(self._describe(prepared, tokenization))
         self._check_left(prepared)
@@ -159,17 +159,17 @@ class Preparation:
         """
         tokenization = self.tokenization(source)
         head = list(islice(source.rows(streaming=True), ROWS_PER_BATCH))
-        self.check([place for place, _ in head], tokenization.encode([row for _, row in head]))
+        self.check([location for location, _ in head], tokenization.encode([row for _, row in head]))
 
-    def _tokenize(self, source: Source, tokenization: Tokenization, place: Path) -> None:
+    def _tokenize(self, source: Source, tokenization: Tokenization, folder: Path) -> None:
         batches: list[Encoded] = []
         firsts = []
         rows = bad_rows = 0
         bad: list[str] = []
         stream = ((0, where, row) for where, row in source.rows())
         chunks = iter(lambda: (None, list(islice(stream, ROWS_PER_BATCH))), (None, []))
-        for _, places, ((_, _, encoded),) in encode_batches(chunks, [tokenization], self._workers(source)):
-            bad += self.check(places, encoded)
+        for _, locations, ((_, _, encoded),) in encode_batches(chunks, [tokenization], self._workers(source)):
+            bad += self.check(locations, encoded)
             bad, bad_rows = bad[:BAD_ROWS_NAMED], bad_rows + len(encoded.bad)
             batches.append(encoded)
             firsts.append(rows)
@@ -182,10 +182,10 @@ class Preparation:
             np.concatenate([batch.lengths for batch in batches]),
             np.concatenate([first + batch.rows for first, batch in zip(firsts, batches, strict=True)]),
         )
-        write_arrays(place, arrays)
+        write_arrays(folder, arrays)
         notes = sum((batch.notes for batch in batches), Counter[str]())
         meta = {"rows": rows, "notes": notes, "bad": bad, "bad_rows": bad_rows}
-        (place / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
     def _workers(self, source: Source) -> int:
         if self.workers is not None:

@@ -32,7 +32,7 @@ from lit_ft.model.render_limits import limited
 from lit_ft.packed_batch import IGNORE_INDEX
 
 NOTES = {
-    "truncated": "rows are longer than data.max_length={max_length} tokens and were cut at the end "
+    "truncated": "rows are longer than data.max_length={max_length} tokens and were truncated at the end "
     "(data.overlong={overlong})",
     "prompt truncated": "rows are longer than data.max_length={max_length} tokens and lost the beginning of their "
     "prompt (data.overlong={overlong})",
@@ -125,7 +125,7 @@ class Tokenization:
                 bad[i] = str(error)
         if self.format == "tokenized":
             ids, labels, lengths, owners = self._tokens(examples, bad)
-            whole = {i for i in owners if examples[i].ids == examples[i].labels}  # type: ignore[union-attr]
+            fully_supervised = {i for i in owners if examples[i].ids == examples[i].labels}  # type: ignore[union-attr]
         else:
             with limited(f"the chat template of {self.tokenizer.name_or_path!r}"):
                 pieces, owners = self._pieces(examples, bad, notes)
@@ -133,10 +133,10 @@ class Tokenization:
             if self.opening is not None:
                 is_text = np.array([isinstance(examples[i], Text) for i in owners], dtype=bool)
                 ids, labels, lengths = _open(ids, labels, lengths, is_text, self.opening)
-            whole = {i for i in owners if isinstance(example := examples[i], Text) and not example.prompt}
+            fully_supervised = {i for i in owners if isinstance(example := examples[i], Text) and not example.prompt}
         encoded = Encoded(ids, labels, np.array(lengths, dtype=np.int64), np.array(owners, dtype=np.int64), len(rows))
         encoded.bad, encoded.notes = sorted(bad.items()), notes
-        return fit_to_length(encoded, self.max_length, self.overlong, whole, self.tokenizer.bos_token_id)
+        return fit_to_length(encoded, self.max_length, self.overlong, fully_supervised, self.tokenizer.bos_token_id)
 
     def _tokens(
         self, examples: dict[int, Any], bad: dict[int, str]
@@ -185,8 +185,8 @@ class Tokenization:
 
 def _openings(template: ChatTemplate) -> str:
     """Text for a message where the template opens the assistant's turn differently at inference; empty if not."""
-    wanted, written = template.generation_prompt, template.opening
-    return f" ({wanted!r}, written is {written!r})" if wanted != written else ""
+    expected, written = template.generation_prompt, template.opening
+    return f" ({expected!r}, written is {written!r})" if expected != written else ""
 
 
 def _open(
@@ -217,7 +217,7 @@ def check_encodable(samples: list[list[Piece]]) -> None:
                 text.encode()
             except UnicodeEncodeError as error:
                 half = ord(error.object[error.start])
-                raise BadRow(f"its text holds half of a surrogate pair (\\u{half:04x}); mend the text") from error
+                raise BadRow(f"its text holds half of a surrogate pair (\\u{half:04x}); fix the text") from error
 
 
 # --- many rows -------------------------------------------------------------------------------------
@@ -277,7 +277,11 @@ def encode_batches(
     """
     if workers < 1:
         for tag, batch in batches:
-            yield tag, [place for _, place, _ in batch], encode_batch([(s, row) for s, _, row in batch], tokenizations)
+            yield (
+                tag,
+                [location for _, location, _ in batch],
+                encode_batch([(s, row) for s, _, row in batch], tokenizations),
+            )
         return
     # Not multiprocessing.Pool: it waits forever if a worker was killed.
     with ProcessPoolExecutor(workers, multiprocessing.get_context(), _start_worker, (tokenizations,)) as pool:
@@ -294,10 +298,10 @@ def _in_order(
     waiting: deque[tuple[Any, list[str], Future[list[Part]]]] = deque()
     for tag, batch in batches:
         future = pool.submit(_encode_in_worker, [(source, row) for source, _, row in batch])
-        waiting.append((tag, [place for _, place, _ in batch], future))
+        waiting.append((tag, [location for _, location, _ in batch], future))
         if len(waiting) > ahead:
-            tag, places, future = waiting.popleft()
-            yield tag, places, future.result()
+            tag, locations, future = waiting.popleft()
+            yield tag, locations, future.result()
     while waiting:
-        tag, places, future = waiting.popleft()
-        yield tag, places, future.result()
+        tag, locations, future = waiting.popleft()
+        yield tag, locations, future.result()

@@ -34,7 +34,7 @@ class Encoded:
 
 
 def fit_to_length(
-    encoded: Encoded, max_length: int | None, overlong: Overlong, whole: set[int], bos: int | None
+    encoded: Encoded, max_length: int | None, overlong: Overlong, fully_supervised: set[int], bos: int | None
 ) -> Encoded:
     """Apply ``max_length``, and drop samples without supervised tokens.
 
@@ -42,7 +42,7 @@ def fit_to_length(
         encoded: samples of any length; changed in place and returned.
         max_length: maximum number of tokens of a sample; None for no limit.
         overlong: treatment of longer samples.
-        whole: rows with every token supervised; they continue in further samples where others are truncated.
+        fully_supervised: rows with every token supervised; they continue in further samples where others are truncated.
         bos: beginning-of-sequence id, which is kept where a prompt loses its beginning; None if there is none.
     """
     starts = np.concatenate([[0], np.cumsum(encoded.lengths)])
@@ -56,7 +56,7 @@ def fit_to_length(
             encoded.too_long.append((row, len(tokens)))
         elif overlong == "drop":
             notes["dropped"] += 1
-        elif row in whole:
+        elif row in fully_supervised:
             notes["continued"] += 1
             # A sample's first token is never a target: the next one begins with the last of the one before.
             step = max(max_length - 1, 1)
@@ -87,7 +87,7 @@ def _without_early_prompt(tokens: np.ndarray, encoded: Encoded, max_length: int,
     room = max_length - len(head)
     start = max(end - room, len(head))
     if start >= answer:
-        # The answer alone is too long: keep one token before it, which predicts its first token, and cut its end.
+        # The answer alone is too long: keep one token before it, which predicts its first token, and truncate its end.
         encoded.notes["truncated"] += 1
         start = max(answer - 1, len(head))
     else:

@@ -11,7 +11,7 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from lit_ft.balanced_partition import cut_evenly
+from lit_ft.balanced_partition import split_evenly
 from lit_ft.errors import RecipeError
 from lit_ft.model import rotary_embedding
 from lit_ft.model.loading import pick_attention
@@ -212,7 +212,7 @@ class ParallelDims:
         head = sum(p.numel() for p in base.get_output_embeddings().parameters())
         costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
         costs[-1] += head
-        return cut_evenly(costs, stages)
+        return split_evenly(costs, stages)
 
 
 def _check_context(size: int, module: Any, base: PreTrainedModel) -> None:
