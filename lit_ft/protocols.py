@@ -7,6 +7,11 @@ from torch import Tensor, nn
 
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 
+Checkpoint = dict[str, Any]
+"""Lightning's checkpoint: ``state_dict``, ``optimizer_states``, ``loops``, and what modules and callbacks add."""
+LoaderState = dict[str, Any]
+"""Saved position of a data module or loader, as its ``state_dict`` returns it."""
+
 # --- modules -----------------------------------------------------------------------------------------
 
 
@@ -124,7 +129,7 @@ def micro_batch_size(datamodule: Any) -> int | None:
 class RewindsPlaces(Protocol):
     """Data module whose saved position can be set back to an earlier micro-batch of the epoch."""
 
-    def rewind(self, state: dict[str, Any], micro_batch: int, ready: int) -> None:
+    def rewind(self, state: LoaderState, micro_batch: int, ready: int) -> None:
         """Set a saved position back within its epoch.
 
         Args:
@@ -138,14 +143,14 @@ class RewindsPlaces(Protocol):
 class ChecksOrder(Protocol):
     """Data module that detects whether its samples or their order differ from those of a saved position."""
 
-    def check_order(self, state: dict[str, Any]) -> bool:
+    def check_order(self, state: LoaderState) -> bool:
         """Whether the data has changed and the user allows it.
 
         Raises:
             RecipeError: it has changed, and the user has not allowed it.
         """
 
-    def begin_again(self, state: dict[str, Any]) -> None:
+    def begin_again(self, state: LoaderState) -> None:
         """Set a saved position to the beginning of its epoch; ``state`` is changed in place."""
 
 
@@ -153,7 +158,7 @@ class ChecksOrder(Protocol):
 class RecountsMicroBatches(Protocol):
     """Data module that can continue within an epoch with other ranks or another micro-batch size."""
 
-    def rescale_progress(self, checkpoint: dict[str, Any]) -> None:
+    def rescale_progress(self, checkpoint: Checkpoint) -> None:
         """Convert the progress within an interrupted epoch to this run's ranks and micro-batch size.
 
         Args:

@@ -7,13 +7,15 @@ back to the first micro-batch of the step, and computes that gradient again from
 
 from typing import Any
 
+from lit_ft.protocols import Checkpoint, LoaderState
+
 Counts = dict[str, int]
 
 
 class FitProgress:
     """Counters of the fit loop; changes are made in place in the checkpoint."""
 
-    def __init__(self, checkpoint: dict[str, Any]) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         """Find the counters, by the keys of Lightning's ``_FitLoop.state_dict``."""
         loops = checkpoint["loops"]["fit_loop"]
         self._epochs: dict[str, Counts] = loops["epoch_progress"]
@@ -24,7 +26,7 @@ class FitProgress:
             self._validation["total"] |= dict.fromkeys(
                 self._validation["total"], self._validation["total"]["completed"]
             )
-        self.loader_states: list[dict[str, Any]] = loops["state_dict"].get("combined_loader", [])
+        self.loader_states: list[LoaderState] = loops["state_dict"].get("combined_loader", [])
         """Saved state of each training loader."""
 
     @property

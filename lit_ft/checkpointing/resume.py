@@ -6,7 +6,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
-from lit_ft.protocols import ChecksOrder, RecountsMicroBatches, RewindsPlaces
+from lit_ft.protocols import Checkpoint, ChecksOrder, LoaderState, RecountsMicroBatches, RewindsPlaces
 
 
 class Replay:
@@ -28,7 +28,7 @@ class Replay:
         trainer.limit_val_batches = self._limit_val_batches
 
 
-def go_back_to_a_step(checkpoint: dict[str, Any], trainer: Any) -> Replay | None:
+def go_back_to_a_step(checkpoint: Checkpoint, trainer: Any) -> Replay | None:
     """Set a checkpoint back to the start of the optimizer step in which it was written.
 
     A data module may implement the protocols ``RewindsPlaces``, ``ChecksOrder`` and ``RecountsMicroBatches``.
@@ -75,7 +75,7 @@ def number_logged_steps(trainer: Any) -> None:
 
 
 def _rewind(
-    checkpoint: dict[str, Any], progress: FitProgress, trainer: Any, state: dict[str, Any], reopened: bool
+    checkpoint: Checkpoint, progress: FitProgress, trainer: Any, state: LoaderState, reopened: bool
 ) -> Replay | None:
     data: Any = trainer.datamodule
     accumulate = state.get("deal", {}).get("accumulate") or accumulation(trainer, progress.epoch)
@@ -101,7 +101,7 @@ def _rewind(
     return Replay(trainer, until)
 
 
-def _begin_again(progress: FitProgress, trainer: Any, state: dict[str, Any]) -> Replay | None:
+def _begin_again(progress: FitProgress, trainer: Any, state: LoaderState) -> Replay | None:
     for place in (state, *progress.loader_states):
         trainer.datamodule.begin_again(place)
     if progress.epoch_is_over:
@@ -110,7 +110,7 @@ def _begin_again(progress: FitProgress, trainer: Any, state: dict[str, Any]) -> 
     return Replay(trainer, 0)
 
 
-def _validation_is_due(progress: FitProgress, trainer: Any, state: dict[str, Any]) -> bool:
+def _validation_is_due(progress: FitProgress, trainer: Any, state: LoaderState) -> bool:
     """Whether the stopped run would have validated next; Lightning would continue without validation."""
     every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     if not progress.was_saved_before_validation or not trainer.enable_validation:

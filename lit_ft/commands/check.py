@@ -88,7 +88,7 @@ class CheckCLI(TrainingCLI):
     def make_run_folder(self) -> None:
         """Create no run folder."""
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+    def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build a trainer without output on the CPU; the recipe's may need devices that this machine lacks."""
         return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
@@ -116,7 +116,7 @@ class CheckCLI(TrainingCLI):
             if prepared.notes["dropped"] and asked.overlong == "error":
                 self.report.problems.append(f"{prepared.notes['dropped']:,} rows are too long (data.overlong=error)")
 
-    def fit(self, **_: Any) -> None:
+    def fit(self, **_: object) -> None:
         """Inspect the data and fill the report."""
         data, report = self.datamodule, self.report
         assert isinstance(data, TextDataModule)

@@ -65,7 +65,7 @@ class PlanCLI(TrainingCLI):
     def make_run_folder(self) -> None:
         """Create no run folder."""
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+    def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build a trainer with the recipe's strategy; the devices of the recipe need not exist on this machine."""
         given = self.options_init("trainer")
         devices = str(self.devices or given.devices)
@@ -95,7 +95,7 @@ class PlanCLI(TrainingCLI):
         if isinstance(strategy, ChecksRecipe):
             strategy.check(self.trainer, self.model, self.datamodule)
 
-    def fit(self, **_: Any) -> None:
+    def fit(self, **_: object) -> None:
         """Print memory and communication of each rank."""
         strategy: Any = self.trainer.strategy
         if isinstance(strategy, ModelParallelStrategy):

@@ -28,6 +28,7 @@ from lit_ft.data.tokens.samples import Samples, join
 from lit_ft.data.tokens.truncation import Overlong
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch
+from lit_ft.protocols import Checkpoint, LoaderState
 
 
 class TextDataModule(LightningDataModule):
@@ -157,7 +158,7 @@ class TextDataModule(LightningDataModule):
         """Treatment of a checkpoint that was written on other data: same refuses it, changed restarts its epoch."""
         self._order_compared: list[Any] = []
         self._train_loader: PackedBatchLoader | StreamLoader | None = None
-        self._loader_state: dict[str, Any] = {}
+        self._loader_state: LoaderState = {}
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -367,7 +368,7 @@ class TextDataModule(LightningDataModule):
         options["data.val_fraction"] = self.val_fraction
         return order_of_samples(self.splits["train"], self.preparation, self.mixing, **options)
 
-    def check_order(self, state: dict[str, Any]) -> bool:
+    def check_order(self, state: LoaderState) -> bool:
         """Compare the training data with the data that a checkpoint was written on.
 
         Args:
@@ -397,17 +398,17 @@ class TextDataModule(LightningDataModule):
             )
         return True
 
-    def begin_again(self, state: dict[str, Any]) -> None:
+    def begin_again(self, state: LoaderState) -> None:
         """Set a saved position to the beginning of its epoch, unless that epoch was complete."""
         (StreamLoader if self.streaming else PackedBatchLoader).begin_again(state)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LoaderState:
         """Position in the training data, and the order of samples that it refers to."""
         return (
             {**self._train_loader.state_dict(), "order": self.order.saved()} if self._train_loader is not None else {}
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: LoaderState) -> None:
         """Continue from a saved position.
 
         Lightning restores the loaders' state too, but not where a schedule asked for
@@ -417,11 +418,11 @@ class TextDataModule(LightningDataModule):
         if self._train_loader is not None and state_dict:
             self._train_loader.load_state_dict(state_dict)
 
-    def rewind(self, state: dict[str, Any], micro_batch: int, ready: int) -> None:
+    def rewind(self, state: LoaderState, micro_batch: int, ready: int) -> None:
         """Set a saved position back to an earlier micro-batch of its epoch; see the loaders' ``rewind``."""
         (StreamLoader if self.streaming else PackedBatchLoader).rewind(state, micro_batch, ready)
 
-    def rescale_progress(self, checkpoint: dict[str, Any]) -> None:
+    def rescale_progress(self, checkpoint: Checkpoint) -> None:
         """Convert the progress within an interrupted epoch to this run's ranks and micro-batch size.
 
         Args:
@@ -529,7 +530,7 @@ def _steps_within(limit: int | float, trainer: Any) -> int:
 _VERBS = {"train": "train", "val": "validate", "test": "test"}
 
 
-def _exclude(**options: Any) -> None:
+def _exclude(**options: object) -> None:
     given = [
         f"data.{name}={value!r}" if not isinstance(value, list) else f"data.{name}"
         for name, value in options.items()

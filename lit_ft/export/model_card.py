@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 import yaml
 
+Recipe = Mapping[str, Any]
+"""Resolved recipe: sections and options by key."""
+
 _SECTIONS = ("seed_everything", "model", "data", "optimizer", "lr_scheduler", "trainer")
 _OF_THE_TRAINER = (
     *("accelerator", "devices", "num_nodes", "strategy", "precision", "max_epochs", "max_steps"),
@@ -40,7 +43,7 @@ class Card:
     """Number of training samples by source, where known."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics at the end of the run."""
-    recipe: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Recipe = field(default_factory=dict)
     """Resolved recipe."""
 
     def __str__(self) -> str:
@@ -50,7 +53,7 @@ class Card:
 
     def _front_matter(self) -> str:
         data = [path for path in _data_paths(self.recipe) if _is_hub_id(path)]
-        fields: dict[str, Any] = {
+        fields: dict[str, object] = {
             "base_model": self.base if _is_hub_id(self.base) else None,
             "library_name": "peft" if self.kind == "adapter" else "transformers",
             "pipeline_tag": "text-generation",
@@ -104,7 +107,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _publishable(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def _publishable(recipe: Recipe) -> dict[str, object]:
     """Sections of the recipe that decide the weights, without unset values and secrets."""
     kept = {name: recipe[name] for name in _SECTIONS if recipe.get(name) is not None}
     if isinstance(kept.get("trainer"), Mapping):
@@ -113,7 +116,7 @@ def _publishable(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
-def _clean(value: Any) -> Any:
+def _clean(value: object) -> Any:
     if isinstance(value, Mapping):
         kept = {key: "(left out)" if _SECRET.search(str(key)) and part else _clean(part) for key, part in value.items()}
         return {key: part for key, part in kept.items() if part is not None and part != {} and part != []}
@@ -122,7 +125,7 @@ def _clean(value: Any) -> Any:
     return re.sub(r"://[^/@\s]+@", "://", value) if isinstance(value, str) else value
 
 
-def _data_paths(recipe: Mapping[str, Any]) -> list[str]:
+def _data_paths(recipe: Recipe) -> list[str]:
     options = (recipe.get("data") or {}).get("init_args") or {}
     sources = [source.get("path") for source in options.get("sources") or [] if isinstance(source, Mapping)]
     return [_clean(str(path)) for path in [options.get("path"), *sources] if path]
@@ -132,5 +135,5 @@ def _is_hub_id(name: str) -> bool:
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
 
 
-def _yaml(value: Mapping[str, Any]) -> str:
+def _yaml(value: Mapping[str, object]) -> str:
     return yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True, width=120).strip()

@@ -64,7 +64,7 @@ def check_values(options: Namespace) -> None:
         _check_classes(trainer.get(key), f"trainer.{key}")
 
 
-def _key_of_null_character(value: Any, key: str = "") -> str | None:
+def _key_of_null_character(value: object, key: str = "") -> str | None:
     if isinstance(value, str):
         return key if "\x00" in value else None
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -72,7 +72,7 @@ def _key_of_null_character(value: Any, key: str = "") -> str | None:
     return next((one for one in found if one is not None), None)
 
 
-def _check_classes(value: Any, key: str) -> None:
+def _check_classes(value: object, key: str) -> None:
     if isinstance(value, list):
         for item in value:
             _check_classes(item, key)
@@ -99,13 +99,13 @@ def _check_nulls(values: Namespace, cls: type, key: str) -> None:
             raise RecipeError(f"{key}.{name}=null is not allowed; leave it out or give a value ({advice})")
 
 
-def _takes_none(hint: Any) -> bool:
+def _takes_none(hint: object) -> bool:
     if get_origin(hint) is Union or type(hint).__name__ == "UnionType":
         return any(_takes_none(part) for part in get_args(hint))
     return hint in (Any, object, None, type(None), inspect.Parameter.empty)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     try:
         text = json.dumps(value)
     except TypeError:

@@ -66,7 +66,7 @@ class RecipeParser(LightningArgumentParser):
         set_loader("yaml", _load_yaml, (YAMLError,))
         super().__init__(*args, **options)
 
-    def instantiate(self, namespace: Namespace, *args: Any, **options: Any) -> Namespace:
+    def instantiate(self, namespace: Namespace, *args: object, **options: object) -> Namespace:
         """Build the classes that the recipe names.
 
         Raises:
@@ -96,7 +96,7 @@ class RecipeParser(LightningArgumentParser):
         raise RecipeError(explain(message, self)) from None
 
 
-def class_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def class_paths(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Iterate over the classes that a parsed recipe names, as pairs of key and class path, in options of any type."""
     if isinstance(value, Namespace):
         value = vars(value)

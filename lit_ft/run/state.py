@@ -10,6 +10,7 @@ from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.protocols import WritesAtTheEnd
 
 from lit_ft.checkpointing.selection import SESSION, UNLOGGED, candidates
+from lit_ft.protocols import Checkpoint
 from lit_ft.run.lock import check_still_there
 
 
@@ -52,14 +53,14 @@ class RunState(Callback):
         # strategy, after which sharded weights can no longer be gathered.
         loop.run = run_or_finish  # type: ignore[method-assign]
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Checkpoint) -> None:
         """Add to the checkpoint the number of the start or resumption that wrote it, and metrics not yet logged."""
         self._check_folder(trainer)
         checkpoint[SESSION] = self._session
         if (metrics := _metrics_about_to_be_logged(trainer)) is not None:
             checkpoint[UNLOGGED] = metrics
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Checkpoint) -> None:
         """Read the metrics that the earlier process may not have logged."""
         self._unlogged = checkpoint.get(UNLOGGED)
 

@@ -5,14 +5,16 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import TorchCheckpointIO
-from lit_callbacks.distributed.gather import full_numel
+from lit_callbacks.distributed.gather import full_numel, full_shape
 from torch import Tensor, nn
 
 from lit_ft.checkpointing.storage import checksum, replacement, sharded
 from lit_ft.checkpointing.storage.failures import explain_failed_save
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
+from lit_ft.protocols import Checkpoint, LoaderState
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -24,7 +26,7 @@ class AnyCheckpointIO(TorchCheckpointIO):
     checkpoint or the new one. URLs such as ``s3://`` are written by Lightning's own class, without a sum.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, path: _PATH, storage_options: Any | None = None) -> None:
         """Write one file; an earlier checkpoint of that name, file or folder, is removed afterwards.
 
         Raises:
@@ -40,7 +42,7 @@ class AnyCheckpointIO(TorchCheckpointIO):
             checksum.save(checkpoint, temporary)
             replacement.replace(temporary, path)
 
-    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: _PATH, *args: Any, **options: Any) -> Checkpoint:
         """Read a checkpoint with full tensors.
 
         Raises:
@@ -55,7 +57,7 @@ class AnyCheckpointIO(TorchCheckpointIO):
             return sharded.read_whole(Path(path))
         return super().load_checkpoint(path, *args, **options)
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a file or a folder; a kill in the middle leaves no partial checkpoint."""
         if "://" in str(path):
             super().remove_checkpoint(path)
@@ -84,7 +86,7 @@ class WeightCount(NamedTuple):
 def trainable_shapes(module: nn.Module) -> Shapes:
     """Names and full shapes of the trainable parameters, tied aliases included."""
     trains = {n: p for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
-    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trains.items()}
+    return {name: full_shape(p) for name, p in trains.items()}
 
 
 def shapes_of(state_dict: dict[str, Tensor]) -> Shapes:
@@ -121,7 +123,7 @@ def saved_base(ckpt_path: str) -> Any:
     return _read(ckpt_path).get("base")
 
 
-def saved_data(ckpt_path: str, data_class: str) -> dict[str, Any]:
+def saved_data(ckpt_path: str, data_class: str) -> LoaderState:
     """State of a data module in a checkpoint; empty if it saved none.
 
     Raises:
@@ -130,7 +132,7 @@ def saved_data(ckpt_path: str, data_class: str) -> dict[str, Any]:
     return _read(ckpt_path).get(data_class) or {}
 
 
-def _read(ckpt_path: str) -> dict[str, Any]:
+def _read(ckpt_path: str) -> Checkpoint:
     try:
         file = Path(ckpt_path)
         if sharded.is_folder_of_shares(file):
@@ -144,18 +146,18 @@ def _read(ckpt_path: str) -> dict[str, Any]:
         ) from error
 
 
-def check_fit(saved: Shapes, wanted: Shapes) -> None:
+def check_fit(saved: Shapes, expected: Shapes) -> None:
     """Compare a checkpoint's weights with the trainable parameters of the model.
 
     Raises:
         RecipeError: names or shapes differ.
     """
-    if saved == wanted:
+    if saved == expected:
         return
-    differing = sorted(set(saved.items()) ^ set(wanted.items()))
+    differing = sorted(set(saved.items()) ^ set(expected.items()))
     name, shape = differing[0]
     where = "the checkpoint" if saved.get(name) == shape else "the model"
     raise RecipeError(
-        f"the checkpoint does not fit the model: {len({n for n, _ in differing})} of {len(wanted)} trainable weights "
+        f"the checkpoint does not fit the model: {len({n for n, _ in differing})} of {len(expected)} trainable weights "
         f"differ, e.g. {name} {shape} of {where}; resume with the recipe (base model and peft) that wrote it"
     )

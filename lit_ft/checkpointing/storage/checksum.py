@@ -42,7 +42,7 @@ class _HashingFile:
         self._file.flush()
 
 
-def save(checkpoint: Any, path: Path) -> None:
+def save(checkpoint: object, path: Path) -> None:
     """Write a checkpoint with its sum, and flush it to the disk (fsync).
 
     Raises:

@@ -36,7 +36,7 @@ class SafeFileSystemReader(FileSystemReader):
 
     # Because this method has no parameter named `kwargs`, torch does not try another index if this one is refused.
 
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+    def read_metadata(self, *args: object, **options: object) -> Metadata:
         """Read the index of the folder.
 
         Raises:

@@ -28,6 +28,10 @@ from lit_ft.checkpointing.storage.failures import explain_failed_load, explain_f
 from lit_ft.checkpointing.storage.integrity import HAS_MANIFEST, META
 from lit_ft.checkpointing.storage.metadata_reader import SafeFileSystemReader
 from lit_ft.errors import RecipeError
+from lit_ft.protocols import Checkpoint
+
+OptimizerState = dict[str, Any]
+"""State dict of an optimizer: ``state`` by the index of a parameter, and ``param_groups``."""
 
 
 def is_folder_of_shares(path: Path) -> bool:
@@ -38,10 +42,10 @@ def is_folder_of_shares(path: Path) -> bool:
 # --- full states, for files ----------------------------------------------------------------------
 
 
-def gather(state: Any, keep: bool) -> Any:
+def gather(state: object, keep: bool) -> Any:
     """Gather a state dict with full tensors on the CPU; a collective. Ranks without ``keep`` get None per tensor."""
 
-    def whole(leaf: Any) -> Any:
+    def whole(leaf: object) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         tensor = full_tensor(leaf)
@@ -62,7 +66,7 @@ def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     return split if parameter.device.type == mesh.device_type else split.to(parameter.device)
 
 
-def split_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def split_state(optimizer: Optimizer, state: OptimizerState) -> OptimizerState:
     """Saved state of an optimizer with each tensor sharded like the parameter that it belongs to."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {
@@ -77,7 +81,7 @@ def split_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_of(parameter: Tensor, value: Any) -> bool:
+def _is_of(parameter: Tensor, value: object) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
@@ -85,8 +89,8 @@ def _is_of(parameter: Tensor, value: Any) -> bool:
 
 
 def select_optimizer_state(
-    saved: dict[str, Any], names: Sequence[str], groups: Sequence[Sequence[str]]
-) -> dict[str, Any]:
+    saved: OptimizerState, names: Sequence[str], groups: Sequence[Sequence[str]]
+) -> OptimizerState:
     """Select the entries of some parameters from an optimizer's state dict.
 
     Args:
@@ -115,8 +119,8 @@ def select_optimizer_state(
 
 
 def merge_optimizer_states(
-    parts: Sequence[tuple[dict[str, Any], Sequence[str]]], order: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
+    parts: Sequence[tuple[OptimizerState, Sequence[str]]], order: Sequence[str]
+) -> tuple[OptimizerState, list[str]]:
     """Merge the state dicts of optimizers with different parameters: the inverse of ``select_optimizer_state``.
 
     Args:
@@ -127,8 +131,8 @@ def merge_optimizer_states(
         The merged state dict, and the names of its parameters in order.
     """
     rank = {name: index for index, name in enumerate(order)}
-    groups: list[tuple[dict[str, Any], set[str]]] = []
-    states: dict[str, Any] = {}
+    groups: list[tuple[dict[str, object], set[str]]] = []
+    states: dict[str, object] = {}
     for state, names in parts:
         after = 0
         for group in state["param_groups"]:
@@ -152,13 +156,13 @@ def merge_optimizer_states(
 
 
 def save_sharded(
-    checkpoint: dict[str, Any],
+    checkpoint: Checkpoint,
     path: Path,
     names: Sequence[Sequence[str]],
     join_stages: Callable[[Any], list[Any]] = lambda own: [own],
     order: Sequence[str] = (),
-    background: Any = None,
-) -> Future[Any] | None:
+    background: dist.ProcessGroup | None = None,
+) -> Future[None] | None:
     """Write a checkpoint folder, to which each rank adds its shards; a collective.
 
     Args:
@@ -172,10 +176,12 @@ def save_sharded(
     Returns:
         With ``background``, a future; the folder has its final name when it is done.
     """
-    tensors: dict[str, Any] = {f"weights/{name}": tensor.detach() for name, tensor in checkpoint["state_dict"].items()}
+    tensors: dict[str, Tensor] = {
+        f"weights/{name}": tensor.detach() for name, tensor in checkpoint["state_dict"].items()
+    }
     described = []
     for place, (state, own) in enumerate(zip(checkpoint.get("optimizer_states", []), names, strict=True)):
-        others: dict[int, dict[str, Any]] = {}
+        others: dict[int, dict[str, object]] = {}
         for index, values in state["state"].items():
             for key, value in values.items():
                 if isinstance(value, Tensor):
@@ -198,7 +204,7 @@ def save_sharded(
         return None
     copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tensors)
     writing: Any = dcp.async_save(copies, checkpoint_id=temporary, process_group=background)
-    finished: Future[Any] = Future()
+    finished: Future[None] = Future()
     writing.add_done_callback(lambda written: _finish_later(finished, written, temporary, path, rest, background))
     return finished
 
@@ -211,7 +217,12 @@ def _start_anew(temporary: Path) -> None:
 
 
 def _finish_later(
-    finished: "Future[Any]", written: "Future[Any]", temporary: Path, path: Path, rest: dict[str, Any], group: Any
+    finished: "Future[None]",
+    written: "Future[None]",
+    temporary: Path,
+    path: Path,
+    rest: Checkpoint,
+    group: dist.ProcessGroup,
 ) -> None:
     try:
         with explain_failed_save(path, temporary):
@@ -222,7 +233,7 @@ def _finish_later(
         finished.set_exception(error)
 
 
-def _finish(temporary: Path, path: Path, rest: dict[str, Any], group: Any = None) -> None:
+def _finish(temporary: Path, path: Path, rest: Checkpoint, group: dist.ProcessGroup | None = None) -> None:
     """Write the manifest of a folder that all ranks have written, and rename it to its final name; a collective.
 
     Each rank computes the checksums of the files that it wrote, which are still in its memory.
@@ -239,7 +250,7 @@ def _finish(temporary: Path, path: Path, rest: dict[str, Any], group: Any = None
 
 def load_sharded(
     path: Path, module: nn.Module, groups: Sequence[Sequence[Sequence[str]]], aliases: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+) -> Checkpoint:
     """Read a Lightning checkpoint with tensors sharded like the module's; each rank reads only its shards.
 
     Args:
@@ -251,7 +262,7 @@ def load_sharded(
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
     own = dict(module.named_parameters(remove_duplicate=False))
     own_by_name = own | {known: own[name] for name, known in (aliases or {}).items()}
-    tensors: dict[str, Any] = {
+    tensors: dict[str, Tensor] = {
         f"weights/{name}": torch.empty_like(own[name], requires_grad=False)
         for name in rest["state_dict"]
         if name in own
@@ -280,10 +291,10 @@ def load_sharded(
     return whole
 
 
-def read_whole(path: Path) -> dict[str, Any]:
+def read_whole(path: Path) -> Checkpoint:
     """Read a Lightning checkpoint from a folder with full tensors, for a process that holds all weights."""
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
-    tensors: dict[str, Any] = {
+    tensors: dict[str, Tensor] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in _sizes(path).items()
     }
     with warnings.catch_warnings(), explain_failed_load(path):
@@ -310,7 +321,7 @@ def _keys(saved: dict[str, TensorStorageMetadata], place: int, name: str) -> lis
     return [key for key in saved if key.startswith(f"optimizer.{place}/") and key.split("/", 2)[2] == name]
 
 
-def _as_lightning(rest: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+def _as_lightning(rest: Checkpoint, tensors: dict[str, Tensor]) -> Checkpoint:
     states = []
     for place, entry in enumerate(rest["optimizer_states"]):
         state = {index: dict(values) for index, values in entry["state"]["state"].items()}

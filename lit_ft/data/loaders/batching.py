@@ -21,6 +21,7 @@ from lit_ft.data.loaders.packing import best_fit
 from lit_ft.data.tokens.samples import Samples
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch, empty_batch, pack_samples, sample_targets
+from lit_ft.protocols import LoaderState
 
 MicroBatch = list[int]
 """Indices of the samples that are packed together; empty when there is nothing to compute."""
@@ -133,7 +134,7 @@ def batch_geometry(plan: BatchPlan, accumulate: int) -> dict[str, int]:
     return {"units": plan.micro_batch_size * plan.replicas, "accumulate": accumulate}
 
 
-def position_under(state: dict[str, Any], plan: BatchPlan, accumulate: int) -> int:
+def position_under(state: LoaderState, plan: BatchPlan, accumulate: int) -> int:
     """Convert a saved position to micro-batches per rank of the resumed run, whose ranks and sizes may differ.
 
     Args:
@@ -188,7 +189,7 @@ class _PackedBatches(Dataset[PackedBatch]):
         return batch
 
 
-def _as_is(batch: Any) -> Any:
+def _as_is(batch: object) -> Any:
     return batch
 
 
@@ -229,7 +230,7 @@ class PackedBatchLoader:
         """Seconds that the training loop has waited for micro-batches."""
         self._epoch = 0
         self._position = 0
-        self._resume: dict[str, Any] | None = None
+        self._resume: LoaderState | None = None
         self._micro_batches_per_step = 0
         self._length = plan.length(len(plan.units(samples, 0)))
         self.batches = min(self._length, limit) if isinstance(limit, int) else int(self._length * limit)
@@ -247,7 +248,7 @@ class PackedBatchLoader:
         order = [i for unit in self._units(0) for i in unit]
         return len(order), int(self.samples.lengths[order].sum()), int(self.samples.supervised[order].sum())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LoaderState:
         """Position: the epoch, the number of its micro-batches yielded so far, and their ``batch_geometry``."""
         if self._resume is not None:
             return self._resume
@@ -259,16 +260,16 @@ class PackedBatchLoader:
             "deal": batch_geometry(self.plan, self._micro_batches_per_step or self._accumulate()),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Continue from a saved position at the next iteration; the number of ranks may differ."""
         self._resume = state
 
-    def position_of(self, state: dict[str, Any]) -> int:
+    def position_of(self, state: LoaderState) -> int:
         """Convert a saved position to this loader's micro-batches."""
         return self.batches if state.get("is_over") else position_under(state, self.plan, self._accumulate())
 
     @staticmethod
-    def rewind(state: dict[str, Any], micro_batch: int, ready: int) -> None:
+    def rewind(state: LoaderState, micro_batch: int, ready: int) -> None:
         """Set a saved position back to an earlier micro-batch of its epoch.
 
         Args:
@@ -281,7 +282,7 @@ class PackedBatchLoader:
         state["is_over"] = False
 
     @staticmethod
-    def begin_again(state: dict[str, Any]) -> None:
+    def begin_again(state: LoaderState) -> None:
         """Set a saved position to the beginning of its epoch, unless that epoch was complete."""
         if not state["is_over"]:
             state["position"] = 0

@@ -48,7 +48,7 @@ def _differences(then: Facts, now: Facts) -> list[str]:
     return [f"{name} was {then.get(name, 'not there')} and is {now.get(name, 'not there')}" for name in names]
 
 
-def order_of_samples(samples: Samples, preparation: Preparation, mixing: Mixing, **options: Any) -> Order:
+def order_of_samples(samples: Samples, preparation: Preparation, mixing: Mixing, **options: object) -> Order:
     """Order of samples that were tokenized before training.
 
     Args:
@@ -66,7 +66,7 @@ def order_of_samples(samples: Samples, preparation: Preparation, mixing: Mixing,
     return Order(decides, _options(_settings(preparation)))
 
 
-def order_of_stream(sources: Sequence[Source], preparation: Preparation, mixing: Mixing, **options: Any) -> Order:
+def order_of_stream(sources: Sequence[Source], preparation: Preparation, mixing: Mixing, **options: object) -> Order:
     """Order of rows that are streamed; the settings that turn rows into samples are part of it.
 
     Args:
@@ -119,7 +119,7 @@ def _files(source: Source) -> str:
     return f"{size:,} bytes ({digest.hexdigest()})"
 
 
-def _bytes_of(array: Any) -> memoryview:
+def _bytes_of(array: object) -> memoryview:
     flat: Any = np.ascontiguousarray(array)
     return memoryview(flat).cast("B") if flat.size else memoryview(b"")
 

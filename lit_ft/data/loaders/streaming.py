@@ -25,6 +25,7 @@ from lit_ft.data.tokens.samples import Samples, TokenArrays, collect
 from lit_ft.data.tokens.tokenization import Part, PlacedRow, encode_batches
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch
+from lit_ft.protocols import LoaderState
 
 WINDOWS_KEPT = 3
 """Saved positions of window starts: that of the step in progress, and of the steps that were drawn ahead."""
@@ -85,11 +86,11 @@ class _Buffer:
 
     samples: Samples
     units: list[MicroBatch]
-    start: dict[str, Any]
+    start: LoaderState
     """Position of the stream before the buffer, with the samples left over from the buffer before."""
 
 
-def start_of_pass(epoch: int) -> dict[str, Any]:
+def start_of_pass(epoch: int) -> LoaderState:
     """Position of the first micro-batch of a pass over all rows.
 
     ``skip`` counts units of the buffer that were used before the split of an optimizer step changed; ``position``
@@ -144,16 +145,16 @@ class StreamLoader:
         """Seconds that the training loop has waited for micro-batches."""
         self.notes: Counter[str] = Counter()
         """Counts by the names of ``tokenization.NOTES``, and of rows read and skipped."""
-        self._state: dict[str, Any] = start_of_pass(0)
+        self._state: LoaderState = start_of_pass(0)
         self._geometry: dict[str, int] = {}
         self._batch = 0
         self._is_over = False
-        self._windows: deque[dict[str, Any]] = deque(maxlen=WINDOWS_KEPT)
-        self._resume: dict[str, Any] | None = None
+        self._windows: deque[LoaderState] = deque(maxlen=WINDOWS_KEPT)
+        self._resume: LoaderState | None = None
         self._is_open = False
         self._tokenizations = [preparation.tokenization(source) for source in sources]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LoaderState:
         """Positions of the micro-batch that trains next, and of the starts of the last windows.
 
         Lightning draws one micro-batch ahead from a loader without length, to know which is the last; that one
@@ -171,7 +172,7 @@ class StreamLoader:
             "deal": geometry,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Continue from a saved position at the next iteration.
 
         Raises:
@@ -184,7 +185,7 @@ class StreamLoader:
         self._resume = state
 
     @staticmethod
-    def rewind(state: dict[str, Any], micro_batch: int, ready: int) -> None:
+    def rewind(state: LoaderState, micro_batch: int, ready: int) -> None:
         """Set a saved position back to the first micro-batch of an optimizer step.
 
         Args:
@@ -201,7 +202,7 @@ class StreamLoader:
         state |= {"batch": micro_batch, "is_over": False}
 
     @staticmethod
-    def begin_again(state: dict[str, Any]) -> None:
+    def begin_again(state: LoaderState) -> None:
         """Set a saved position to the beginning of its pass over all rows."""
         state |= start_of_pass(state["epoch"])
 
@@ -224,7 +225,7 @@ class StreamLoader:
             yield from self._one_pass(self._state)
         self._is_over = True
 
-    def _rescaled(self, state: dict[str, Any], then: dict[str, int] | None, now: dict[str, int]) -> dict[str, Any]:
+    def _rescaled(self, state: LoaderState, then: dict[str, int] | None, now: dict[str, int]) -> LoaderState:
         """Convert a position between optimizer steps to another ``batch_geometry``.
 
         Args:
@@ -240,7 +241,7 @@ class StreamLoader:
         taken, trained = (state[name] * then["units"] for name in ("position", "batch"))
         return {**state, "skip": state["skip"] + taken, "position": 0, "batch": trained // now["units"]}
 
-    def _one_pass(self, start: dict[str, Any]) -> Iterator[PackedBatch]:
+    def _one_pass(self, start: LoaderState) -> Iterator[PackedBatch]:
         """Micro-batches of the rest of a pass over all rows, from a position on."""
         position, accumulate = start["position"], self._geometry["accumulate"]
         for number, buffer in enumerate(self._buffers(start), start["buffer"]):
@@ -271,7 +272,7 @@ class StreamLoader:
 
     # --- buffers ---------------------------------------------------------------------------------
 
-    def _buffers(self, resume: dict[str, Any]) -> Iterator[_Buffer]:
+    def _buffers(self, resume: LoaderState) -> Iterator[_Buffer]:
         left: list[list[Tokens]] = _unpack(resume["left"])
         window = self.plan.micro_batch_size * self.plan.replicas * self._geometry["accumulate"]
         number, skip = resume["buffer"], resume["skip"]
@@ -366,7 +367,7 @@ def _consecutive(sizes: Iterator[int]) -> Iterator[list[int]]:
         start += size
 
 
-def _pack(units: list[list[Tokens]]) -> dict[str, Any]:
+def _pack(units: list[list[Tokens]]) -> LoaderState:
     """Convert units to tensors and lists, which a checkpoint can hold."""
     samples = [tokens for unit in units for tokens in unit]
     return {
@@ -377,7 +378,7 @@ def _pack(units: list[list[Tokens]]) -> dict[str, Any]:
     }
 
 
-def _unpack(packed: dict[str, Any] | None) -> list[list[Tokens]]:
+def _unpack(packed: LoaderState | None) -> list[list[Tokens]]:
     if packed is None:
         return []
     samples = [

@@ -13,6 +13,8 @@ from lit_ft.data.text.sources import RawRow
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
 
+JsonObject = dict[str, Any]
+"""Object of JSON data, e.g. the schema of a function."""
 Message = dict[str, Any]
 """One turn in the form of Hugging Face chat templates: ``role``, ``content``, ``tool_calls``, ..."""
 
@@ -26,7 +28,7 @@ class Chat:
     """A conversation."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     """JSON schemas of the functions that may be called."""
     marks: dict[int, bool] = field(default_factory=dict)
     """Turns that the row marks as supervised or unsupervised, by their index."""
@@ -233,7 +235,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MARKS = ("train", "weight")
 
 
-def _chat(raw: list[Any], tools: Any, column: str, first: int = 1) -> Chat:
+def _chat(raw: Sequence[object], tools: object, column: str, first: int = 1) -> Chat:
     chat = Chat([], _tools(tools))
     for number, turn in enumerate(raw, first):
         where = f"{column!r} item {number}"
@@ -249,7 +251,7 @@ def _chat(raw: list[Any], tools: Any, column: str, first: int = 1) -> Chat:
     return chat
 
 
-def _message(turn: Mapping[str, Any], where: str) -> Message:
+def _message(turn: Mapping[str, object], where: str) -> Message:
     role = _string(turn.get("role"), f"{where}: 'role'")
     role = "tool" if role == "function" else role
     if role not in _ROLES:
@@ -266,7 +268,7 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
     return message
 
 
-def _content(value: Any, where: str, may_be_empty: bool) -> str:
+def _content(value: object, where: str, may_be_empty: bool) -> str:
     if isinstance(value, list):
         for part in value:
             if not isinstance(part, Mapping) or part.get("type") != "text":
@@ -288,7 +290,7 @@ def _check_order(before: list[Message], role: str, where: str) -> None:
         raise BadRow(f"{where}: the tool call before it has no result; put back the turn of role 'tool'")
 
 
-def _mark(turn: Mapping[str, Any], where: str) -> bool | None:
+def _mark(turn: Mapping[str, object], where: str) -> bool | None:
     for key in _MARKS:
         value = turn.get(key)
         if value is None:
@@ -300,7 +302,7 @@ def _mark(turn: Mapping[str, Any], where: str) -> bool | None:
     return None
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
+def _tools(value: object) -> list[JsonObject] | None:
     if isinstance(value, str):
         value = _json(value, "'tools'") if value.strip() else None
     if value is None or value in ([], {}):
@@ -310,11 +312,11 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     return [tool if "function" in tool else _as_tool(tool) for tool in value]
 
 
-def _as_tool(function: dict[str, Any]) -> dict[str, Any]:
+def _as_tool(function: JsonObject) -> JsonObject:
     return {"type": "function", "function": {key: part for key, part in function.items() if key != "type"}}
 
 
-def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+def _tool_calls(value: Any, where: str) -> list[JsonObject]:
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise BadRow(f"{where}: 'tool_calls' is empty; leave it out")
@@ -353,7 +355,7 @@ def _text(row: RawRow, column: str, required: bool = True) -> str:
     return _string(value, repr(column))
 
 
-def _string(value: Any, what: str, empty: bool = True) -> str:
+def _string(value: object, what: str, empty: bool = True) -> str:
     if value is None:
         raise BadRow(f"{what} is missing; text is needed")
     if not isinstance(value, str):
@@ -390,12 +392,12 @@ def _json(text: str, what: str) -> Any:
         raise BadRow(f"{what} is not JSON ({error})") from error
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     # Not repr of a container: it may be very long, or nested deeper than the recursion limit.
     return repr(value)[:80] if isinstance(value, str | int | float) else _kind(value)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if value is None:
         return "missing"
     if isinstance(value, list) and value:

@@ -215,7 +215,7 @@ def _arrow_rows(path: str, rows: Any) -> Iterator[tuple[str, RawRow | BadRow]]:
         yield f"{path}, row {numbered_row[0]}", _without_padding(numbered_row[1])
 
 
-def _without_padding(value: Any) -> Any:
+def _without_padding(value: object) -> Any:
     """Drop keys that Arrow adds: each struct of a column has the keys of all rows, with None where a row has none."""
     if isinstance(value, dict):
         return {key: _without_padding(item) for key, item in value.items() if item is not None}
@@ -307,7 +307,7 @@ def _parse_line(line: bytes) -> RawRow | BadRow:
         return BadRow(f"is not JSON that can be read ({error}); fix the line")
 
 
-def _checked(row: Any) -> RawRow | BadRow:
+def _checked(row: object) -> RawRow | BadRow:
     if not isinstance(row, dict):
         return BadRow(f"is a JSON {type(row).__name__}; each row must be an object")
     level: list[Any] = [row]

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -39,7 +38,7 @@ def default_folder() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_ft"
 
 
-def fingerprint(source_digest: str, tokenization: Tokenization, **more: Any) -> str:
+def fingerprint(source_digest: str, tokenization: Tokenization, **more: object) -> str:
     """Name of an entry: a digest of the rows' content, the tokenization settings, and the code that tokenizes."""
     tokenizer = tokenization.tokenizer
     settings = {f.name: getattr(tokenization, f.name) for f in fields(tokenization) if f.name != "tokenizer"}

@@ -96,7 +96,7 @@ class Preparation:
                 raise RecipeError(f"{location}: {error}") from error
         raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed")
 
-    def refuse(self, location: str, message: Any) -> None:
+    def refuse(self, location: str, message: object) -> None:
         """Raise for a row that cannot be used, unless such rows are skipped.
 
         Raises:
