@@ -4,6 +4,7 @@ import os
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.strategies import ParallelStrategy
 
 
 def seed() -> int:
@@ -28,8 +29,9 @@ class DataParallel(NamedTuple):
 def data_parallel(trainer: Any) -> DataParallel:
     """Data-parallel size and rank of this process; 1 and 0 without a trainer."""
     # Every parallel strategy sets it to the split of the data, also where it splits the model.
-    place = getattr(getattr(trainer, "strategy", None), "distributed_sampler_kwargs", None)
-    return DataParallel(place["num_replicas"], place["rank"]) if place else DataParallel(1, 0)
+    strategy = None if trainer is None else trainer.strategy
+    split = strategy.distributed_sampler_kwargs if isinstance(strategy, ParallelStrategy) else None
+    return DataParallel(split["num_replicas"], split["rank"]) if split else DataParallel(1, 0)
 
 
 def datamodule_of(trainer: Any) -> Any:

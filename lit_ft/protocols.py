@@ -1,6 +1,6 @@
 """Optional protocols: what module, strategy and data module may ask of each other beyond Lightning's hooks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -34,35 +34,7 @@ class SplitsForward(Protocol):
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""
 
 
-@runtime_checkable
-class Answers(Protocol):
-    """Module that generates answers to prompts."""
-
-    def answer(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-        """Answers to rendered prompts; a collective where ranks hold parts of the weights.
-
-        Args:
-            prompts: rendered prompts; ranks may have different numbers of them, down to none.
-            max_new_tokens: longest answer, in tokens.
-        """
-
-
 # --- strategies --------------------------------------------------------------------------------------
-
-
-@runtime_checkable
-class MeasuresGradients(Protocol):
-    """Strategy whose ranks hold parts of the gradients."""
-
-    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """L2 norm of the gradients over all ranks, a scalar; a collective.
-
-        Args:
-            parameters: parameters with a gradient on this rank.
-
-        Returns:
-            The norm; None where the strategy clips and logs the norm by itself.
-        """
 
 
 @runtime_checkable

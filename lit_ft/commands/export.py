@@ -175,7 +175,7 @@ def _of_adapters(
         return {"README.md": str(card)} | (generation_texts(model, tokenizer) if kind == "merged" else {})
 
     def write(to: Path) -> None:
-        rows = getattr(wrapped.active_peft_config, "trainable_token_indices", None)
+        rows = wrapped.active_peft_config.to_dict().get("trainable_token_indices")
         wrapped.save_pretrained(to, save_embedding_layers=False if rows else "auto")
         write_fingerprint(now, to)
 

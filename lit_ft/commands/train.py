@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, GracefulStop, RankFailureWatchdog, RunReport, ThroughputMonitor
 from lit_callbacks.export.atomic_folder import check_replaceable
+from lit_callbacks.protocols import tokenizer_of
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -391,7 +392,7 @@ class TrainingCLI(LightningCLI):
                 )
             allow_one_loader(self.datamodule)
         if isinstance(self.datamodule, TextDataModule):
-            self.datamodule.load(getattr(self.model, "tokenizer", None), stage)
+            self.datamodule.load(tokenizer_of(self.model), stage)
             if stage == "fit" and self.options.ckpt_path is not None:
                 self.datamodule.resume_data = self.options.resume_data
                 self.datamodule.check_order(saved_data(self.options.ckpt_path, type(self.datamodule).__qualname__))

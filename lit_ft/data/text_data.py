@@ -10,6 +10,7 @@ import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.protocols import tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
@@ -282,8 +283,7 @@ class TextDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Load the data of a stage, unless it is loaded already."""
-        module = getattr(self.trainer, "lightning_module", None)
-        self.load(getattr(module, "tokenizer", None), stage)
+        self.load(tokenizer_of(None if self.trainer is None else self.trainer.lightning_module), stage)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._loader_state = None, {}
         replicas = process.data_parallel(self.trainer).size

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.atomic_folder import put_back
@@ -97,8 +97,8 @@ class Adapter:
         self._check_shapes(skeleton, name)
 
     def _check_shapes(self, skeleton: PreTrainedModel, name: str) -> None:
-        config: Any = self.config
-        if isinstance(getattr(config, "init_lora_weights", None), str):
+        config = self.config
+        if isinstance(config, LoraConfig) and isinstance(config.init_lora_weights, str):
             config.init_lora_weights = True  # other inits read weights, which a skeleton does not have
         with explained(f"{name} does not fit {type(skeleton).__name__}", "name its base, or put back its files"):
             model = get_peft_model(skeleton, config)
@@ -204,15 +204,15 @@ def _check_name(recorded: str | None, base: str, name: str) -> None:
 
 
 def _check_combinable(adapter: Adapter) -> None:
-    config: Any = adapter.config
-    method = config.peft_type.value
+    config = adapter.config
+    method, options = config.peft_type.value, config.to_dict()
     reasons = {
         f"{method} adapters are no sums": method != "LORA",
-        "DoRA's magnitudes are no sums": getattr(config, "use_dora", False),
-        "layers in modules_to_save are no sums": getattr(config, "modules_to_save", None),
-        "rows in trainable_token_indices are no sums": getattr(config, "trainable_token_indices", None),
-        "biases are not combined by PEFT": getattr(config, "bias", "none") != "none",
-        "target_parameters are not combined by PEFT": getattr(config, "target_parameters", None),
+        "DoRA's magnitudes are no sums": options.get("use_dora"),
+        "layers in modules_to_save are no sums": options.get("modules_to_save"),
+        "rows in trainable_token_indices are no sums": options.get("trainable_token_indices"),
+        "biases are not combined by PEFT": options.get("bias", "none") != "none",
+        "target_parameters are not combined by PEFT": options.get("target_parameters"),
         "its init changes the base": init_of(config).startswith(FROM_THE_BASE),
     }
     if reason := next((reason for reason, applies in reasons.items() if applies), None):

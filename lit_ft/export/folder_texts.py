@@ -18,6 +18,7 @@ from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.export.model_card import Card
+from lit_ft.process import datamodule_of
 from lit_ft.run.folder import RUNS, RunFolder
 from lit_ft.training.causal_lm import CausalLM
 
@@ -29,7 +30,7 @@ def texts_of(run: RunFolder) -> Texts:
         if not isinstance(module, CausalLM):
             return {}
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        data = getattr(trainer, "datamodule", None)
+        data = datamodule_of(trainer)
         return run_texts(kind, run, module, logged, samples_of(data) if isinstance(data, TextDataModule) else {})
 
     return texts

@@ -81,12 +81,13 @@ def train_rows(peft: PeftConfig, model: PreTrainedModel, ids: Sequence[int]) -> 
     if not ids:
         return peft
     config: Any = copy.deepcopy(peft)
+    options = peft.to_dict()
     sides = [_name_of(model, model.get_input_embeddings())]
     if not _is_tied(model):
         sides.append(_name_of(model, model.get_output_embeddings()))
-    whole = {name for name in getattr(config, "modules_to_save", None) or [] if _is_side(model, name)}
+    whole = {name for name in options.get("modules_to_save") or [] if _is_side(model, name)}
     if whole:
-        if len(whole) < 2 and not getattr(config, "ensure_weight_tying", False):
+        if len(whole) < 2 and not options.get("ensure_weight_tying"):
             raise RecipeError(
                 f"model.peft: modules_to_save has {', '.join(whole)} without the other side, so that added tokens "
                 "would be read and never written, or the other way; take it out (their rows train without it)"
@@ -123,9 +124,10 @@ def check_rows_train(model: PreTrainedModel, ids: Sequence[int]) -> None:
 
 
 def _check_tying(peft: PeftConfig, model: PreTrainedModel) -> None:
-    targets = getattr(peft, "target_modules", None)
+    options = peft.to_dict()
+    targets = options.get("target_modules")
     named = [name for name in targets if _is_side(model, name)] if isinstance(targets, (list, set, tuple)) else []
-    if named and getattr(peft, "ensure_weight_tying", False) and not getattr(peft, "modules_to_save", None):
+    if named and options.get("ensure_weight_tying") and not options.get("modules_to_save"):
         raise RecipeError(
             f"model.peft: ensure_weight_tying with {sorted(named)[0]} in target_modules shares LoRA's factors by "
             "views, which a copy of the model loses (peft 0.21); set modules_to_save: [embed_tokens] in their place, "

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lit_callbacks.distributed.gather import full_weights
+from lit_callbacks.distributed.gather import full_weights, is_zero3
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -176,11 +176,11 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         self.barrier()
 
     def _answer_in_engine(self, answer: Answer) -> Answer:
-        def run(prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+        def run(prompts: Sequence[str], max_new_tokens: int) -> Sequence[str]:
             engine, module = self.model, self.lightning_module  # a trainer that fits and then tests has two engines
             assert engine is not None
             assert module is not None
-            answers: list[str] = self._run_in_engine(engine, module, answer, prompts, max_new_tokens)
+            answers: Sequence[str] = self._run_in_engine(engine, module, answer, prompts, max_new_tokens)
             return answers
 
         return run
@@ -189,7 +189,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """Cast an adapter as DeepSpeed casts all weights, unless the base was split as it was read: then it forgets."""
         dtype = torch.bfloat16 if str(self.precision_plugin.precision).startswith("bf16") else torch.float16
         for parameter in model.parameters():
-            if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
+            if parameter.is_floating_point() and not is_zero3(parameter):
                 parameter.data = parameter.data.to(dtype)
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from lit_ft import packed_batch
 from lit_ft.checkpointing.storage import sharded
 from lit_ft.errors import RecipeError
+from lit_ft.model.files.deferred_cast import final_dtype
 from lit_ft.model.loading import decoder_layers
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.planning.communication import step_of
@@ -224,7 +225,8 @@ class ModelParallelStrategy(ShardedStrategy):
     def shard(self, module: Any) -> None:
         """Drop the layers of other stages, shard matrices (tensor), then shard all weights over data-parallel ranks."""
         base, sizes = base_of(module), self.sizes()
-        self.check_model(module, module.model if isinstance(getattr(module, "model", None), PeftModel) else base)
+        with_adapter = (part for part in module.modules() if isinstance(part, PeftModel))
+        self.check_model(module, next(with_adapter, base))
         self._base = base
         module.full_model_flops = TransformerFlops.of(module)  # for ThroughputMonitor, before layers are dropped
         self._trained_names = [name for name, p in module.named_parameters() if p.requires_grad]
@@ -250,7 +252,7 @@ class ModelParallelStrategy(ShardedStrategy):
     def _make_stages(self, module: nn.Module, base: PreTrainedModel) -> list[StageModule]:
         layers, size = self.layers_of_stages(base), self.sizes().pipeline
         embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-        dtype = getattr(embedding.weight, "cast_to", embedding.weight.dtype)
+        dtype = final_dtype(embedding.weight) or embedding.weight.dtype
         like_embedding = self.precision_plugin.convert_module(nn.Embedding(1, 1, dtype=dtype))
         self._boundary_dtype = next(like_embedding.parameters()).dtype
         self.edges = TiedEdges(module, base) if head.weight is embedding.weight else None

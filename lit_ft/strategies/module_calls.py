@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lit_callbacks.protocols import AnswersPrompts
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from lit_ft.packed_batch import PackedBatch, TokenLoss
-from lit_ft.protocols import Answers
 
 Forward = Callable[[PackedBatch], TokenLoss]
-Answer = Callable[[Sequence[str], int], list[str]]
+Answer = Callable[[Sequence[str], int], Sequence[str]]
 
 
 def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
@@ -21,13 +21,13 @@ def wrap_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
 
 def wrap_answer(module: nn.Module, wrap: Callable[[Answer], Answer]) -> None:
     """Replace a module's ``answer`` by ``wrap`` of it; callbacks call it outside of any step."""
-    if isinstance(module, Answers):
+    if isinstance(module, AnswersPrompts):
         module.answer = wrap(module.answer)  # type: ignore[method-assign, assignment]
 
 
 def gather_in_answer(module: nn.Module) -> None:
     """Let FSDP gather the module's own weights for ``answer``, as it does for the forward pass."""
-    if isinstance(module, Answers):
+    if isinstance(module, AnswersPrompts):
         register_fsdp_forward_method(module, "answer")
 
 

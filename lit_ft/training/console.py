@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
@@ -67,11 +68,11 @@ class ConsoleSummary(Callback):
         if (size := describe_checkpoint(trainer, pl_module)) is not None:
             rank_zero_info(size)
         rank_zero_info(f"done: {trainer.global_step:,} optimizer steps in {seconds:.0f} s{ending}; see {self.run.root}")
-        module: Any = pl_module
-        if self.run.merged.exists() or prompt_learning.method_of(getattr(module, "model", None)):
+        model = pl_module.model if isinstance(pl_module, CausalLM) else None
+        if self.run.merged.exists() or prompt_learning.method_of(model):
             rank_zero_info(f"next: python -m lit_ft predict --config {self.run.config} --ckpt_path last")
         else:
-            is_quantized = isinstance(module, CausalLM) and module.spec.base.is_quantized
+            is_quantized = isinstance(pl_module, CausalLM) and pl_module.spec.base.is_quantized
             choice = " --quantized-base dequantize" if is_quantized else ""
             rank_zero_info(f"next: python -m lit_ft export --run {self.run.root} --merge{choice}")
 
@@ -105,7 +106,8 @@ def describe_model(module: CausalLM) -> str:
 
 def describe_checkpoint(trainer: Trainer, module: LightningModule) -> str | None:
     """Text with the sizes of the newest checkpoint and of the trainable parameters; None without a checkpoint."""
-    path = Path(getattr(trainer.checkpoint_callback, "last_model_path", None) or "")
+    callback = trainer.checkpoint_callback
+    path = Path(callback.last_model_path if isinstance(callback, ModelCheckpoint) else "")
     if not path.name or not path.exists():
         return None
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]

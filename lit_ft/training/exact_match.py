@@ -1,7 +1,5 @@
 """Exact-match accuracy of a model's greedy answers to held-out prompts."""
 
-from typing import Any
-
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -43,7 +41,7 @@ class ExactMatch(Callback):
         self._measure(trainer, pl_module, "test", "test data")
 
     def _measure(self, trainer: Trainer, module: LightningModule, split: str, when: str) -> list[tuple[str, str, str]]:
-        data: Any = getattr(trainer, "datamodule", None)
+        data = process.datamodule_of(trainer)
         if not isinstance(data, TextDataModule) or not isinstance(module, CausalLM) or split not in data.splits:
             raise RecipeError(
                 "ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction"

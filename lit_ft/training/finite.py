@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_callbacks import SpikeGuard
 from torch import Tensor, nn
 
@@ -45,7 +46,8 @@ class FiniteCheck:
         Raises:
             NotFinite: this value, or an earlier one, is not finite.
         """
-        if any(isinstance(callback, SpikeGuard) for callback in getattr(trainer, "callbacks", [])):
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, SpikeGuard) for callback in callbacks):
             return
         step = trainer.global_step + 1
         self._look(trainer, [one for one in self._watched if one.step < step])
@@ -104,8 +106,7 @@ def _advice(trainer: Trainer) -> str:
 
 def _newest_checkpoint(trainer: Trainer) -> Path | None:
     """Newest checkpoint of the run; all of them had finite weights when they were written."""
-    callbacks: list[Any] = list(trainer.checkpoint_callbacks)
-    names = [getattr(one, name, "") for one in callbacks for name in ("last_model_path", "best_model_path")]
-    names += [name for one in callbacks for name in getattr(one, "best_k_models", {})]
+    callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    names = [name for one in callbacks for name in (one.last_model_path, one.best_model_path, *one.best_k_models)]
     names.append(str(trainer.ckpt_path or ""))
     return newest_of({Path(name) for name in names if name and Path(name).exists()})

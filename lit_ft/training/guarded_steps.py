@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lit_callbacks.protocols import SumsGradientNorm, grad_scaler
 from torch import Tensor
 
 from lit_ft.errors import RecipeError
 from lit_ft.gradient_norm import GradientNorm, clip, gradient_norm, with_gradients
-from lit_ft.protocols import MeasuresGradients
 from lit_ft.training.finite import FiniteCheck, check_trained_weights
 
 
@@ -27,7 +27,7 @@ class GuardedStepsModule(LightningModule):
         A collective. None where the strategy measures and clips by itself.
         """
         strategy: object = self.trainer.strategy
-        measure = strategy.gradient_norm if isinstance(strategy, MeasuresGradients) else gradient_norm
+        measure = strategy.gradient_norm if isinstance(strategy, SumsGradientNorm) else gradient_norm
         return self._gradient_norm.of(optimizer, measure)
 
     def configure_gradient_clipping(
@@ -37,7 +37,7 @@ class GuardedStepsModule(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Log the gradient norm before clipping, and clip with that same norm."""
-        has_scaler = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        has_scaler = grad_scaler(self.trainer) is not None
         if has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
             raise RecipeError(
                 "trainer.precision=16-mixed leaves gradients scaled until a fused optimizer's step, so they cannot be "

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from peft.tuners.adalora import AdaLoraModel
 from torch import Tensor
 
@@ -28,14 +28,18 @@ def regularization(model: Any) -> Tensor | None:
         grams = [p @ p.T if ".lora_A." in name else p.T @ p for name, p in factors]
         distances = [torch.linalg.norm(gram - torch.eye(len(gram)).to(gram)) for gram in grams]
         return config.orth_reg_weight * torch.stack(distances).mean()
-    if getattr(config, "kasa_config", None) is not None:
+    if isinstance(config, LoraConfig) and config.kasa_config is not None:
         return model.base_model._get_kasa_loss()  # what PEFT's documentation tells training loops to call
     return None
 
 
+def _is_adalora(model: Any) -> bool:
+    return isinstance(model, PeftModel) and isinstance(model.base_model, AdaLoraModel)
+
+
 def check_schedule(model: Any, steps: float) -> None:
     """Warn if the length of AdaLoRA's schedule differs from that of the run, ``steps`` optimizer steps."""
-    if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
+    if not _is_adalora(model):
         return
     config = model.active_peft_config
     if config.total_step != steps:
@@ -55,7 +59,7 @@ def after_optimizer_step(model: Any, steps: int) -> None:
         model: model with any tuning method, or none.
         steps: number of optimizer steps taken, this one included.
     """
-    if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
+    if not _is_adalora(model):
         return
     allocator = model.base_model.rankallocator
     if _has_finite_gradients(model):
@@ -76,7 +80,7 @@ def _has_finite_gradients(model: PeftModel) -> bool:
 
 def state_of(model: Any) -> dict[str, Any]:
     """State of the method that a checkpoint must hold besides its weights."""
-    if not isinstance(getattr(model, "base_model", None), AdaLoraModel):
+    if not _is_adalora(model):
         return {}
     allocator = model.base_model.rankallocator
     return {

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from lit_ft.errors import RecipeError, explained
+from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.model.quantization import linear_modules
@@ -131,7 +132,7 @@ def wrap_in_final_dtype(
     else:  # LLaMA-Adapter adds its prompts without BaseTuner's steps
         deferred_cast.cast(base)
         wrapped = wrap()
-    _cast_copies(wrapped, next(p.cast_to for p in base.parameters() if hasattr(p, "cast_to")), in_float32)
+    _cast_copies(wrapped, next(filter(None, map(deferred_cast.final_dtype, base.parameters()))), in_float32)
     return wrapped
 
 
@@ -153,7 +154,7 @@ def _cast_copies(model: nn.Module, dtype: torch.dtype, in_float32: bool) -> None
     """Cast the copies that ``modules_to_save`` and trainable tokens have made of base weights in their file's dtype."""
     for wrapper in (module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)):
         for tensor in [*wrapper.parameters(), *wrapper.buffers()]:
-            if tensor.is_floating_point() and not hasattr(tensor, "cast_to"):
+            if tensor.is_floating_point() and deferred_cast.final_dtype(tensor) is None:
                 tensor.data = tensor.data.to(dtype)
         cast_adapter_dtype(wrapper, "default", in_float32)  # trainable tokens only: PEFT does not cast modules_to_save
 
@@ -186,7 +187,7 @@ def adapt_to_architecture(model: nn.Module, peft: PeftConfig) -> None:
         return
     config = cast(Any, model).config.get_text_config()
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = Architecture.of(config).head_dim
     if not {"self_attn", "q_proj", "k_proj", "v_proj", "o_proj"} <= names or "q_norm" in names:
         why = "its attention is not built like Llama's (self_attn with q_proj, k_proj, v_proj and o_proj, no q_norm)"
     elif width * config.num_attention_heads != config.hidden_size:

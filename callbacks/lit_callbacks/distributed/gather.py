@@ -1,6 +1,6 @@
 """Full weights of a model that a strategy has sharded."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TypeGuard, cast
 
@@ -20,6 +20,12 @@ class Zero3Parameter(nn.Parameter):
     """Number of elements on all ranks."""
     ds_shape: tuple[int, ...]
     """Shape of the full parameter."""
+    ds_tensor: Tensor
+    """This rank's part."""
+    ds_zero_partition_rank: int
+    """Index of this rank among those that share the parameter."""
+    partition_numel: Callable[[], int]
+    """Returns the number of elements of a rank's part."""
 
 
 def is_zero3(tensor: Tensor) -> TypeGuard[Zero3Parameter]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _is_wanted = ContextVar("_is_wanted", default=False)
 
@@ -37,22 +37,28 @@ def mark(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.cast_to = dtype  # type: ignore[attr-defined]
 
 
+def final_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Dtype that a weight must be cast to later; None if it has its final dtype."""
+    dtype: torch.dtype | None = getattr(tensor, "cast_to", None)
+    return dtype
+
+
 def is_marked(model: nn.Module) -> bool:
     """Whether a model has weights that must be cast later."""
-    return any(hasattr(parameter, "cast_to") for parameter in model.parameters())
+    return any(final_dtype(parameter) is not None for parameter in model.parameters())
 
 
 def cast(module: nn.Module) -> None:
     """Cast a module's weights to their stored final dtype."""
     for parameter in module.parameters():
-        if (dtype := getattr(parameter, "cast_to", None)) is not None:
+        if (dtype := final_dtype(parameter)) is not None:
             parameter.data = parameter.data.to(dtype)
 
 
 @contextmanager
 def cast_meanwhile(module: nn.Module) -> Iterator[None]:
     """Context in which a module's weights have their final dtype; afterwards they are those of their files again."""
-    kept = [(parameter, parameter.data) for parameter in module.parameters() if hasattr(parameter, "cast_to")]
+    kept = [(parameter, parameter.data) for parameter in module.parameters() if final_dtype(parameter) is not None]
     cast(module)
     try:
         yield

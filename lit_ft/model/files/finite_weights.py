@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
+from lit_callbacks.distributed.gather import is_zero3
 from torch import Tensor, nn
 
 from lit_ft.errors import RecipeError
@@ -23,7 +24,7 @@ def check_base(model: nn.Module, pretrained: str) -> None:
     """
     weights = model.state_dict(keep_vars=True)
     bad = next(not_finite(weights), None)
-    split = [weight for weight in weights.values() if hasattr(weight, "ds_tensor")]
+    split = [weight for weight in weights.values() if is_zero3(weight)]
     # If ZeRO-3 has sharded them as they were read, all ranks must continue or fail together.
     if _on_any_rank(bad is not None, split[0].ds_tensor.device) if split else bad is not None:
         raise _of_base(pretrained, bad)
@@ -79,7 +80,7 @@ def _numbers_of(tensor: Any) -> Iterator[Tensor]:
     state = getattr(tensor, "quant_state", None)  # bitsandbytes' 4 bits
     scales = [getattr(tensor, "SCB", None), getattr(state, "absmax", None), getattr(state, "offset", None)]
     scales.append(getattr(getattr(state, "state2", None), "absmax", None))
-    part = local(getattr(tensor, "ds_tensor", tensor)).detach()
+    part = (tensor.ds_tensor if is_zero3(tensor) else local(tensor)).detach()
     inner = part.__tensor_flatten__()[0] if hasattr(part, "__tensor_flatten__") else []  # torchao's
     parts = [] if state is not None else [getattr(part, name) for name in inner] or [part]
     yield from (one for one in [*parts, *scales] if isinstance(one, Tensor) and one.is_floating_point())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.distributed.gather import full_shape, is_zero3
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -84,7 +85,7 @@ def optimizer_state(engine: Any, order: Order, keep: bool) -> dict[str, Any]:
             elif value.shape != piece.partition.shape:  # Adam's step counter
                 state[key] = value.detach().cpu().clone()
             else:
-                shape = getattr(parameter, "ds_shape", parameter.shape)
+                shape = full_shape(parameter)
                 whole = _put_together(piece, value, torch.zeros(shape, dtype=value.dtype, device=engine.device))
                 state[key] = whole.cpu() if keep else None
         if state:
@@ -125,7 +126,7 @@ def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: Any) ->
     trains = engine.basic_optimizer is not None
     for name, whole in saved.items():
         parameter: Any = own[name]
-        if not hasattr(parameter, "ds_id"):
+        if not is_zero3(parameter):
             parameter.copy_(whole)
             if trains:
                 safe_set_full_fp32_param(parameter, whole.float())
@@ -149,7 +150,7 @@ def load_optimizer_state(engine: Any, order: Order, saved: Mapping[str, Any]) ->
     optimizer = engine.basic_optimizer
     flat: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     for index, (parameter, piece) in enumerate(_pieces(engine, order)):
-        shape = getattr(parameter, "ds_shape", parameter.shape)
+        shape = full_shape(parameter)
         for key, value in saved["state"].get(index, {}).items():
             is_per_weight = isinstance(value, Tensor) and value.shape == shape and value.dim() > 0
             if not is_per_weight:
@@ -171,7 +172,7 @@ def _pieces(engine: Any, order: Order) -> Iterator[tuple[Any, Piece]]:
     for group, parameters in enumerate(order):
         for parameter in parameters:
             p: Any = parameter
-            if hasattr(p, "ds_id"):
+            if is_zero3(p):
                 part, start, numel = zero.grad_position[zero.get_param_id(p)]
                 yield p, Piece(zero.fp32_partitioned_groups_flat[part], start, numel * p.ds_zero_partition_rank, numel)
                 continue

@@ -10,6 +10,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lit_callbacks.distributed.gather import full_shape
+from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -30,8 +32,7 @@ def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
         head = part.get_output_embeddings() if isinstance(part, PreTrainedModel) else None
         for edge in (part if isinstance(part, nn.Embedding) else None, head):
             outer |= set() if edge is None else set(edge.parameters())
-    # ZeRO-3 replaces a weight by an empty vector, and stores its shape in `ds_shape`.
-    return {p for p in module.parameters() if len(getattr(p, "ds_shape", p.shape)) == 2} - outer
+    return {p for p in module.parameters() if len(full_shape(p)) == 2} - outer
 
 
 def configure_optimizers(
@@ -106,7 +107,8 @@ def try_out(optimizer: OptimizerCallable, skeleton: nn.Module, takes_step: bool)
         if takes_step:
             for group in groups:
                 group["params"][0].grad = torch.full_like(group["params"][0], 1e-3)  # type: ignore[index]
-            getattr(built, "train", lambda: None)()  # schedule-free optimizers require it
+            if isinstance(built, KeepsTwoWeightSets):
+                built.train()  # schedule-free optimizers require it
             built.step(lambda: torch.zeros(()))
             if not all(group["params"][0].isfinite().all() for group in groups):  # type: ignore[index]
                 raise ValueError("a step makes weights infinite: is a learning rate or weight decay too large?")
