@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lit_ft import packed_batch
 from lit_ft.gradient_norm import local
+from lit_ft.model.loading import head_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.training.loss import token_cross_entropy
 
@@ -128,6 +129,7 @@ class StageModule(nn.Module):
         for name in ([] if self.is_first else before) + ([] if self.is_last else after):
             setattr(self.decoder, name, PipelineIdentityLayer())
         self.head = base.get_output_embeddings() if self.is_last else None
+        self._logits = head_of(base)
         self._module = [module]  # in a list, so that it is not registered as a submodule
         self.row_parts: Sequence[PackedBatch] = ()
         self.results: dict[int, TokenLoss] = {}
@@ -176,8 +178,7 @@ class StageModule(nn.Module):
         hidden = self.decoder(**inputs, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
         if not self.is_last:
             return hidden.last_hidden_state
-        (module,) = self._module
-        return module._head(hidden.last_hidden_state[:, -1])[:, None]
+        return self._logits(hidden.last_hidden_state[:, -1])[:, None]
 
 
 def _part_of(decoder: Any, layers: range) -> Any:
