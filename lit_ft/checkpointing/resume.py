@@ -40,7 +40,7 @@ def go_back_to_a_step(checkpoint: Checkpoint, trainer: Any) -> Replay | None:
     Returns:
         Replay of the micro-batches that are trained on again; None if there are none.
     """
-    data: Any = trainer.datamodule
+    data = trainer.datamodule
     progress = FitProgress(checkpoint)
     state = checkpoint.get(type(data).__qualname__) or {}
     reopened = not state.get("is_over") and progress.reopen_epoch()
@@ -77,7 +77,7 @@ def number_logged_steps(trainer: Any) -> None:
 def _rewind(
     checkpoint: Checkpoint, progress: FitProgress, trainer: Any, state: LoaderState, reopened: bool
 ) -> Replay | None:
-    data: Any = trainer.datamodule
+    data = trainer.datamodule
     accumulate = state.get("deal", {}).get("accumulate") or accumulation(trainer, progress.epoch)
     trained, ready = progress.trained, progress.ready
     start = trained // accumulate * accumulate

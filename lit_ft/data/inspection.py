@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -127,7 +126,7 @@ def round_trip(tokenization: Tokenization, prepared: Prepared) -> tuple[int, int
     return right, count, first
 
 
-def stretches(ids: np.ndarray, labels: np.ndarray, tokenizer: Any) -> list[tuple[str, bool]]:
+def stretches(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
     """Split a sample into segments of text where supervision begins or ends; each with whether it is supervised."""
     supervised = labels != IGNORE_INDEX
     borders = np.flatnonzero(np.diff(supervised)) + 1

@@ -71,17 +71,17 @@ def datasheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) -> 
     words = device_name.lower().replace("-", " ").split()
     if {"mig", "laptop"} & set(words):
         return None  # a partition of a device (MIG), or a slower laptop chip of the same name
-    for wanted, peaks in DATASHEETS:
-        if all(any(_is(word, want) for word in words) for want in wanted):
+    for terms, peaks in DATASHEETS:
+        if all(any(_matches(word, term) for word in words) for term in terms):
             key: torch.dtype | str = TF32 if dtype is torch.float32 and tf32 and TF32 in peaks else dtype
             return peaks[key] * TERA if key in peaks else None
     return None
 
 
-def _is(word: str, wanted: str) -> bool:
+def _matches(word: str, term: str) -> bool:
     # "Tesla V100-SXM2-16GB", but not "A10G" (a smaller chip than A10): a form factor may have a suffix, a model may
     # not.
-    return word.startswith(wanted) if wanted in ("sxm", "pcie") else word == wanted
+    return word.startswith(term) if term in ("sxm", "pcie") else word == term
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = None, seconds: float = 0.3) -> float:

@@ -288,10 +288,10 @@ def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
     """
     rates = [("samples", "samples/s"), ("total_tokens", "tokens/s with padding"), ("non_padding_tokens", "without")]
     rates += [("supervised_tokens", "supervised")]
-    said = [f"{summary[key]:,.4g} {unit}" for name, unit in rates if (key := _RATES[name]) in summary]
+    texts = [f"{summary[key]:,.4g} {unit}" for name, unit in rates if (key := _RATES[name]) in summary]
     if "model_flops_per_second" in summary:
         mfu = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
-        said.append(f"{summary['model_flops_per_second'] / ranks / 1e12:,.3g} model TFLOP/s per device{mfu}")
+        texts.append(f"{summary['model_flops_per_second'] / ranks / 1e12:,.3g} model TFLOP/s per device{mfu}")
     total = summary["step_seconds"]
     parts = ", ".join(f"{name.replace('_', '+')} {summary[f'step_seconds/{name}'] / total:.1%}" for name in PARTS)
-    return f"throughput of {steps:,} steps on {ranks} devices: {', '.join(said)}\na step takes {total:,.4g} s: {parts}"
+    return f"throughput of {steps:,} steps on {ranks} devices: {', '.join(texts)}\na step takes {total:,.4g} s: {parts}"

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from lit_ft.data.text.formats import Chat, Message
+from lit_ft.data.text.formats import Chat, JsonObject, Message
 from lit_ft.errors import BadRow, RecipeError
 from lit_ft.model.render_limits import CHARACTERS, Rendering, check_length
 
@@ -137,7 +137,7 @@ class ChatTemplate:
             raise RecipeError(f"data.template_options: {self.name} uses no {unknown[0]!r}; take it out")
 
     def render(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, generation: bool = False
+        self, messages: Sequence[Message], tools: list[JsonObject] | None = None, generation: bool = False
     ) -> str:
         """Render the text of a conversation, with ``generation`` followed by the generation prompt.
 
@@ -150,7 +150,7 @@ class ChatTemplate:
             check_length(self.name, text, len(str((messages, tools))))
         return text
 
-    def _render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, generation: bool) -> str:
+    def _render(self, messages: Sequence[Message], tools: list[JsonObject] | None, generation: bool) -> str:
         if tools is not None or not all(message.keys() == _PLAIN_KEYS for message in messages):
             return self._tokenizer.apply_chat_template(
                 list(messages), tools, tokenize=False, add_generation_prompt=generation, **self._options
@@ -289,7 +289,7 @@ def spell_out_tools(chat: Chat) -> Chat:
     return Chat(messages, None, marks)
 
 
-def _spell(function: dict[str, Any]) -> str:
+def _spell(function: JsonObject) -> str:
     return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
 
 

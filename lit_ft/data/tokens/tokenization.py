@@ -16,7 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -261,9 +261,12 @@ def encode_batch(batch: Sequence[tuple[int, RawRow | BadRow]], tokenizations: Se
     ]
 
 
+_Tag = TypeVar("_Tag")
+
+
 def encode_batches(
-    batches: Iterable[tuple[Any, list[PlacedRow]]], tokenizations: Sequence[Tokenization], workers: int, ahead: int = 0
-) -> Iterator[tuple[Any, list[str], list[Part]]]:
+    batches: Iterable[tuple[_Tag, list[PlacedRow]]], tokenizations: Sequence[Tokenization], workers: int, ahead: int = 0
+) -> Iterator[tuple[_Tag, list[str], list[Part]]]:
     """Tokenize batches of rows, in order.
 
     Args:
@@ -277,11 +280,8 @@ def encode_batches(
     """
     if workers < 1:
         for tag, batch in batches:
-            yield (
-                tag,
-                [location for _, location, _ in batch],
-                encode_batch([(s, row) for s, _, row in batch], tokenizations),
-            )
+            locations = [location for _, location, _ in batch]
+            yield tag, locations, encode_batch([(source, row) for source, _, row in batch], tokenizations)
         return
     # Not multiprocessing.Pool: it waits forever if a worker was killed.
     with ProcessPoolExecutor(workers, multiprocessing.get_context(), _start_worker, (tokenizations,)) as pool:
@@ -293,9 +293,9 @@ def encode_batches(
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, batches: Iterable[tuple[Any, list[PlacedRow]]], ahead: int
-) -> Iterator[tuple[Any, list[str], list[Part]]]:
-    waiting: deque[tuple[Any, list[str], Future[list[Part]]]] = deque()
+    pool: ProcessPoolExecutor, batches: Iterable[tuple[_Tag, list[PlacedRow]]], ahead: int
+) -> Iterator[tuple[_Tag, list[str], list[Part]]]:
+    waiting: deque[tuple[_Tag, list[str], Future[list[Part]]]] = deque()
     for tag, batch in batches:
         future = pool.submit(_encode_in_worker, [(source, row) for source, _, row in batch])
         waiting.append((tag, [location for _, location, _ in batch], future))
