@@ -1,7 +1,9 @@
-"""Errors that a user can fix."""
+"""Errors that a user can fix, and what tables of refused combinations have in common."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import field
+from typing import Any
 
 
 class RecipeError(ValueError):
@@ -56,3 +58,21 @@ def explained(what: str, fix: str, also: tuple[type[Exception], ...] = ()) -> It
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0].rstrip(".:")[:200] if lines else "no reason given"
         raise RecipeError(f"{what}: {type(error).__name__}: {reason}; {fix}") from error
+
+
+def situation(heading: str, fix: str) -> Any:
+    """Field of a row in a table of what works where: None, or the reason why not, as a sentence without its subject.
+
+    Args:
+        heading: heading of the field's column in the docs.
+        fix: advice for the user where a row does not work.
+    """
+    return field(default=None, metadata={"heading": heading, "fix": fix})
+
+
+def first_refusal(rows: Iterable[Any], name: str) -> tuple[Any, str, str] | None:
+    """First row that does not work in a situation, with the reason and the fix; None if all work."""
+    for row in rows:
+        if (reason := getattr(row, name)) is not None:
+            return row, reason, row.__dataclass_fields__[name].metadata["fix"]
+    return None

@@ -53,10 +53,6 @@ differences: dict[str, tuple[float, float]] = {}
 """Largest relative difference of a step's loss, and of a weight, for each parity test."""
 
 
-methods: dict[str, dict[str, str]] = {}
-"""Test results for each tuning method."""
-
-
 matrix: dict[str, dict[str, str]] = {}
 """Largest relative difference from one process, or the refusal, for each architecture and layout."""
 
@@ -69,11 +65,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rows", type=int, default=350, help="mutated rows of each format, and a tenth as damaged files")
     parser.addoption("--numerics", help="write the table of largest differences to this file")
     parser.addoption("--matrix", help="compare all architectures under all layouts, and write the table to this file")
-    parser.addoption("--methods", help="write the table of tuning methods to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    tables = [name for name in ("--numerics", "--matrix", "--methods") if config.getoption(name)]
+    tables = [name for name in ("--numerics", "--matrix") if config.getoption(name)]
     if tables and config.getoption("numprocesses", None):
         raise pytest.UsageError(f"{tables[0]} writes what the tests of one process find; leave out -n")
 
@@ -91,14 +86,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if path := session.config.getoption("--methods"):
-        heads = "method | config | weights trained | packed batch | merge | resume | DDP | FSDP | TP | PP | CP"
-        heads += " | gradient checkpointing | bf16 | NF4 base"
-        columns = ("config", "trains", "packing", "merge", "resume", "ddp", "fsdp", "tensor", "pipeline", "context")
-        columns += ("gradient checkpointing", "bf16", "quantized")
-        lines = [f"| {heads} |", "|" + "---|" * (len(columns) + 1)]
-        lines += [f"| {name} | {' | '.join(row.get(c, '') for c in columns)} |" for name, row in methods.items()]
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
     if path := session.config.getoption("--matrix"):
         layouts = list(dict.fromkeys(layout for row in matrix.values() for layout in row))
         lines = [f"| architecture | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]

@@ -60,7 +60,7 @@ from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
 from lit_ft.training.loggers import MetricsCSV, StepEvents
 from lit_ft.training.optimizers.configure import configure_optimizers, try_out
-from lit_ft.tuning.compatibility import check_mergeable
+from lit_ft.tuning.compatibility import check_situation
 
 BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)
 """Exceptions that classes of a recipe raise for bad arguments."""
@@ -382,8 +382,8 @@ class TrainingCLI(LightningCLI):
                 wanted = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
                 check_fit(saved_shapes(self.options.ckpt_path), wanted)
                 check_same_base(saved_base(self.options.ckpt_path), self.model.base_fingerprint, "the checkpoint")
-            if self.options.get("merge") and (peft := self.model.spec.tuning.peft) is not None:
-                check_mergeable(peft)
+            if self.options.get("merge"):
+                check_situation(self.model.spec.tuning.peft, "merge", "merge=true")
             if self.options.get("merge") and self.model.spec.base.is_quantized:
                 raise RecipeError(
                     "merge=true, but the base is quantized, and merging into it has a price that is yours to choose; "
@@ -414,6 +414,8 @@ class TrainingCLI(LightningCLI):
             return
         with explained("optimizer", "fix its init_args"):
             built = try_out(optimizer, skeleton, takes_step=self.trainer.strategy.root_device.type == "cpu")
+        if (check := getattr(self.trainer.strategy, "check_optimizer", None)) is not None:
+            check(built)
         if lr_scheduler is not None:
             with explained("lr_scheduler", "fix its init_args"):
                 lr_scheduler(built)

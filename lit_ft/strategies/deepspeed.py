@@ -23,6 +23,7 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.strategies.module_calls import Answer, wrap_answer
 from lit_ft.strategies.zero import config as zero_config
 from lit_ft.strategies.zero import state as zero_state
+from lit_ft.training.optimizers import compatibility as optimizer_support
 from lit_ft.training.spec import spec_of
 
 
@@ -78,6 +79,14 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         zero_config.check_recipe(self._given_config, trainer, datamodule)
         zero_config.check_method(zero_config.stage_of(self.config), module)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that needs more of a weight than its elements: ZeRO gives it flat parts of many weights.
+
+        Raises:
+            RecipeError: the optimizer's updates would differ from those without ZeRO.
+        """
+        optimizer_support.check_situation(optimizer, "zero")
 
     def _configure_launcher(self) -> None:
         # Checked before processes are started, so that an error is reported once.
@@ -194,7 +203,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         if optimizer is not None:
-            zero_config.check_optimizer(optimizer)
+            self.check_optimizer(optimizer)
             self._order = [list(group["params"]) for group in optimizer.param_groups]
         return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
 

@@ -13,7 +13,9 @@ from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.layout import Layout
 from lit_ft.strategies.module_calls import gather_in_answer
 from lit_ft.strategies.parallel.mesh import MeshSizes, base_of
-from lit_ft.strategies.sharded import ShardedStrategy, check_method
+from lit_ft.strategies.sharded import ShardedStrategy
+from lit_ft.training.spec import spec_of
+from lit_ft.tuning.compatibility import check_situation
 
 
 class FSDPStrategy(ShardedStrategy):
@@ -62,7 +64,8 @@ class FSDPStrategy(ShardedStrategy):
         Raises:
             RecipeError: the tuning method does not work on shards; the message names it.
         """
-        check_method(module)
+        spec = spec_of(module)
+        check_situation(None if spec is None else spec.tuning.peft, "fsdp")
 
     # --- processes and mesh ----------------------------------------------------------------------
 

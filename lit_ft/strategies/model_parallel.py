@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.throughput.flops import TransformerFlops
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -45,7 +44,7 @@ from lit_ft.strategies.parallel.pipeline_parallel import Pipeline, StageModule
 from lit_ft.strategies.parallel.tensor_parallel import TensorParallel
 from lit_ft.strategies.parallel.tensor_plan import Plan
 from lit_ft.strategies.parallel.tied_embeddings import TiedEdges
-from lit_ft.strategies.sharded import ShardedStrategy, check_method
+from lit_ft.strategies.sharded import ShardedStrategy
 
 Size = int | Literal["auto"]
 PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
@@ -128,13 +127,11 @@ class ModelParallelStrategy(ShardedStrategy):
     # --- checks of the recipe --------------------------------------------------------------------
 
     def check(self, trainer: Trainer, module: nn.Module, datamodule: Any = None) -> None:
-        """Check the tuning method and the batch sizes, before weights are read.
+        """Check the batch sizes, before weights are read.
 
         Raises:
             RecipeError: one does not fit; the message names the value, the rule and what works.
         """
-        if self.sizes() != (1, 1, 1, 1):
-            check_method(module)
         self.placement.check_batches(self.sizes(), micro_batch_size(datamodule), module)
 
     def check_model(self, module: nn.Module, skeleton: nn.Module) -> None:
@@ -225,8 +222,7 @@ class ModelParallelStrategy(ShardedStrategy):
     def shard(self, module: Any) -> None:
         """Drop the layers of other stages, shard matrices (tensor), then shard all weights over data-parallel ranks."""
         base, sizes = base_of(module), self.sizes()
-        with_adapter = (part for part in module.modules() if isinstance(part, PeftModel))
-        self.check_model(module, next(with_adapter, base))
+        self.check_model(module, module)
         self._base = base
         module.full_model_flops = TransformerFlops.of(module)  # for ThroughputMonitor, before layers are dropped
         self._trained_names = [name for name, p in module.named_parameters() if p.requires_grad]

@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 from lit_ft.checkpointing.storage import sharded, sharded_safetensors
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
-from lit_ft.errors import RecipeError
 from lit_ft.gradient_norm import local, norms
 from lit_ft.model.files import deferred_cast, finite_weights
 from lit_ft.planning.layout import Layout
 from lit_ft.strategies.mesh_caches import clear_mesh_caches
+from lit_ft.training.optimizers import compatibility as optimizer_support
 from lit_ft.training.spec import spec_of
 
 
@@ -96,8 +96,16 @@ class ShardedStrategy(LightningModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                check_optimizer(optimizer)
+                self.check_optimizer(optimizer)
         self.setup_precision_plugin()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose update on shards differs from that on full weights.
+
+        Raises:
+            RecipeError: the optimizer is one, or was not compared; the message names those that work.
+        """
+        optimizer_support.check_situation(optimizer, "shards")
 
     def _place(self) -> None:
         self.model_to_device()
@@ -350,46 +358,3 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def _join_stages(self, own: Any) -> list[Any]:
         """Gather one object per pipeline stage, in order of the stages; complete on rank 0 at least."""
         return [own]
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose update on shards differs from that on full weights.
-
-    Raises:
-        RecipeError: the optimizer is not known to work on shards; the message names those that are.
-    """
-    if not type(optimizer).__module__.startswith("torch.optim") or type(optimizer).__name__ not in _ON_SHARDS:
-        raise RecipeError(
-            f"optimizer={type(optimizer).__module__}.{type(optimizer).__name__} does not work on shards, or nobody has "
-            f"tried; take one of torch.optim's {', '.join(_ON_SHARDS)}, or trainer.strategy=ddp"
-        )
-
-
-_ON_SHARDS = ("AdamW", "Adam", "SGD", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop")
-"""Optimizers whose result on shards was compared with one process (tests/strategies); those of bitsandbytes and
-schedulefree fail."""
-
-
-def check_method(module: nn.Module) -> None:
-    """Refuse tuning methods that fail, or compute something else, on sharded weights.
-
-    Raises:
-        RecipeError: the tuning method is one of them; the message names it.
-    """
-    spec = spec_of(module)
-    if spec is None or (peft := spec.tuning.peft) is None:
-        return
-    method = "kasa_config" if getattr(peft, "kasa_config", None) is not None else peft.peft_type.value
-    if (reason := _NOT_IN_SHARDS.get(method)) is not None:
-        raise RecipeError(f"model.peft: {method} {reason} where weights are split; take ddp, or another method")
-
-
-_OUTSIDE = "looks at whole weights between passes, which no rank has"
-_SHARED = "shares weights between layers, which are sharded apart"
-_NOT_IN_SHARDS = {
-    **dict.fromkeys(("ADALORA", "kasa_config"), _OUTSIDE),
-    **dict.fromkeys(("TINYLORA", "UNILORA", "VBLORA"), _SHARED),
-    "OSF": "projects gradients of whole weights, and would train something else",
-    "PREFIX_TUNING": "runs sample by sample, and ranks have different numbers of samples",
-}
-"""Tuning methods that fail, hang or compute something else on shards (tests/tuning/test_tuning.py)."""

@@ -7,9 +7,9 @@ from lightning.pytorch import LightningModule
 from lit_callbacks.protocols import SumsGradientNorm, grad_scaler
 from torch import Tensor
 
-from lit_ft.errors import RecipeError
 from lit_ft.gradient_norm import GradientNorm, clip, gradient_norm, with_gradients
 from lit_ft.training.finite import FiniteCheck, check_trained_weights
+from lit_ft.training.optimizers import compatibility as optimizer_support
 
 
 class GuardedStepsModule(LightningModule):
@@ -38,11 +38,8 @@ class GuardedStepsModule(LightningModule):
     ) -> None:
         """Log the gradient norm before clipping, and clip with that same norm."""
         has_scaler = grad_scaler(self.trainer) is not None
-        if has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
-            raise RecipeError(
-                "trainer.precision=16-mixed leaves gradients scaled until a fused optimizer's step, so they cannot be "
-                "measured or clipped; set fused of the optimizer to false, or trainer.precision to bf16-mixed"
-            )
+        if has_scaler:
+            optimizer_support.check_situation(optimizer, "scaled", "trainer.precision=16-mixed")
         norm = self.measured_gradient_norm(optimizer)
         self._gradient_norm.forget()
         is_by_norm = (gradient_clip_algorithm or "norm") == "norm"

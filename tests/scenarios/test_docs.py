@@ -1,10 +1,11 @@
-"""The worked examples of docs/data.md are what lit_ft does."""
+"""The worked examples of docs/data.md are what lit_ft does, and the tables of what works where are its own."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks import support_tables
 from lit_ft import TextDataModule
 from lit_ft.data.inspection import stretches
 from lit_ft.model.loading import load_tokenizer
@@ -36,3 +37,11 @@ def test_examples(tmp_path: Path, row: str, wanted: str) -> None:
     data.load(tokenizer)
     (sample,) = [data.splits["train"][i] for i in range(len(data.splits["train"]))]
     assert "".join(f"»{text}«" if supervised else text for text, supervised in stretches(*sample, tokenizer)) == wanted
+
+
+@pytest.mark.parametrize("path", support_tables.tables(), ids=lambda path: path.name)
+def test_tables_of_what_works_where_are_printed_from_the_code(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert support_tables.with_table(text, support_tables.tables()[path]) == text, (
+        "run python -m benchmarks.support_tables"
+    )

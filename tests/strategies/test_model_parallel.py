@@ -614,11 +614,11 @@ CASES = {
     ),
     "method": (
         ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/ia3.yaml"],
-        "under tensor parallelism the method of .* was not compared with one process",
+        r"IA3 was not compared with one process \(tensor_parallel_size=2\); take LoraConfig on linear layers",
     ),
     "DoRA": (
         ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/dora.yaml"],
-        "this variant of LoRA looks at whole weights",
+        "use_dora=True looks at whole weights",
     ),
     "virtual tokens": (
         [

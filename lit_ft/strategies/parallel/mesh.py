@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from peft import PeftModel
-from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,6 +18,7 @@ from lit_ft.model.quantization import is_quantized
 from lit_ft.protocols import SplitsForward
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tensor_plan
 from lit_ft.training.spec import spec_of
+from lit_ft.tuning import compatibility
 
 
 class MeshSizes(NamedTuple):
@@ -92,17 +91,11 @@ class ParallelDims:
             RecipeError: the model does not fit; the message names the value, the rule and what works.
         """
         base, spec = base_of(skeleton), spec_of(module)
-        method: Any = skeleton.active_peft_config if isinstance(skeleton, PeftModel) else None
-        if method is not None and method.is_prompt_learning and sizes.data < math.prod(sizes):
-            raise RecipeError(
-                f"model.peft: {method.peft_type.value} adds virtual tokens, which pipeline, tensor and context "
-                "parallelism do not know of; take another method, or data_parallel_size alone"
-            )
-        if sizes.pipeline > 1 and any(isinstance(part, TrainableTokensLayer) for part in base.modules()):
-            raise RecipeError(
-                "added or trainable tokens change embedding and head at once, which are on different stages of a "
-                f"pipeline; set pipeline_parallel_size={sizes.pipeline} to 1, or train the embedding by modules_to_save"
-            )
+        for peft in compatibility.configs_in(skeleton):
+            for name, size in sizes._asdict().items():
+                if size > 1:
+                    situation = "fsdp" if name == "data" else name
+                    compatibility.check_situation(peft, situation, f"{name}_parallel_size={size}")
         if sizes.tensor > 1:
             # The skeleton always has dense weights; the module knows whether quantized ones will be read.
             if (spec is not None and spec.base.is_quantized) or is_quantized(base):

@@ -126,14 +126,10 @@ def _must_divide(size: int, name: str, count: int) -> str:
 
 
 def _check_adapter(name: str, module: nn.Module, plan: Plan) -> None:
-    if not isinstance(module, BaseTunerLayer):
+    if not isinstance(module, LoraLayer):
         return
     why = None
-    if not isinstance(module, LoraLayer):
-        why = f"the method of {type(module).__name__} was not compared with one process"
-    elif module.lora_variant or any(module.use_dora.values()):
-        why = "this variant of LoRA looks at whole weights"
-    elif module.lora_embedding_A:
+    if module.lora_embedding_A:
         why = "LoRA on an embedding looks tokens up in whole tables"
     elif not isinstance(module.get_base_layer(), nn.Linear):
         why = f"LoRA on {type(module.get_base_layer()).__name__} (routers and experts) computes something else there"

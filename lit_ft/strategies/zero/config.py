@@ -1,5 +1,6 @@
 """Checks of DeepSpeed's configuration against the recipe, and of the recipe against the limits of ZeRO."""
 
+import copy
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -8,13 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.optim import Optimizer
-
 from lit_ft.errors import RecipeError
 from lit_ft.protocols import micro_batch_size
 from lit_ft.training.spec import spec_of
-from lit_ft.tuning.lora_init import init_of, needs_init
+from lit_ft.tuning.compatibility import check_situation
 
 SET_BY_THE_RECIPE = (
     "train_batch_size",
@@ -26,22 +24,6 @@ SET_BY_THE_RECIPE = (
 
 _BESIDE_CONFIG = ("config", "accelerator", "parallel_devices", "cluster_environment", "precision_plugin")
 _ALSO_BESIDE_CONFIG = ("process_group_backend", "timeout", "logging_level", "remote_device")
-
-PER_WEIGHT = "SGD Adam AdamW Adamax Adadelta Adagrad ASGD NAdam RAdam RMSprop Rprop Lion FusedAdam DeepSpeedCPUAdam"
-"""Optimizers that update each element of a weight independently: ZeRO gives them flat partitions of many weights."""
-_NOT_PER_WEIGHT = {
-    "Adafactor": "keeps state by row and column of a matrix",
-    "Muon": "looks at whole matrices",
-    "SplitOptimizer": "looks at whole matrices",
-    "GaLoreAdamW": "looks at whole matrices",
-}
-SPLIT_METHODS = """
-LoraConfig LoKrConfig IA3Config OFTConfig BOFTConfig VeraConfig PveraConfig FourierFTConfig HRAConfig MissConfig
-RandLoraConfig UniLoraConfig VBLoRAConfig GraloraConfig GloraConfig HiraConfig PsoftConfig PeanutConfig RoadConfig
-ShiraConfig C3AConfig WaveFTConfig BeftConfig BottleneckConfig AdaptionPromptConfig PromptTuningConfig
-PromptEncoderConfig
-"""
-"""Tuning methods with the same results at stage 3. Most of the others fail, and DeLoRA computes something else."""
 
 
 def check_packages() -> None:
@@ -227,53 +209,8 @@ def check_method(stage: int, module: Any) -> None:
             f"model.router_aux_loss={spec.router_aux_loss} and trainer.strategy stage=3: nobody has tried; set stage "
             "to 2, or take lit_ft.strategies.FSDPStrategy"
         )
-    if (peft := spec.tuning.peft) is None:
-        return
-    method = type(peft).__name__
-    if method == "AdaLoraConfig":
-        raise RecipeError(
-            f"model.peft={method} weighs its ranks by gradients, which ZeRO (stage={stage}) has given away by then; "
-            "take another method, or trainer.strategy=ddp"
-        )
-    if stage < 3:
-        return
-    tokens = getattr(peft, "trainable_token_indices", None) or [
-        *spec.base.added_tokens,
-        *spec.base.added_special_tokens,
-    ]
-    if needs_init(peft) or getattr(peft, "kasa_config", None) is not None:
-        what = f"model.peft={method} with init_lora_weights={init_of(peft) or 'KaSA'!r}"
-    elif tokens:
-        what = f"model.peft={method} with added or trainable tokens ({tokens[:3]})"
-    elif method not in SPLIT_METHODS.split():
-        what = f"model.peft={method}"
-    else:
-        return
-    raise RecipeError(
-        f"{what} and trainer.strategy stage=3: it needs whole weights when it starts, and no rank has them, or nobody "
-        "has tried; set stage to 2, or take lit_ft.strategies.FSDPStrategy or another method"
-    )
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers that need the shape of a weight: ZeRO gives them flat partitions of many weights.
-
-    Raises:
-        RecipeError: the optimizer's updates would differ from those without ZeRO.
-    """
-    name = type(optimizer).__name__
-    why = _NOT_PER_WEIGHT.get(name)
-    if callable(getattr(optimizer, "train", None)):
-        why = "keeps two sets of weights, of which ZeRO knows one"
-    elif "8bit" in name:
-        why = "keeps its state in blocks, which ZeRO cuts across weights"
-    if why is not None:
-        raise RecipeError(
-            f"optimizer={name} {why}, and ZeRO lays all weights out flat and splits them; take one that treats each "
-            "weight alone, e.g. torch.optim.AdamW, or trainer.strategy=ddp"
-        )
-    if name not in PER_WEIGHT.split():
-        rank_zero_warn(
-            f"optimizer={name}: ZeRO lays all weights out flat and splits them, so it computes the same as elsewhere "
-            "only if it treats each weight alone"
-        )
+    peft, added = spec.tuning.peft, [*spec.base.added_tokens, *spec.base.added_special_tokens]
+    if peft is not None and added:  # which the module will train as rows of the embeddings
+        peft = copy.copy(peft)
+        peft.trainable_token_indices = added
+    check_situation(peft, "zero3" if stage == 3 else "zero", f"stage={stage}")
