@@ -217,11 +217,7 @@ def _write_merged(
         untrained = logits_of(trained, ids) if quantized_base is not None else expected
     if quantized_base == "dequantize":
         trained = _dequantized(trained, dtype or base.dtype)
-    _untie_embeddings(trained.get_base_model())
-    with warnings.catch_warnings():
-        # PEFT warns of rounding and of untied embeddings; both are measured and printed below.
-        warnings.filterwarnings("ignore", message=".*rounding errors.*|.*no longer tied.*")
-        merged = trained.merge_and_unload(safe_merge=True)
+    merged = _merge(trained)
     merged = merged if dtype is None else _cast(merged, dtype)
     merged.save_pretrained(folder)
     layout, merged_dtype = layout.saved_as(merged), merged.dtype
@@ -246,6 +242,14 @@ def _write_merged(
         f"{what}: against the quantized model that was trained, {report}; of what training did to the logits, "
         f"{lost:.1%} is lost; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training"
     )
+
+
+def _merge(trained: "PeftModel") -> "PreTrainedModel":
+    _untie_embeddings(trained.get_base_model())
+    with warnings.catch_warnings():
+        # PEFT warns of rounding and of untied embeddings; both are measured and printed after the merge.
+        warnings.filterwarnings("ignore", message=".*rounding errors.*|.*no longer tied.*")
+        return trained.merge_and_unload(safe_merge=True)
 
 
 def _cast(
