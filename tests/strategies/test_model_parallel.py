@@ -620,6 +620,10 @@ CASES = {
         ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/dora.yaml"],
         "use_dora=True looks at whole weights",
     ),
+    "optimizer": (
+        ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/optimizers/muon.yaml"],
+        "SplitOptimizer was not compared with one process on sharded tensors; take one of torch.optim's AdamW",
+    ),
     "virtual tokens": (
         [
             "--trainer.devices=2",
