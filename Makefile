@@ -3,7 +3,7 @@ VENV   ?= .venv
 PYTHON ?= python3
 RUN    := $(VENV)/bin/python
 # Processes that run tests beside each other; 0 is the one that collects them.
-WORKERS ?= 0
+WORKERS ?= 2
 
 .PHONY: quickstart test tiny-qwen2 clean
 
