@@ -1,4 +1,4 @@
-"""Training of a plain module with every callback: ``python run_alone.py digits|text ddp|fsdp|single FOLDER``.
+"""Training of two plain modules with every callback: ``python run_alone.py ddp|fsdp|single FOLDER``.
 
 A test runs it in a clean environment in which only lit_callbacks is installed.
 """
@@ -129,4 +129,5 @@ def main(kind: str, how: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    for kind in ("digits", "text"):
+        main(kind, sys.argv[1], Path(sys.argv[2]) / kind)

@@ -14,26 +14,24 @@ from fresh_process import python
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-IMPORT = "import time; import lightning.pytorch, torch; t = time.perf_counter(); import lit_callbacks, sys; "
+IMPORT = """
+import time, sys, lightning.pytorch, torch
+before, start = set(sys.modules), time.perf_counter()
+import lit_callbacks
+print(time.perf_counter() - start, *set(sys.modules) - before)
+"""
 
 
-def test_importing_costs_under_a_fifth_of_a_second(tmp_path: Path) -> None:
-    """Beyond lightning and torch; the best of three, because other work goes on beside."""
-    costs = [
-        float(python(sys.executable, "-c", f"{IMPORT} print(time.perf_counter() - t)", folder=tmp_path))
-        for _ in range(3)
-    ]
+def test_importing_costs_under_a_fifth_of_a_second_and_brings_no_other_package(tmp_path: Path) -> None:
+    """Beyond lightning and torch; three attempts, because other work runs on the machine."""
+    costs = []
+    while len(costs) < 3 and min(costs, default=1) >= 0.2:
+        cost, *modules = python(sys.executable, "-c", IMPORT, folder=tmp_path).split()
+        assert "lit_callbacks" in modules
+        extras = {"peft", "transformers", "matplotlib", "pyarrow", "pandas", "jinja2", "plotly", "bokeh", "lit_ft"}
+        assert not extras & set(modules)
+        costs.append(float(cost))
     assert min(costs) < 0.2
-
-
-def test_importing_brings_nothing_but_lightning_and_torch(tmp_path: Path) -> None:
-    """What Lightning or torch bring already does not count."""
-    extras = {"peft", "transformers", "matplotlib", "pyarrow", "pandas", "jinja2", "plotly", "bokeh", "lit_ft"}
-    code = (
-        "import lightning.pytorch, torch, sys; before = set(sys.modules); import lit_callbacks; "
-        f"print({extras} & (set(sys.modules) - before))"
-    )
-    assert python(sys.executable, "-c", code, folder=tmp_path).strip() == "set()"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,9 @@ def clean_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     executable = root / "venv" / "bin" / "python"
     source = root / "callbacks"
     shutil.copytree(HERE.parent, source, ignore=shutil.ignore_patterns("*.egg-info", "tests", "__pycache__", "build"))
-    python(executable, "-m", "pip", "install", "-q", str(source), "tensorboard", folder=root, timeout=500)
+    # Compiled are the modules that are imported, when they are.
+    install = "-m", "pip", "install", "-q", "--no-compile", str(source), "tensorboard"
+    python(executable, *install, folder=root, timeout=500)
     yield executable
     shutil.rmtree(root)
 
@@ -54,11 +54,10 @@ def clean_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_every_callback_on_plain_modules(clean_python: Path, tmp_path: Path) -> None:
     for name in ("run_alone.py", "plain_modules.py"):
         shutil.copy(HERE / name, tmp_path)
-    for kind in ("digits", "text"):
-        for how in ("single", "ddp", "fsdp"):
-            folder = tmp_path / f"{kind}_{how}"
-            python(clean_python, "run_alone.py", kind, how, str(folder), folder=tmp_path)
-            check(folder, kind)
+    for how in ("single", "ddp", "fsdp"):
+        python(clean_python, "run_alone.py", how, str(tmp_path / how), folder=tmp_path)
+        for kind in ("digits", "text"):
+            check(tmp_path / how / kind, kind)
 
 
 def check(folder: Path, kind: str) -> None:
