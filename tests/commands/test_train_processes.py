@@ -4,11 +4,13 @@ import json
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import ENVIRONMENT, assert_same_run, losses, recipe
+from conftest import make_rows
 from forked_commands import ForkedCommand, run_forked
 
 pytestmark = pytest.mark.processes
@@ -62,20 +64,36 @@ def stop_after(run_dir: Path, arguments: list[str], steps: int, number: signal.S
     return said.read_text()
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Callable[[int], tuple[list[str], Path]]:
+    """Arguments of a run of 20 epochs on one rank or two, and its folder; each is made once."""
+    folder = tmp_path_factory.mktemp("whole")
+    data = folder / "rows.json"
+    data.write_text(json.dumps(make_rows(21), ensure_ascii=False), encoding="utf-8")
+
+    def run(ranks: int) -> tuple[list[str], Path]:
+        arguments = recipe(folder, model_folder, str(data), max_epochs=20, accumulate_grad_batches=2)
+        arguments += ["--model.peft.lora_dropout", "0.2"]
+        arguments += ["--trainer.devices", str(ranks), "--trainer.strategy", "ddp" if ranks > 1 else "auto"]
+        if not (whole := folder / str(ranks)).exists():
+            done = lit_ft(*arguments, "--run_dir", str(whole))
+            assert done.returncode == 0, done.stderr
+        return arguments, whole
+
+    return run
+
+
+@pytest.mark.xdist_group("stopped runs")  # they share whole runs
 @pytest.mark.parametrize(
     ("number", "ranks"),
     [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)],
     ids=["ctrl-c", "term", "term-ddp"],
 )
 def test_a_stopped_run_resumed_equals_one_that_was_not(
-    tmp_path: Path, model_folder: str, write_rows: Any, number: signal.Signals, ranks: int
+    tmp_path: Path, whole_run: Any, number: signal.Signals, ranks: int
 ) -> None:
-    arguments = recipe(tmp_path, model_folder, write_rows(count=21), max_epochs=40, accumulate_grad_batches=2)
-    arguments += ["--model.peft.lora_dropout", "0.2"]
-    arguments += ["--trainer.devices", str(ranks), "--trainer.strategy", "ddp" if ranks > 1 else "auto"]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    done = lit_ft(*arguments, "--run_dir", str(whole))
-    assert done.returncode == 0, done.stderr
+    arguments, whole = whole_run(ranks)
+    stopped = tmp_path / "stopped"
     errors = stop_after(stopped, arguments, 5, number, ranks)
     assert "resume with the same command and --ckpt_path" in errors
     assert len(losses(stopped)) < len(losses(whole))
