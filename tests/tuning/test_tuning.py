@@ -1,6 +1,8 @@
 """Every tuning method of PEFT: trains as PEFT itself computes it, saves, reloads in plain PEFT, merges."""
 
+import json
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import make_tokenizer
-from lightning.pytorch import Callback
+from conftest import make_rows, make_tokenizer, silent_trainer
+from lightning.pytorch import Callback, seed_everything
 from lit_callbacks import SpikeGuard
 from lit_callbacks.distributed.gather import full_weights
 from lit_callbacks.export.adapter_merger import save_merged
@@ -35,16 +37,33 @@ DRAWS_NOISE = ("PVeRA",)
 """While training, and other noise on other ranks."""
 
 
-@pytest.fixture(params=METHODS)
-def trained(request: pytest.FixtureRequest, make_trainer: Any, model_folder: str, write_rows: Any) -> Any:
+def write(folder: Path, count: int) -> str:
+    (folder / "rows.json").write_text(json.dumps(make_rows(count), ensure_ascii=False), encoding="utf-8")
+    return str(folder / "rows.json")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("rows"), 24)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"trained, {name}")) for name in METHODS]
+)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_folder: str
+) -> tuple[str, CausalLM]:
     """A method's name and a module that was trained on packed batches for four steps."""
+    seed_everything(7, verbose=False)
     module = CausalLM(
         model_folder,
         peft=METHODS[request.param],
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-2),
     )
-    data = TextDataModule(write_rows(), packing=128, max_length=96)
-    make_trainer(max_steps=4).fit(module, data)
+    folder = tmp_path_factory.mktemp("trained")
+    data = TextDataModule(write(folder, 22), packing=128, max_length=96)
+    silent_trainer(max_steps=4, default_root_dir=folder).fit(module, data)
+    os.environ.pop("PL_GLOBAL_SEED", None)
     return request.param, module.eval()
 
 
@@ -107,6 +126,27 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=2e-2, eps=1e-4)
 
 
+@pytest.fixture(scope="module")
+def kept() -> dict[tuple[str, int], dict[str, torch.Tensor]]:
+    """Weights of one process, by method and size of a micro-batch."""
+    return {}
+
+
+@pytest.fixture
+def one_process(
+    make_trainer: Any, model_folder: str, rows: str, kept: dict[tuple[str, int], dict[str, torch.Tensor]]
+) -> Callable[..., dict[str, torch.Tensor]]:
+    """What two micro-batches a step make of a method's weights on one process; each is computed once."""
+
+    def weights(method: str, micro_batch_size: int = 1) -> dict[str, torch.Tensor]:
+        if (key := (method, micro_batch_size)) not in kept:
+            options = {"accumulate_grad_batches": 2, "micro_batch_size": micro_batch_size}
+            kept[key] = weights_after(make_trainer, model_folder, rows, method, **options)
+        return kept[key]
+
+    return weights
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_is_the_run(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, method: str
@@ -125,11 +165,11 @@ def weights_of_all(make_trainer: Any, model_folder: str, data: str) -> dict[str,
 
 
 @pytest.mark.processes
-def test_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
-    data = write_rows(count=24)
-    two = on_ranks(2, weights_of_all, make_trainer, model_folder, data)
+@pytest.mark.xdist_group("methods on two ranks")  # they compare with the same fits
+def test_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, rows: str, one_process: Any) -> None:
+    two = on_ranks(2, weights_of_all, make_trainer, model_folder, rows)
     for method in METHODS:
-        one = weights_after(make_trainer, model_folder, data, method, accumulate_grad_batches=2)
+        one = one_process(method)
         for name, weight in one.items():
             if method not in DRAWS_NOISE:
                 torch.testing.assert_close(two[0][method][name], weight, atol=1e-4, rtol=1e-3, msg=f"{method}: {name}")
@@ -148,11 +188,13 @@ def weights_of_all_in_shards(make_trainer: Any, model_folder: str, data: str) ->
 
 
 @pytest.mark.processes
-def test_shards_on_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, write_rows: Any) -> None:
-    data = write_rows(count=24)
-    two = on_ranks(2, weights_of_all_in_shards, make_trainer, model_folder, data)
+@pytest.mark.xdist_group("methods on two ranks")  # they compare with the same fits
+def test_shards_on_two_ranks_equal_one_process(
+    make_trainer: Any, model_folder: str, rows: str, one_process: Any
+) -> None:
+    two = on_ranks(2, weights_of_all_in_shards, make_trainer, model_folder, rows)
     for method in two[0]:
-        one = weights_after(make_trainer, model_folder, data, method, accumulate_grad_batches=2)
+        one = one_process(method)
         for name, weight in one.items():
             if method not in DRAWS_NOISE:
                 torch.testing.assert_close(two[0][method][name], weight, atol=1e-4, rtol=1e-3, msg=f"{method}: {name}")
@@ -177,13 +219,14 @@ def weights_of_all_in_parts(
 
 
 @pytest.mark.processes
+@pytest.mark.xdist_group("methods in parts")  # they compare with the same fits
 @pytest.mark.parametrize("kind", ["tensor", "pipeline", "context"])
-def test_parts_on_two_ranks_equal_one_process(make_trainer: Any, model_folder: str, write_rows: Any, kind: str) -> None:
-    data = write_rows(count=24)
-    two = on_ranks(2, weights_of_all_in_parts, make_trainer, model_folder, data, kind)[0]
+def test_parts_on_two_ranks_equal_one_process(
+    make_trainer: Any, model_folder: str, rows: str, one_process: Any, kind: str
+) -> None:
+    two = on_ranks(2, weights_of_all_in_parts, make_trainer, model_folder, rows, kind)[0]
     for method, found in two.items():
-        options = {"accumulate_grad_batches": 2, "micro_batch_size": 2}
-        one = weights_after(make_trainer, model_folder, data, method, **options)
+        one = one_process(method, micro_batch_size=2)
         assert found.keys() >= one.keys()
         # Products of small factors: with RandLoRA, Adam makes 4e-4 of the rounding of another split on one process.
         atol = 5e-3 if method == "RandLoRA" else 1e-4
