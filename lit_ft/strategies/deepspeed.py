@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 
 from lit_ft.checkpointing.storage import sharded
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
+from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
 from lit_ft.model.spec import ModelSpec
+from lit_ft.protocols import Checkpoint
 from lit_ft.strategies.module_calls import Answer, wrap_answer
 from lit_ft.strategies.zero import config as zero_config
 from lit_ft.strategies.zero import state as zero_state
@@ -65,7 +67,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
                 f"trainer.strategy: config={str(config)!r} is no file of DeepSpeed's JSON ({error}); name one that is"
             ) from error
 
-    def check(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
+    def check(self, trainer: Trainer, module: LightningModule, datamodule: object = None) -> None:
         """Compare DeepSpeed's configuration with the recipe, before processes are started and weights are loaded.
 
         Args:
@@ -303,14 +305,14 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """True: Lightning passes the optimizer's saved state on, and each rank loads its shard of it."""
         return True
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Full trainable parameters on rank 0, in fp32 if DeepSpeed keeps an fp32 copy of them."""
         assert self.lightning_module is not None
         if self._order:
             return zero_state.weights(self.lightning_module, keep=self.is_global_zero)
         return full_weights(self.lightning_module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """Full optimizer state on rank 0, in the layout that it has without ZeRO."""
         return zero_state.optimizer_state(self.deepspeed_engine, self._order, keep=self.is_global_zero)
 
@@ -323,14 +325,14 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """Load this rank's shards of the saved optimizer states."""
         zero_state.load_optimizer_state(self.deepspeed_engine, self._order, checkpoint["optimizer_states"][0])
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, filepath: str | Path, storage_options: object = None) -> None:
         """Write one file, from which a run can resume under any strategy and on any number of ranks."""
         path = self.broadcast(filepath)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
         self.barrier()
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Checkpoint:
         """Read a checkpoint of any strategy; a file is memory-mapped, so each rank loads only its shards."""
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lit_ft import packed_batch
 from lit_ft.checkpointing.storage import sharded
+from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
 from lit_ft.model.files.deferred_cast import final_dtype
 from lit_ft.model.loading import decoder_layers
@@ -44,7 +45,7 @@ from lit_ft.strategies.parallel.pipeline_parallel import Pipeline, StageModule
 from lit_ft.strategies.parallel.tensor_parallel import TensorParallel
 from lit_ft.strategies.parallel.tensor_plan import Plan
 from lit_ft.strategies.parallel.tied_embeddings import TiedEdges
-from lit_ft.strategies.sharded import ShardedStrategy
+from lit_ft.strategies.sharded import ShardedStrategy, T
 
 Size = int | Literal["auto"]
 PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
@@ -126,7 +127,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     # --- checks of the recipe --------------------------------------------------------------------
 
-    def check(self, trainer: Trainer, module: nn.Module, datamodule: Any = None) -> None:
+    def check(self, trainer: Trainer, module: nn.Module, datamodule: object = None) -> None:
         """Check the batch sizes, before weights are read.
 
         Raises:
@@ -196,8 +197,9 @@ class ModelParallelStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         assert self.model is not None
         layout, step = self.layout(), step_of(self.lightning_module.trainer)
-        shares: list[Any] = [None] * self.world_size
-        dist.all_gather_object(shares, rank_share(layout, self.model, step))
+        own = rank_share(layout, self.model, step)
+        shares = [own] * self.world_size
+        dist.all_gather_object(shares, own)
         return format_layout(layout, shares, step)
 
     def layout(self) -> Layout:
@@ -424,16 +426,16 @@ class ModelParallelStrategy(ShardedStrategy):
     def _leads_stage(self) -> bool:
         return self.global_rank % self._ranks_per_stage() == 0
 
-    def _join_stages(self, own: Any) -> list[Any]:
+    def _join_stages(self, own: T) -> list[T]:
         if self.sizes().pipeline == 1:
             return [own]
         group = self._mesh(PIPELINE).get_group()
         first = dist.get_global_rank(group, 0)
-        parts: list[Any] | None = [None] * self.sizes().pipeline if self.global_rank == first else None
+        parts = [own] * self.sizes().pipeline if self.global_rank == first else None
         dist.gather_object(own, parts, dst=first, group=group)
         return parts if parts is not None else [own]
 
-    def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: dict[str, Any]) -> dict[str, Any]:
+    def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: OptimizerState) -> OptimizerState:
         if self.sizes().pipeline == 1:
             return state
         if "optimizer_names" not in checkpoint:

@@ -2,11 +2,12 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -25,12 +26,16 @@ from transformers import PreTrainedModel
 from lit_ft.checkpointing.storage import sharded, sharded_safetensors
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
+from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.gradient_norm import local, norms
 from lit_ft.model.files import deferred_cast, finite_weights
 from lit_ft.planning.layout import Layout
+from lit_ft.protocols import Checkpoint
 from lit_ft.strategies.mesh_caches import clear_mesh_caches
 from lit_ft.training.optimizers import compatibility as optimizer_support
 from lit_ft.training.spec import spec_of
+
+T = TypeVar("T")
 
 
 class ShardedStrategy(LightningModelParallelStrategy):
@@ -51,8 +56,8 @@ class ShardedStrategy(LightningModelParallelStrategy):
         )
         self.save_in_shares = save_distributed_checkpoint
         self.async_save = async_save
-        self._writing: Any = None
-        self._cpu_group: Any = None
+        self._writing: Future[None] | None = None
+        self._cpu_group: dist.ProcessGroup | None = None
         self._within_window = False
         self._joined_names: dict[int, list[str]] = {}
 
@@ -175,7 +180,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """True: Lightning passes the optimizer's saved state on, and each rank loads its shards of it."""
         return True
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Trainable parameters by name: full tensors on rank 0, or each rank's shards."""
         self._reshard()
         assert self.model is not None
@@ -185,7 +190,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
 
     def full_weights(
         self, module: nn.Module, selected: WeightFilter = lambda *_: True, keep: bool = True
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tensor]:
         """Full parameters of a module by name, on the CPU, from all ranks and stages; a collective.
 
         Args:
@@ -196,7 +201,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         parts = self._join_stages(full_weights(module, selected, keep=self._leads_stage()))
         return {name: tensor for part in parts for name, tensor in part.items()} if keep else {}
 
-    def save_pretrained(self, base: PreTrainedModel, folder: Any = None) -> None:
+    def save_pretrained(self, base: PreTrainedModel, folder: Path | None = None) -> None:
         """Write a Hugging Face model folder, to which each rank adds one part; a collective.
 
         Args:
@@ -208,9 +213,9 @@ class ShardedStrategy(LightningModelParallelStrategy):
             MergeFailed: no rank has a certain parameter or buffer.
         """
         self._reshard()
-        folder, writers = Path(self.broadcast(folder)), self._ranks_per_stage()
+        folder, writers = Path(self.broadcast(str(folder))), self._ranks_per_stage()
         own = sharded_safetensors.collect(base, writers, self.global_rank % writers, self._saved_elsewhere(base))
-        names: list[Any] = [None] * self.world_size
+        names: list[list[str]] = [[]] * self.world_size
         torch.distributed.all_gather_object(names, list(own))
         sharded_safetensors.check_complete(base, {name for part in names for name in part})
         if own:
@@ -223,7 +228,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def _saved_elsewhere(self, base: PreTrainedModel) -> frozenset[str]:
         return frozenset()
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """State dict of the optimizer: full tensors on rank 0, or each rank's shards."""
         state = optimizer.state_dict()
         if self._saves_in_shares():
@@ -250,11 +255,11 @@ class ShardedStrategy(LightningModelParallelStrategy):
         for place, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             optimizer.load_state_dict(sharded.split_state(optimizer, self._own_part(checkpoint, place, state)))
 
-    def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: dict[str, Any]) -> dict[str, Any]:
+    def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: OptimizerState) -> OptimizerState:
         """Entries of a saved optimizer state for the parameters that this rank holds."""
         return state
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint folder of shards, or one file."""
         path = Path(self.broadcast(filepath))
         if self._saves_in_shares():
@@ -268,7 +273,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, path)
         self.barrier()
 
-    def _background(self) -> Any:
+    def _background(self) -> dist.ProcessGroup | None:
         if self.async_save and self._cpu_group is None:
             self._cpu_group = torch.distributed.new_group(backend="gloo")
         return self._cpu_group
@@ -284,14 +289,14 @@ class ShardedStrategy(LightningModelParallelStrategy):
             writing.result()
             self.barrier()
 
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, after the one that replaces it is written."""
         if self._writing is None:
             super().remove_checkpoint(filepath)
         else:
             self._writing.add_done_callback(partial(self._remove_after, filepath))
 
-    def _remove_after(self, filepath: Any, written: Any) -> None:
+    def _remove_after(self, filepath: str | Path, written: "Future[None]") -> None:
         if written.exception() is None:
             super().remove_checkpoint(filepath)
 
@@ -300,7 +305,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         self._finish_writing()
         super().teardown()
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Checkpoint:
         """Read a checkpoint of any strategy; a file is memory-mapped, so each rank loads only its shards."""
         self._finish_writing()
         path = Path(self.broadcast(checkpoint_path))
@@ -355,6 +360,6 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """Whether this rank collects the tensors of its pipeline stage."""
         return self.global_rank == 0
 
-    def _join_stages(self, own: Any) -> list[Any]:
+    def _join_stages(self, own: T) -> list[T]:
         """Gather one object per pipeline stage, in order of the stages; complete on rank 0 at least."""
         return [own]
