@@ -148,7 +148,7 @@ def check_architecture(config: PretrainedConfig) -> None:
     if "chunked_attention" in Architecture.of(config).attention_kinds:
         raise RecipeError(
             f"model.pretrained: {config.model_type} (Llama 4) has chunked attention, and scales attention by a token's "
-            "place in the row, neither of which is computed for rows of several samples; take another model, e.g. "
+            "position in the batch, neither of which is computed for several samples at once; take another model, e.g. "
             "Llama 3"
         )
 
@@ -187,7 +187,7 @@ def load_base(
         with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
         if (Path(pretrained) / "generation_config.json").is_file():
-            with explained(f"{_named(pretrained)}: generation_config.json", "mend or remove it"):
+            with explained(f"{_named(pretrained)}: generation_config.json", "correct or remove it"):
                 model.generation_config = GenerationConfig.from_pretrained(pretrained)
         return model.train()
     check_weight_files(pretrained)

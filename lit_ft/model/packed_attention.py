@@ -58,7 +58,7 @@ def packed_attention(
         )
     if segment_lengths is None or attention_mask is not None:
         raise RecipeError(
-            f"attn_implementation={PACKED} serves padding-free training rows only; for other use call "
+            f"attn_implementation={PACKED} serves packed training batches only; for other use call "
             "model.set_attn_implementation('sdpa') first (if this came up in training: the architecture "
             "does not pass arguments on to its attention, set model.attn_implementation to sdpa)"
         )

@@ -17,7 +17,7 @@ def matching(patterns: Iterable[str], names: Sequence[str], option: str) -> dict
         try:
             hits = [name for name in names if re.search(pattern, name)]
         except re.error as error:
-            raise RecipeError(f"{option}: {pattern!r} is no regular expression ({error}); mend it") from error
+            raise RecipeError(f"{option}: {pattern!r} is no regular expression ({error}); correct it") from error
         if not hits:
             shown = ", ".join(names[:3])
             raise RecipeError(f"{option}: {pattern!r} is found in no weight's name; names are like {shown}, ...")

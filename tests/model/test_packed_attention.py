@@ -57,7 +57,7 @@ def test_short_bf16_segments_are_computed_in_fp32() -> None:
 
 
 def test_use_without_a_row_is_refused() -> None:
-    with pytest.raises(RecipeError, match="padding-free training rows only"):
+    with pytest.raises(RecipeError, match="packed training batches only"):
         tiny("qwen2", PACKED)(input_ids=torch.randint(3, 97, (2, 9)))
 
 

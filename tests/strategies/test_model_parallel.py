@@ -610,7 +610,7 @@ CASES = {
             "--config=recipes/tuning/qlora_nf4.yaml",
             "--merge=false",
         ],
-        "tensor_parallel_size=2 cannot cut the packed weights of a quantized base",
+        "tensor_parallel_size=2 cannot shard the packed weights of a quantized base",
     ),
     "method": (
         ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/ia3.yaml"],
@@ -660,7 +660,7 @@ EXPERT_CASES = {
     "ranks": (["--trainer.devices=3", f"{S}expert_parallel_size=2"], "expert_parallel_size=2 must divide the 3 ranks"),
     "tensor": (
         ["--trainer.devices=8", f"{S}tensor_parallel_size=2", f"{S}expert_parallel_size=4"],
-        "experts are dealt out to the tensor-parallel ranks; set expert_parallel_size to 2",
+        "experts are assigned to the tensor-parallel ranks; set expert_parallel_size to 2",
     ),
     "router": (
         [
@@ -690,7 +690,7 @@ def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
     said = refused(capsys, tmp_path, *model, f"{S}tensor_parallel_size=2")
     assert "Hugging Face has no plan for GPT2LMHeadModel; give one by trainer.strategy.init_args.tp_plan" in said
     said = refused(capsys, tmp_path, *model, f"{S}pipeline_parallel_size=2")
-    assert "Hugging Face does not say how GPT2LMHeadModel is cut into stages" in said
+    assert "Hugging Face does not say how GPT2LMHeadModel is split into stages" in said
     plan = "{transformer.h.*.attn.c_proj: sideways}"
     assert "styles ['sideways'], which are not supported" in refused(
         capsys, tmp_path, *model, f"{S}tensor_parallel_size=2", f"{S}tp_plan={plan}"

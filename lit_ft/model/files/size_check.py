@@ -86,7 +86,7 @@ def check_memory(skeleton: nn.Module, dtype: torch.dtype, where: str) -> None:
     if needed > (there := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         raise RecipeError(
             f"{where}: the weights by config.json are {needed / 2**30:,.1f} GiB, and this machine has "
-            f"{there / 2**30:,.1f} GiB of memory; mend the sizes in config.json, or take a smaller model"
+            f"{there / 2**30:,.1f} GiB of memory; correct the sizes in config.json, or take a smaller model"
         )
 
 

@@ -75,8 +75,8 @@ class ParallelDims:
             )
         if not isinstance(module, SplitsForward):
             raise RecipeError(
-                f"pipeline_parallel_size={sizes.pipeline} needs a module with hidden_states(row, decoder) and "
-                f"token_loss(hidden, row), as lit_ft.CausalLM has; {type(module).__name__} has not"
+                f"pipeline_parallel_size={sizes.pipeline} needs a module with hidden_states(batch, decoder) and "
+                f"token_loss(hidden, batch), as lit_ft.CausalLM has; {type(module).__name__} has not"
             )
 
     def check_model(self, sizes: MeshSizes, module: nn.Module, skeleton: nn.Module) -> None:
@@ -100,7 +100,7 @@ class ParallelDims:
             # The skeleton always has dense weights; the module knows whether quantized ones will be read.
             if (spec is not None and spec.base.is_quantized) or is_quantized(base):
                 raise RecipeError(
-                    f"tensor_parallel_size={sizes.tensor} cannot cut the packed weights of a quantized base; leave "
+                    f"tensor_parallel_size={sizes.tensor} cannot shard the packed weights of a quantized base; leave "
                     "quantization out, or use pipeline_parallel_size and data_parallel_size"
                 )
             tensor_plan.check(base, sizes.tensor, self.tp_plan)
@@ -109,9 +109,9 @@ class ParallelDims:
         splits_tokens = sizes.data < math.prod(sizes) or self.expert_parallel_size > 1
         if spec is not None and spec.router_aux_loss is not None and splits_tokens:
             raise RecipeError(
-                f"model.router_aux_loss={spec.router_aux_loss} needs the router's choices for all tokens of a row, "
-                "which pipeline, tensor, context and expert parallelism deal out to ranks; leave it out, or take "
-                "lit_ft.strategies.FSDPStrategy"
+                f"model.router_aux_loss={spec.router_aux_loss} needs the router's choices for all tokens of a "
+                "packed batch, which pipeline, tensor, context and expert parallelism split over ranks; leave it "
+                "out, or take lit_ft.strategies.FSDPStrategy"
             )
         if sizes.context > 1:
             _check_context(sizes.context, module, base)
@@ -123,7 +123,7 @@ class ParallelDims:
         if sizes.tensor > 1:
             if size != sizes.tensor:
                 raise RecipeError(
-                    f"expert_parallel_size={size} with tensor_parallel_size={sizes.tensor}: experts are dealt out to "
+                    f"expert_parallel_size={size} with tensor_parallel_size={sizes.tensor}: experts are assigned to "
                     f"the tensor-parallel ranks; set expert_parallel_size to {sizes.tensor} or leave it out"
                 )
         elif sizes.data * sizes.context % size:
@@ -137,7 +137,7 @@ class ParallelDims:
         if not any(name.endswith(".layers") for name in base.pp_plan or ()):
             raise RecipeError(
                 f"pipeline_parallel_size={sizes.pipeline}: Hugging Face does not say how {type(base).__name__} "
-                "is cut into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
+                "is split into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
             )
         parts, head = getattr(base, base.base_model_prefix).layers, base.get_output_embeddings()
         stages = self.layers_of_stages(sizes, base)

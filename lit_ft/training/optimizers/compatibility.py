@@ -67,7 +67,7 @@ OPTIMIZERS: Sequence[OptimizerSupport] = (
         "bitsandbytes.optim.*8bit",
         mark=lambda optimizer: getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8,
         shards=_NO_OPERATOR,
-        zero="keeps its state in blocks, which ZeRO would cut across weights",
+        zero="keeps its state in blocks, which ZeRO would split across weights",
     ),
     *(
         OptimizerSupport(f"bitsandbytes.optim.*{name}*", shards=_NO_OPERATOR)
