@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 
@@ -65,6 +66,18 @@ class ChecksModel(Protocol):
         """
 
 
+@runtime_checkable
+class ChecksOptimizer(Protocol):
+    """Strategy that refuses optimizers whose steps would differ from those on full weights."""
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check an optimizer that was built for a few small parameters, before weights are read.
+
+        Raises:
+            RecipeError: the optimizer does not work here; the message names those that do.
+        """
+
+
 # --- data modules ------------------------------------------------------------------------------------
 
 
@@ -74,6 +87,13 @@ class GivesFirstBatches(Protocol):
 
     def first_rows(self, count: int) -> list[PackedBatch]:
         """The first micro-batches of training, the same on all ranks."""
+
+
+@runtime_checkable
+class MayStream(Protocol):
+    """Data module whose training data may have no length."""
+
+    streaming: bool
 
 
 @runtime_checkable

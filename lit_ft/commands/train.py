@@ -48,7 +48,7 @@ from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
 from lit_ft.export.folder_texts import texts_of
 from lit_ft.model.files.fingerprint import check_same_base
-from lit_ft.protocols import ChecksModel, ChecksRecipe
+from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import check_unpickling
 from lit_ft.recipe.checks import allow_one_loader, check_files, check_values
 from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, shortened, unwrap_class_error
@@ -414,8 +414,9 @@ class TrainingCLI(LightningCLI):
             return
         with explained("optimizer", "fix its init_args"):
             built = try_out(optimizer, skeleton, takes_step=self.trainer.strategy.root_device.type == "cpu")
-        if (check := getattr(self.trainer.strategy, "check_optimizer", None)) is not None:
-            check(built)
+        strategy: object = self.trainer.strategy
+        if isinstance(strategy, ChecksOptimizer):
+            strategy.check_optimizer(built)
         if lr_scheduler is not None:
             with explained("lr_scheduler", "fix its init_args"):
                 lr_scheduler(built)

@@ -47,8 +47,9 @@ class LoraInitState(TypedDict):
 
 def init_of(peft: PeftConfig | None) -> str:
     """Name of the init of a LoRA config; ``""`` for PEFT's default and for other methods."""
-    init = getattr(peft, "init_lora_weights", True)
-    return init if isinstance(init, str) else ""
+    if not isinstance(peft, LoraConfig) or not isinstance(peft.init_lora_weights, str):
+        return ""
+    return peft.init_lora_weights
 
 
 def needs_init(peft: PeftConfig | None) -> bool:
@@ -77,7 +78,7 @@ def check_init(peft: PeftConfig, is_quantized: bool) -> None:
     Raises:
         RecipeError: DoRA, whose magnitudes would be those of the changed base; LoftQ on a base that is not quantized.
     """
-    if getattr(peft, "use_dora", False) and init_of(peft).startswith(FROM_THE_BASE):
+    if isinstance(peft, LoraConfig) and peft.use_dora and init_of(peft).startswith(FROM_THE_BASE):
         raise RecipeError(
             f"model.peft: init_lora_weights={init_of(peft)!r} takes the start out of the base, and use_dora trains "
             "magnitudes of that changed base, so that the adapter could not be used on the base itself; leave one out"

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
 from peft.tuners.lora import LoraLayer
@@ -76,7 +76,7 @@ def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
     Raises:
         RecipeError: a target module is missing; the message lists the model's linear layers.
     """
-    targets = getattr(peft, "target_modules", None)
+    targets = peft.to_dict().get("target_modules")
     if not targets or isinstance(targets, str):
         return  # a pattern, "all-linear" or PEFT's default for the architecture: PEFT raises where it matches nothing
     names = [name for name, _ in model.named_modules()]
@@ -101,7 +101,8 @@ def give_values(skeleton: nn.Module, peft: PeftConfig) -> None:
         skeleton: model, changed in place: it gets small random weights on the CPU, which are freed after the check.
         peft: config of the tuning method.
     """
-    if peft.peft_type.value in _LOOK_AT_WEIGHTS or getattr(peft, "velora_config", None) is not None:
+    is_velora = isinstance(peft, LoraConfig) and peft.velora_config is not None
+    if peft.peft_type.value in _LOOK_AT_WEIGHTS or is_velora:
         skeleton.to_empty(device="cpu")
         for weight in skeleton.parameters():
             nn.init.normal_(weight, std=0.02)
@@ -205,8 +206,6 @@ def name_all_linear(model: PreTrainedModel, peft: PeftConfig) -> None:
         model: base model.
         peft: config of the tuning method, changed in place.
     """
-    modules = linear_modules(model)
-    if getattr(peft, "target_modules", None) == "all-linear" and not all(
-        isinstance(module, nn.Linear) for module in modules.values()
-    ):
+    modules, requested = linear_modules(model), peft.to_dict().get("target_modules")
+    if requested == "all-linear" and not all(isinstance(module, nn.Linear) for module in modules.values()):
         peft.target_modules = set(modules)

@@ -74,7 +74,7 @@ def explain_failed_write(path: Path) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
-        return getattr(error, "strerror", None) or str(error)
+        return (error.strerror if isinstance(error, OSError) else None) or str(error)
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
 

@@ -10,7 +10,7 @@ a pipeline.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -207,17 +207,15 @@ class _Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _fit(self, infos: Sequence[Any], chunk: int, requires_grad: bool = False) -> None:
-        for info in infos:
-            if (buffer := getattr(info, "buffer", None)) is not None:
-                options = {"dtype": buffer.dtype, "device": self.device, "requires_grad": requires_grad}
-                info.buffer = torch.empty(self.shapes[chunk], **options)
+        for info in _with_buffer(infos):
+            options = {"dtype": info.buffer.dtype, "device": self.device, "requires_grad": requires_grad}
+            info.buffer = torch.empty(self.shapes[chunk], **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for infos in (self.args_recv_info, self.grad_recv_info):
-            for info in infos.get(bwd_chunk_id, ()):  # torch would keep every buffer until the end of the step
-                if (buffer := getattr(info, "buffer", None)) is not None:
-                    info.buffer = buffer.detach().new_empty(0)
+            for info in _with_buffer(infos.get(bwd_chunk_id, ())):  # torch would keep them until the end of the step
+                info.buffer = info.buffer.detach().new_empty(0)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if not self.is_within_window:
@@ -243,6 +241,11 @@ class _Stage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def _with_buffer(infos: Iterable[Any]) -> list[Any]:
+    """Torch's descriptions of received tensors that have a buffer."""
+    return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 
 class Pipeline:

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch.optim import Optimizer
 
 from lit_ft.errors import RecipeError, first_refusal, situation
@@ -59,7 +60,7 @@ OPTIMIZERS: Sequence[OptimizerSupport] = (
     ),
     OptimizerSupport(
         "schedulefree.*",
-        mark=lambda optimizer: callable(getattr(optimizer, "train", None)),
+        mark=lambda optimizer: isinstance(optimizer, KeepsTwoWeightSets),
         shards=_NOT_COMPARED,
         zero="keeps two sets of weights, of which ZeRO knows one",
     ),

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from lit_ft.accumulation import optimizer_steps
 from lit_ft.errors import RecipeError
 from lit_ft.model.parameter_patterns import matching
+from lit_ft.protocols import MayStream
 from lit_ft.training.optimizers.schedules import WarmupSchedule
 
 MATRICES = "matrices"
@@ -75,7 +76,9 @@ def configure_optimizers(
     if scheduler.total_steps is None:
         trainer: Any = module.trainer
         # Lightning would open the training data to answer, before a resumed run has restored a stream's position.
-        has_no_length = trainer.max_epochs == -1 or getattr(trainer.datamodule, "streaming", False)
+        has_no_length = trainer.max_epochs == -1 or (
+            isinstance(trainer.datamodule, MayStream) and trainer.datamodule.streaming
+        )
         steps = trainer.max_steps if has_no_length else optimizer_steps(trainer)
         if math.isinf(steps) or steps < 0:
             raise RecipeError(

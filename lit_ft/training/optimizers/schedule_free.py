@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch import Tensor
-from torch.optim import Optimizer
 
 _KEY = "training_weights"
 
@@ -29,20 +29,20 @@ class ScheduleFreeModule(LightningModule):
         self._aside: dict[str, Tensor] = {}
         """Copy of the training weights by name, while the module holds the averaged weights."""
 
-    def _schedule_free(self) -> list[Optimizer]:
-        return [o for o in self.trainer.optimizers if callable(getattr(o, "train", None))]
+    def _schedule_free(self) -> list[KeepsTwoWeightSets]:
+        return [o for o in self.trainer.optimizers if isinstance(o, KeepsTwoWeightSets)]
 
     def _put_average(self) -> None:
         if self._aside or not (optimizers := self._schedule_free()):
             return
         self._aside = {n: p.detach().clone() for n, p in self.named_parameters() if p.requires_grad}
         for optimizer in optimizers:
-            optimizer.eval()  # type: ignore[attr-defined]
+            optimizer.eval()
 
     @torch.no_grad()
     def _put_training_weights(self) -> None:
         for optimizer in self._schedule_free():
-            optimizer.train()  # type: ignore[attr-defined]
+            optimizer.train()
         if self._aside:
             weights = dict(self.named_parameters())
             for name, tensor in self._aside.items():
