@@ -76,9 +76,8 @@ def configure_optimizers(
     if scheduler.total_steps is None:
         trainer: Any = module.trainer
         # Lightning would open the training data to answer, before a resumed run has restored a stream's position.
-        has_no_length = trainer.max_epochs == -1 or (
-            isinstance(trainer.datamodule, MayStream) and trainer.datamodule.streaming
-        )
+        is_stream = isinstance(trainer.datamodule, MayStream) and trainer.datamodule.streaming
+        has_no_length = trainer.max_epochs == -1 or is_stream
         steps = trainer.max_steps if has_no_length else optimizer_steps(trainer)
         if math.isinf(steps) or steps < 0:
             raise RecipeError(
