@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+import torch
 from command_line import ENVIRONMENT, assert_same_run, here, losses, recipe
 from conftest import make_tokenizer
 from forked_commands import ForkedCommand
+from lightning.pytorch.strategies import DDPStrategy
 from ranks import free_port
 
 from lit_ft import RecipeError, TextDataModule
@@ -237,11 +239,9 @@ def test_as_many_processes_as_the_recipe_wants(
 def test_more_ranks_than_samples(write_rows: Any) -> None:
     data = TextDataModule(write_rows(count=3))
     for ranks in (3, 4):
-        place = {"num_replicas": ranks, "rank": 0}
+        strategy = DDPStrategy(parallel_devices=[torch.device("cpu")] * ranks)
         module = SimpleNamespace(tokenizer=make_tokenizer())
-        data.trainer = SimpleNamespace(  # type: ignore[assignment]
-            lightning_module=module, strategy=SimpleNamespace(distributed_sampler_kwargs=place)
-        )
+        data.trainer = SimpleNamespace(lightning_module=module, strategy=strategy)  # type: ignore[assignment]
         if ranks == 3:
             data.setup("fit")
     with pytest.raises(RecipeError, match="4 data-parallel ranks cannot share 3 training samples"):
