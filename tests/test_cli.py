@@ -196,7 +196,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "another task": (["--model.peft.task_type", "SEQ_CLS"], "task_type=SEQ_CLS is not for causal language models"),
     "prompt method to be merged": (
         ["--merge", "true", "--model.peft", "peft.PromptTuningConfig", "--model.peft.num_virtual_tokens", "4"],
-        "merge=true, but PROMPT_TUNING adds no weights that could be merged into the base; leave merge out",
+        "PROMPT_TUNING adds no weights that could be merged into the base (merge=true); leave merge out",
     ),
     "no checkpoint": (["--ckpt_path", "last"], "there is no checkpoint in"),
     "missing checkpoint": (["--ckpt_path", "x.ckpt"], "ckpt_path='x.ckpt' does not exist"),
