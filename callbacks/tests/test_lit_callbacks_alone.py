@@ -66,7 +66,12 @@ def check(folder: Path, kind: str) -> None:
     assert said["steps"] == 8
     assert said["throughput"]["mfu"] > 0
     assert ("tokens_per_second" in said["throughput"]) is (kind == "text")
-    assert all(said["memory"][name] > 0 for name in ("parameters", "gradients", "optimizer_state", "activations"))
+    assert said["memory"]["parameters"] > 0
+    with (folder / "memory" / "memory_step.csv").open() as file:
+        events = list(csv.DictReader(file))
+    # At the step's peak FSDP may have no gradients yet: when it frees its buffers depends on the other rank.
+    for purpose in ("parameters", "gradients", "optimizer_state", "activations"):
+        assert any(float(event[f"{purpose}_mib"]) > 0 for event in events), purpose
     with (folder / "csv" / "metrics.csv").open() as file:
         logged = {name for row in csv.DictReader(file) for name, value in row.items() if value}
     wanted = {"train/loss", "val/loss", "throughput/samples_per_second", "throughput/step_seconds/callbacks"}
