@@ -6,6 +6,7 @@ import shutil
 import sys
 import venv
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,9 @@ def clean_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     source = root / "callbacks"
     shutil.copytree(HERE.parent, source, ignore=shutil.ignore_patterns("*.egg-info", "tests", "__pycache__", "build"))
     # Compiled are the modules that are imported, when they are.
-    install = "-m", "pip", "install", "-q", "--no-compile", str(source), "tensorboard"
+    # The torch of these tests: a newer one may bring gigabytes of CUDA.
+    torch = f"torch=={version('torch').split('+')[0]}"
+    install = "-m", "pip", "install", "-q", "--no-compile", str(source), "tensorboard", torch
     python(executable, *install, folder=root, timeout=500)
     yield executable
     shutil.rmtree(root)
