@@ -87,6 +87,10 @@ class ForkedCommand:
                 os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(1)
+        deadline = time.monotonic() + 10
+        # Who looks for the session right after the start must find it, however busy the machine is.
+        while start_new_session and os.getsid(self.pid) != self.pid and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def poll(self) -> int | None:
         """Exit code, or minus the number of the signal that ended the command; None while it runs."""
