@@ -136,15 +136,7 @@ class ModelParallelStrategy(ShardedStrategy):
         self.placement.check_batches(self.sizes(), micro_batch_size(datamodule), module)
 
     def check_model(self, module: nn.Module, skeleton: nn.Module) -> None:
-        """Refuse models that cannot be distributed over this mesh, before weights are read.
-
-        Args:
-            module: LightningModule.
-            skeleton: model of the LightningModule with its adapters, on the meta device.
-
-        Raises:
-            RecipeError: the model does not fit; the message names the value, the rule and what works.
-        """
+        """Refuse models that cannot be distributed over this mesh; see ``ChecksModel``."""
         self.placement.check_model(self.sizes(), module, skeleton)
 
     def sizes(self) -> MeshSizes:

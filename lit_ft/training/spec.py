@@ -138,7 +138,8 @@ class TrainsFromSpec(Protocol):
 
 def spec_of(module: nn.Module) -> TrainingSpec | None:
     """Description of what a module trains; None for modules that have none."""
-    return module.spec if isinstance(module, TrainsFromSpec) else None
+    # Another module's attribute of that name may be anything.
+    return module.spec if isinstance(module, TrainsFromSpec) and isinstance(module.spec, TrainingSpec) else None
 
 
 def batches_for_init(trainer: Trainer | None, count: int, base: PreTrainedModel, init: str) -> list[PackedBatch]:

@@ -1,0 +1,18 @@
+"""The spec of what is trained: which modules have one."""
+
+from torch import nn
+
+from lit_ft import CausalLM
+from lit_ft.training.spec import TrainingSpec, spec_of
+
+
+class OtherSpec(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = {"tuning": "something else"}
+
+
+def test_only_a_training_spec_counts(model_folder: str) -> None:
+    assert isinstance(spec_of(CausalLM(model_folder)), TrainingSpec)
+    assert spec_of(OtherSpec()) is None
+    assert spec_of(nn.Linear(1, 1)) is None
