@@ -174,6 +174,20 @@ MOVES = [
 ]
 
 
+def stop_and_resume(
+    live_ranks: LiveRanks,
+    common: tuple[Any, ...],
+    how: dict[str, Any],
+    stopped: dict[str, Any],
+    before: str,
+    after: str,
+) -> list[Any]:
+    """A fit that stops and saves under one strategy and goes on under another; what each rank of the second found."""
+    live_ranks(STRATEGIES.get(before, (1,))[0], fit, *common, {**how, **stopped}, before)
+    rest = {**how, "resume": stopped["save"]}
+    return live_ranks(STRATEGIES.get(after, (1,))[0], fit, *common, rest, after, timeout=100)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_a_run_goes_on_under_another_strategy(
@@ -186,15 +200,12 @@ def test_a_run_goes_on_under_another_strategy(
     after: str,
     way: str,
 ) -> None:
-    data, how = write_rows(count=13), {**WAYS[way], "optimizer": adamw}
+    data, how, saved = write_rows(count=13), {**WAYS[way], "optimizer": adamw}, tmp_path / "saved.ckpt"
     whole, weights = fit(make_trainer, model_folder, data, how)
-    first = {**how, "epochs": 1, "save": str(tmp_path / "saved.ckpt")}
-    live_ranks(STRATEGIES.get(before, (1,))[0], fit, make_trainer, model_folder, data, first, before)
-    assert (tmp_path / "saved.ckpt").is_dir() == (way == "full" and before.startswith("fsdp"))
-    rest = {**how, "resume": str(tmp_path / "saved.ckpt")}
-    for steps, found in live_ranks(
-        STRATEGIES.get(after, (1,))[0], fit, make_trainer, model_folder, data, rest, after, timeout=100
-    ):
+    stopped = {"epochs": 1, "save": str(saved)}
+    ranks = stop_and_resume(live_ranks, (make_trainer, model_folder, data), how, stopped, before, after)
+    assert saved.is_dir() == (way == "full" and before.startswith("fsdp"))
+    for steps, found in ranks:
         assert len(steps) == 2
         assert_same(steps, found, whole[2:], weights, 1e-4)
 
@@ -211,12 +222,8 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
 ) -> None:
     data, how = write_rows(count=37), {**WAYS["LoRA"], "optimizer": adamw}
     whole, weights = fit(make_trainer, model_folder, data, how)
-    first = {**how, "save_after": 2, "save": str(tmp_path / "saved.ckpt")}
-    live_ranks(STRATEGIES.get(before, (1,))[0], fit, make_trainer, model_folder, data, first, before)
-    rest = {**how, "resume": str(tmp_path / "saved.ckpt")}
-    for steps, found in live_ranks(
-        STRATEGIES.get(after, (1,))[0], fit, make_trainer, model_folder, data, rest, after, timeout=100
-    ):
+    stopped = {"save_after": 2, "save": str(tmp_path / "saved.ckpt")}
+    for steps, found in stop_and_resume(live_ranks, (make_trainer, model_folder, data), how, stopped, before, after):
         assert len(steps) == 8
         assert_same(steps, found, whole[2:], weights, 1e-4)
 
