@@ -31,6 +31,9 @@ from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import Checkpoint, LoaderState
 
+MOST_WORKERS = 256
+"""Maximum number of processes that load or tokenize data: a larger number is a mistake that would stop the machine."""
+
 
 class TextDataModule(LightningDataModule):
     """Conversations, instructions, raw text or tokens, from one data set or a mixture of several.
@@ -120,6 +123,9 @@ class TextDataModule(LightningDataModule):
         for name, value in (("micro_batch_size", micro_batch_size), ("shuffle_buffer", shuffle_buffer)):
             if value < 1:
                 raise RecipeError(f"data.{name}={value} must be 1 or more")
+        for name, value in (("num_workers", num_workers), ("tokenize_workers", tokenize_workers or 0)):
+            if not 0 <= value <= MOST_WORKERS:
+                raise RecipeError(f"data.{name}={value} must be 0 to {MOST_WORKERS} processes")
         if max_length is not None and max_length < 2:
             raise RecipeError(f"data.max_length={max_length} leaves nothing to predict; set it to 2 tokens or more")
         _exclude(path=path, sources=sources)

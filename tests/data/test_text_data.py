@@ -135,6 +135,8 @@ def test_packing_that_cannot_hold_the_longest_sample(write_rows: Any) -> None:
     [
         ({"val_fraction": 1.5}, "at least 0 and below 1"),
         ({"micro_batch_size": 0}, "must be 1 or more"),
+        ({"num_workers": 4_611_686_018_427_387_904}, "must be 0 to 256 processes"),
+        ({"tokenize_workers": -1}, "must be 0 to 256 processes"),
         ({"max_length": 1}, "leaves nothing to predict"),
         ({"packing": True}, "says no size; give the token budget"),
         ({"val_path": "x", "val_fraction": 0.1}, "data.val_path='x' and data.val_fraction=0.1 exclude each other"),
