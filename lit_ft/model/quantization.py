@@ -9,7 +9,7 @@ from peft import PeftConfig
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
 from lit_ft.errors import RecipeError
 
@@ -50,6 +50,10 @@ def check_requested(quantization: QuantizationConfigMixin, peft: PeftConfig | No
         raise RecipeError(
             f"model.quantization: {method} looks at data while it quantizes; name a checkpoint that was quantized with "
             "it as model.pretrained and leave model.quantization out"
+        )
+    if isinstance(quantization, BitsAndBytesConfig) and quantization.bnb_4bit_quant_type not in ("nf4", "fp4"):
+        raise RecipeError(
+            f"model.quantization: bnb_4bit_quant_type={quantization.bnb_4bit_quant_type!r} must be nf4 or fp4"
         )
     _check_installed("model.quantization", quantization, stored=False)
 

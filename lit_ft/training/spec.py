@@ -56,6 +56,8 @@ class TrainingSpec:
             )
         if self.liger and self.compile:
             raise RecipeError("model.liger and model.compile both fuse norms and MLPs; set one of them to false")
+        if isinstance(self.compile, str) and self.compile not in (names := _compile_backends()):
+            raise RecipeError(f"model.compile={self.compile!r} is no backend of torch.compile; use true or {names}")
         if self.router_aux_loss is not None and self.compile:
             raise RecipeError(
                 "model.router_aux_loss looks into layers, which model.compile fuses; leave one of them out"
@@ -127,6 +129,11 @@ class TrainingSpec:
             for layer in loading.decoder_layers(forward.base):
                 layer.compile(dynamic=True, backend="inductor" if self.compile is True else self.compile)
         return forward, start
+
+
+def _compile_backends() -> list[str]:
+    """Backends of torch.compile on this machine: all but those for debugging, and ``eager``, which fuses nothing."""
+    return ["eager", "aot_eager", *torch.compiler.list_backends()]
 
 
 @runtime_checkable

@@ -291,6 +291,11 @@ def test_a_requested_quantization_without_its_package(wide_folder: str) -> None:
         CausalLM(wide_folder, peft=lora(), quantization=QuantoConfig(weights="int8"))
 
 
+def test_an_unknown_4_bit_type_is_refused(model_folder: str) -> None:
+    with pytest.raises(RecipeError, match="bnb_4bit_quant_type='nf5' must be nf4 or fp4"):
+        CausalLM(model_folder, peft=LoraConfig(), quantization=four_bit("nf5"))
+
+
 def test_calibrated_quantizations_are_read_only(wide_folder: str) -> None:
     with pytest.raises(RecipeError, match="gptq looks at data while it quantizes; name a checkpoint"):
         CausalLM(wide_folder, peft=lora(), quantization=GPTQConfig(bits=4))

@@ -1,8 +1,9 @@
 """The spec of what is trained: which modules have one."""
 
+import pytest
 from torch import nn
 
-from lit_ft import CausalLM
+from lit_ft import CausalLM, RecipeError
 from lit_ft.training.spec import TrainingSpec, spec_of
 
 
@@ -16,3 +17,9 @@ def test_only_a_training_spec_counts(model_folder: str) -> None:
     assert isinstance(spec_of(CausalLM(model_folder)), TrainingSpec)
     assert spec_of(OtherSpec()) is None
     assert spec_of(nn.Linear(1, 1)) is None
+
+
+def test_an_unknown_compile_backend_is_refused(model_folder: str) -> None:
+    with pytest.raises(RecipeError, match="model.compile='inductr' is no backend of torch.compile; use true or .*cuda"):
+        CausalLM(model_folder, compile="inductr")
+    assert CausalLM(model_folder, compile="aot_eager").spec.compile == "aot_eager"
