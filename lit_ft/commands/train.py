@@ -161,7 +161,10 @@ class TrainingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse and check the recipe; the base class would warn about arguments that are passed from Python."""
         check_files([str(argument) for argument in args or []])
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except OSError as error:  # jsonargparse reads a value that names a file
+            raise RecipeError(f"a value of the recipe names a file that cannot be read ({error})") from error
         check_values(self.config[self.config.subcommand])
 
     @property

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.protocols import tokenizer_of
@@ -335,6 +335,7 @@ class TextDataModule(LightningDataModule):
         else:
             limit = trainer.limit_train_batches
             self._train_loader = self._loader("train", plan, limit, lambda: accumulation(trainer))
+            _check_val_interval(trainer, self._train_loader.batches)
         if state:
             self._train_loader.load_state_dict(state)
         return self._train_loader
@@ -501,6 +502,15 @@ class TextDataModule(LightningDataModule):
             limit=limit,
             num_workers=self.num_workers,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
+        )
+
+
+def _check_val_interval(trainer: Trainer, batches: int) -> None:
+    interval = trainer.val_check_interval
+    if isinstance(interval, int) and interval > batches and trainer.check_val_every_n_epoch is not None:
+        raise RecipeError(
+            f"trainer.val_check_interval={interval} is more than the {batches:,} micro-batches of an epoch; make it "
+            "smaller, give a fraction of an epoch (0.5), or count over epochs with trainer.check_val_every_n_epoch=null"
         )
 
 

@@ -1,6 +1,7 @@
 """Loading of tokenizer, config and base model from a folder or from the Hugging Face hub."""
 
 import copy
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,7 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(pretrained, trust_remote_code=False)
         tokenizer("a")  # some settings are checked only on use
+        json.dumps(tokenizer.init_kwargs, default=str, ensure_ascii=False).encode()  # half of a surrogate pair fails
         return tokenizer
     except Exception as error:  # tokenizers raises no more specific class for a file that does not parse
         if os.path.isdir(pretrained):

@@ -8,15 +8,32 @@ length, is used for one sample at a time.
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel, PromptLearningConfig
 from torch import Tensor
 
+from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch
 
 EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")
 """PEFT methods whose virtual tokens are input embeddings."""
 PREFIX = "PREFIX_TUNING"
 """PEFT method whose virtual tokens are keys and values of each layer."""
+
+
+_SIZES = ("token_dim", "num_layers", "num_attention_heads", "num_transformer_submodules")
+"""Fields of PEFT's configs that PEFT takes from the model where they are not set."""
+
+
+def check_sizes(peft: PeftConfig) -> None:
+    """Refuse sizes of the model in a recipe: PEFT would build virtual tokens of that size, whatever the model's is.
+
+    Raises:
+        RecipeError: a size is set.
+    """
+    if isinstance(peft, PromptLearningConfig):
+        given = {name: value for name, value in peft.to_dict().items() if name in _SIZES and value is not None}
+        if given:
+            raise RecipeError(f"model.peft: {given} are sizes of the model, which are read from it; leave them out")
 
 
 def method_of(model: Any) -> str | None:

@@ -1,6 +1,7 @@
 """Application of a tuning method to a base model: PEFT's wrappers, or parameters selected by name."""
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, cast
@@ -22,7 +23,7 @@ from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.model.quantization import linear_modules
-from lit_ft.tuning import compatibility
+from lit_ft.tuning import compatibility, prompt_learning
 
 
 def add_peft(
@@ -39,6 +40,7 @@ def add_peft(
         RecipeError: the method's target modules match no layer.
     """
     compatibility.check_method(peft)
+    prompt_learning.check_sizes(peft)
     adapt_to_architecture(model, peft)
     check_target_modules(model, peft)
     peft = copy.deepcopy(peft)
@@ -47,7 +49,7 @@ def add_peft(
     in_float32 = adapter_dtype == "float32"
     wrap = partial(get_peft_model, model, peft, autocast_adapter_dtype=in_float32)
     names = f"fix its init_args; the linear layers of {type(model).__name__} are {linear_layers(model)}"
-    with explained("model.peft", names):
+    with explained("model.peft", names, also=(re.error,)):
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
     check_ranks(wrapped)

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Lines of a file; an empty list if it does not exist."""
@@ -22,9 +24,31 @@ def add_lines(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
 
 
 def drop_after_step(path: Path, step: int) -> None:
-    """Drop the lines after ``step``, which a resumed run writes again; at step 0, drop all lines."""
+    """Drop the lines after ``step``, which a resumed run writes again; at step 0, drop all lines.
+
+    Where lines are damaged, a warning counts them, and the file is kept beside the new one, as ``NAME.damaged``.
+    """
     if not path.exists():
         return
-    kept = [line for line in read_lines(path) if step > 0 and line["step"] <= step]
-    path.unlink()
-    add_lines(path, kept)
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    steps = [_step_of(line) for line in lines]
+    kept = [line + b"\n" for line, at in zip(lines, steps, strict=True) if at is not None and at <= step and step > 0]
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_bytes(b"".join(kept))
+    if damaged := steps.count(None):
+        backup = path.with_name(f"{path.name}.damaged")
+        path.replace(backup)
+        rank_zero_warn(
+            f"{str(path)!r}: {damaged:,} of {len(lines):,} lines are damaged and left out; the file is kept as "
+            f"{backup.name!r}"
+        )
+    unfinished.replace(path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Optimizer step of a line; None if the line is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):  # UnicodeDecodeError is a ValueError
+        return None
+    return step if isinstance(step, int) else None
