@@ -192,6 +192,16 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "misspelt peft option": (["--model.peft.lora_alfa", "3"], "did you mean 'lora_alpha'?"),
     "wrong type": (["--data.max_length", "abc"], "data.max_length: expected int; Given value: abc"),
     "target modules": (["--model.peft.target_modules", "[q_prj]"], "['q_prj'] match nothing in Qwen2ForCausalLM"),
+    "target pattern": (["--model.peft.target_modules", "q_[proj"], "model.peft: error: unterminated character set"),
+    "a size of the model": (
+        ["--model.peft", "peft.PrefixTuningConfig", "--model.peft.token_dim", "5"],
+        "model.peft: {'token_dim': 5} are sizes of the model, which are read from it; leave them out",
+    ),
+    "a value that names a file": (["--trainer.profiler", "/proc/self/mem"], "names a file that cannot be read"),
+    "a late validation": (
+        ["--trainer.val_check_interval", "1000"],
+        "trainer.val_check_interval=1000 is more than the 11 micro-batches of an epoch; make it smaller, ",
+    ),
     "rank above the layer": (["--model.peft.r", "49"], "rank 49 is above the size of model.layers.0.self_attn.q_proj"),
     "another task": (["--model.peft.task_type", "SEQ_CLS"], "task_type=SEQ_CLS is not for causal language models"),
     "prompt method to be merged": (

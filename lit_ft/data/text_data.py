@@ -298,6 +298,19 @@ class TextDataModule(LightningDataModule):
                 f"{replicas} data-parallel ranks cannot share {len(self.splits['train'])} training samples; use "
                 "as many devices as there are samples at most, or more data"
             )
+        if stage == "fit" and not self.streaming and self.trainer is not None:
+            self._check_val_interval(self.trainer, replicas)
+
+    def _check_val_interval(self, trainer: Trainer, replicas: int) -> None:
+        interval = trainer.val_check_interval
+        if isinstance(interval, int) and trainer.check_val_every_n_epoch is not None:
+            batches = self._loader("train", self.plan(replicas), trainer.limit_train_batches).batches
+            if interval > batches:
+                raise RecipeError(
+                    f"trainer.val_check_interval={interval} is more than the {batches:,} micro-batches of an epoch; "
+                    "make it smaller, give a fraction of an epoch (0.5), or count over epochs with "
+                    "trainer.check_val_every_n_epoch=null"
+                )
 
     # --- loaders ---------------------------------------------------------------------------------
 
@@ -335,7 +348,6 @@ class TextDataModule(LightningDataModule):
         else:
             limit = trainer.limit_train_batches
             self._train_loader = self._loader("train", plan, limit, lambda: accumulation(trainer))
-            _check_val_interval(trainer, self._train_loader.batches)
         if state:
             self._train_loader.load_state_dict(state)
         return self._train_loader
@@ -502,15 +514,6 @@ class TextDataModule(LightningDataModule):
             limit=limit,
             num_workers=self.num_workers,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
-        )
-
-
-def _check_val_interval(trainer: Trainer, batches: int) -> None:
-    interval = trainer.val_check_interval
-    if isinstance(interval, int) and interval > batches and trainer.check_val_every_n_epoch is not None:
-        raise RecipeError(
-            f"trainer.val_check_interval={interval} is more than the {batches:,} micro-batches of an epoch; make it "
-            "smaller, give a fraction of an epoch (0.5), or count over epochs with trainer.check_val_every_n_epoch=null"
         )
 
 

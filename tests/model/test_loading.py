@@ -60,6 +60,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shard is missing": (in_shards, "names 1 files that are not there (model-00002-of-00002.safetensors)"),
     "tokenizer of noise": (written("tokenizer.json", b"\x93\x00{"), "holds no tokenizer that loads"),
     "tokenizer of another type": (written("tokenizer.json", '{"model": [], "version": 1}'), "holds no tokenizer"),
+    "half of a surrogate pair": (
+        written("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast", "note": "\\ud83d"}'),
+        "surrogates not allowed",
+    ),
     "tokenizer config is a list": (written("tokenizer_config.json", "[]"), "holds no tokenizer that loads"),
 }
 
