@@ -1,12 +1,14 @@
 """Gradient accumulation: micro-batches per optimizer step, also with Lightning's ``GradientAccumulationScheduler``."""
 
 import math
-from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lit_ft.internals.lightning import callbacks_of, running_epoch
 
-def accumulation(trainer: Any, epoch: int | None = None) -> int:
+
+def accumulation(trainer: Trainer, epoch: int | None = None) -> int:
     """Number of micro-batches per optimizer step in an epoch.
 
     The trainer's attribute alone is not reliable: the scheduler sets it when an epoch starts, which is after the first
@@ -18,11 +20,10 @@ def accumulation(trainer: Any, epoch: int | None = None) -> int:
     """
     if (scheduler := _scheduler(trainer)) is None:
         return int(trainer.accumulate_grad_batches)
-    running = trainer.fit_loop.epoch_progress.current.processed
-    return int(scheduler.get_accumulate_grad_batches(running if epoch is None else epoch))
+    return int(scheduler.get_accumulate_grad_batches(running_epoch(trainer) if epoch is None else epoch))
 
 
-def optimizer_steps(trainer: Any) -> int | float:
+def optimizer_steps(trainer: Trainer) -> int | float:
     """Number of optimizer steps of the run, infinity or below 0 where it has no end; opens the training data."""
     steps = trainer.estimated_stepping_batches
     scheduler, batches = _scheduler(trainer), trainer.num_training_batches
@@ -33,6 +34,6 @@ def optimizer_steps(trainer: Any) -> int | float:
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
-def _scheduler(trainer: Any) -> GradientAccumulationScheduler | None:
-    found = (one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler))
+def _scheduler(trainer: Trainer) -> GradientAccumulationScheduler | None:
+    found = (one for one in callbacks_of(trainer) if isinstance(one, GradientAccumulationScheduler))
     return next(found, None)

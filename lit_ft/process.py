@@ -1,10 +1,13 @@
 """Seed of the run, and data-parallel size and rank of this process."""
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
+
+from lit_ft.internals import lightning as lightning_internals
 
 
 def seed() -> int:
@@ -26,7 +29,7 @@ class DataParallel(NamedTuple):
     """Index of the replica that the process belongs to, from 0."""
 
 
-def data_parallel(trainer: Any) -> DataParallel:
+def data_parallel(trainer: Trainer | None) -> DataParallel:
     """Data-parallel size and rank of this process; 1 and 0 without a trainer."""
     # Every parallel strategy sets it to the split of the data, also where it splits the model.
     strategy = None if trainer is None else trainer.strategy
@@ -34,17 +37,17 @@ def data_parallel(trainer: Any) -> DataParallel:
     return DataParallel(split["num_replicas"], split["rank"]) if split else DataParallel(1, 0)
 
 
-def datamodule_of(trainer: Any) -> Any:
-    """Data module of a trainer; None before a run, and where bare loaders were given."""
-    return getattr(trainer, "datamodule", None)
+def datamodule_of(trainer: Trainer | None) -> LightningDataModule | None:
+    """Data module of a trainer; None without a trainer, before a run, and where bare loaders were given."""
+    return None if trainer is None else lightning_internals.datamodule_of(trainer)
 
 
-def model_parallel_size(trainer: Any) -> int:
+def model_parallel_size(trainer: Trainer) -> int:
     """Number of ranks that share the model of one data-parallel replica."""
     return trainer.world_size // data_parallel(trainer).size
 
 
-def seed_micro_batch(trainer: Any, batch_idx: int) -> None:
+def seed_micro_batch(trainer: Trainer, batch_idx: int) -> None:
     """Seed torch by run, step, micro-batch and replica: a resumed run draws the same numbers, other data others."""
     if is_seeded():
         draws = (seed(), trainer.global_step, batch_idx, data_parallel(trainer).rank)

@@ -21,7 +21,7 @@ from typing import Any
 from lightning.pytorch import seed_everything
 from torch import distributed as dist
 
-from lit_ft.strategies.mesh_caches import clear_mesh_caches
+from lit_ft.internals.torch import clear_mesh_caches
 
 _PR_SET_PDEATHSIG = 1
 

@@ -5,11 +5,21 @@ weights are those after the last full step, and it does not hold the gradient ac
 back to the first micro-batch of the step, and computes that gradient again from the same samples and random numbers.
 """
 
-from typing import Any
+from typing import TypedDict
 
 from lit_ft.protocols import Checkpoint, LoaderState
 
 Counts = dict[str, int]
+
+
+class BatchCounts(TypedDict):
+    """State of Lightning's progress of batches."""
+
+    total: Counts
+    """Batches of all epochs, by how far they came: ready, started, processed, completed."""
+    current: Counts
+    """Batches of the running epoch."""
+    is_last_batch: bool
 
 
 class FitProgress:
@@ -19,9 +29,9 @@ class FitProgress:
         """Find the counters, by the keys of Lightning's ``_FitLoop.state_dict``."""
         loops = checkpoint["loops"]["fit_loop"]
         self._epochs: dict[str, Counts] = loops["epoch_progress"]
-        self._batches: dict[str, Any] = loops["epoch_loop.batch_progress"]
+        self._batches: BatchCounts = loops["epoch_loop.batch_progress"]
         self._logging: Counts = loops["epoch_loop.state_dict"]
-        self._validation: dict[str, Any] = loops["epoch_loop.val_loop.batch_progress"]
+        self._validation: BatchCounts = loops["epoch_loop.val_loop.batch_progress"]
         if not self.validation_was_interrupted:  # a restarted validation has counted one begun batch too many
             self._validation["total"] |= dict.fromkeys(
                 self._validation["total"], self._validation["total"]["completed"]
@@ -100,8 +110,8 @@ class FitProgress:
     def rewind(self, micro_batch: int) -> None:
         """Continue with an earlier micro-batch of the epoch, as if the checkpoint had been saved right before it."""
         before = self._batches["total"]["ready"] - self.ready
-        for name, done in (("current", micro_batch), ("total", before + micro_batch)):
-            self._batches[name] |= dict.fromkeys(self._batches[name], done)
+        for counts, done in ((self._batches["current"], micro_batch), (self._batches["total"], before + micro_batch)):
+            counts |= dict.fromkeys(counts, done)
         self._batches["is_last_batch"] = False
         if self.validation_was_interrupted:  # it will run again when it is due
             total = self._validation["total"]["completed"] - self._validation["current"]["completed"]
@@ -114,8 +124,8 @@ class FitProgress:
             counts["completed"] = counts["processed"]
         total = self._validation["total"]["completed"] - self._validation["current"]["completed"]
         # Lightning treats these counts as a validation that was interrupted in its first batch.
-        for name, done in (("current", 0), ("total", total)):
-            self._validation[name] |= {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
+        for counts, done in ((self._validation["current"], 0), (self._validation["total"], total)):
+            counts |= {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
 
     def recount(self, micro_batches: int) -> None:
         """Set the epoch's progress to a number of micro-batches of this run, whose number of samples may differ."""

@@ -1,18 +1,19 @@
 """Resumption of a fit at the start of an optimizer step, wherever its checkpoint was written."""
 
-from typing import Any
-
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
+from lit_ft.internals.lightning import set_logged_steps
+from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, ChecksOrder, LoaderState, RecountsMicroBatches, RewindsPlaces
 
 
 class Replay:
     """Repeated training on micro-batches, without the validations that the stopped run has done between them."""
 
-    def __init__(self, trainer: Any, until: int) -> None:
+    def __init__(self, trainer: Trainer, until: int) -> None:
         """Switch validation off.
 
         Args:
@@ -23,12 +24,12 @@ class Replay:
         self._limit_val_batches = trainer.limit_val_batches
         trainer.limit_val_batches = 0
 
-    def stop(self, trainer: Any) -> None:
+    def stop(self, trainer: Trainer) -> None:
         """Switch validation on again."""
         trainer.limit_val_batches = self._limit_val_batches
 
 
-def go_back_to_a_step(checkpoint: Checkpoint, trainer: Any) -> Replay | None:
+def go_back_to_a_step(checkpoint: Checkpoint, trainer: Trainer) -> Replay | None:
     """Set a checkpoint back to the start of the optimizer step in which it was written.
 
     A data module may implement the protocols ``RewindsPlaces``, ``ChecksOrder`` and ``RecountsMicroBatches``.
@@ -40,13 +41,13 @@ def go_back_to_a_step(checkpoint: Checkpoint, trainer: Any) -> Replay | None:
     Returns:
         Replay of the micro-batches that are trained on again; None if there are none.
     """
-    data = trainer.datamodule
+    data = datamodule_of(trainer)
     progress = FitProgress(checkpoint)
     state = checkpoint.get(type(data).__qualname__) or {}
     reopened = not state.get("is_over") and progress.reopen_epoch()
     replay = None
     if isinstance(data, ChecksOrder) and data.check_order(state):
-        replay = _begin_again(progress, trainer, state)
+        replay = _begin_again(progress, trainer, data, state)
     elif not progress.epoch_is_over:
         replay = _rewind(checkpoint, progress, trainer, state, reopened)
     if replay is None and (progress.validation_was_interrupted or _validation_is_due(progress, trainer, state)):
@@ -62,7 +63,7 @@ def go_back_to_a_step(checkpoint: Checkpoint, trainer: Any) -> Replay | None:
     return replay
 
 
-def number_logged_steps(trainer: Any) -> None:
+def number_logged_steps(trainer: Trainer) -> None:
     """Set the number under which Lightning logs the current step to the number of completed steps.
 
     Lightning counts logged steps separately from ``global_step``, and after a second resumption the count is sometimes
@@ -71,13 +72,13 @@ def number_logged_steps(trainer: Any) -> None:
     Args:
         trainer: trainer that is about to train on a micro-batch.
     """
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+    set_logged_steps(trainer, trainer.global_step)
 
 
 def _rewind(
-    checkpoint: Checkpoint, progress: FitProgress, trainer: Any, state: LoaderState, reopened: bool
+    checkpoint: Checkpoint, progress: FitProgress, trainer: Trainer, state: LoaderState, reopened: bool
 ) -> Replay | None:
-    data = trainer.datamodule
+    data = datamodule_of(trainer)
     accumulate = state.get("deal", {}).get("accumulate") or accumulation(trainer, progress.epoch)
     trained, ready = progress.trained, progress.ready
     start = trained // accumulate * accumulate
@@ -101,16 +102,16 @@ def _rewind(
     return Replay(trainer, until)
 
 
-def _begin_again(progress: FitProgress, trainer: Any, state: LoaderState) -> Replay | None:
+def _begin_again(progress: FitProgress, trainer: Trainer, data: ChecksOrder, state: LoaderState) -> Replay | None:
     for place in (state, *progress.loader_states):
-        trainer.datamodule.begin_again(place)
+        data.begin_again(place)
     if progress.epoch_is_over:
         return None
     progress.rewind(0)
     return Replay(trainer, 0)
 
 
-def _validation_is_due(progress: FitProgress, trainer: Any, state: LoaderState) -> bool:
+def _validation_is_due(progress: FitProgress, trainer: Trainer, state: LoaderState) -> bool:
     """Whether the stopped run would have validated next; Lightning would continue without validation."""
     every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     if not progress.was_saved_before_validation or not trainer.enable_validation:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_ft.checkpointing.storage import replacement
 from lit_ft.checkpointing.storage.integrity import META, DamagedCheckpoint, check_intact
 from lit_ft.errors import RecipeError
+from lit_ft.protocols import Checkpoint
 
 
 class Position(NamedTuple):
@@ -121,7 +122,7 @@ def resumed_step(path: Path) -> tuple[int, bool]:
     return (0, True) if position is None else (position.global_step, UNLOGGED not in _content(path))
 
 
-def _content(path: Path) -> Any:
+def _content(path: Path) -> Checkpoint:
     file = path / META if path.is_dir() else path
     try:
         # Memory-mapped, so that tensors are not read.

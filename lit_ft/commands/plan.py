@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.errors import RecipeError
+from lit_ft.internals.torch import clear_mesh_caches
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.communication import step_of
@@ -24,7 +25,6 @@ from lit_ft.planning.report import MIB, Share, aligned, by_stage, format_layout,
 from lit_ft.planning.timeline_plot import draw
 from lit_ft.protocols import ChecksRecipe, micro_batch_size
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
-from lit_ft.strategies.mesh_caches import clear_mesh_caches
 from lit_ft.strategies.model_parallel import base_of
 from lit_ft.training.causal_lm import CausalLM
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -34,7 +34,7 @@ class Step:
     """Whether the data module defines the number of tokens; assumed otherwise."""
 
 
-def step_of(trainer: Any) -> Step:
+def step_of(trainer: Trainer) -> Step:
     """Amount of data in an optimizer step, assumed where the data module does not define it."""
     data = datamodule_of(trainer)
     tokens = data.token_budget if isinstance(data, BoundsTokens) else None
@@ -213,7 +213,7 @@ _REPLICAS = {"data_parallel", "context_parallel", "shard", "copies"}
 """Mesh dimensions over which weights are sharded and gathered; over the others, ranks compute with their shard."""
 
 
-def sharded(parameter: Any) -> tuple[int, int, bool]:
+def sharded(parameter: nn.Parameter) -> tuple[int, int, bool]:
     """Number of ranks that a weight is gathered from, elements that they hold together, and whether it has a mesh of
     its own, as experts do."""
     if not isinstance(parameter, DTensor):
@@ -228,9 +228,11 @@ def sharded(parameter: Any) -> tuple[int, int, bool]:
     return ranks, elements, "experts" in names
 
 
-def _is_cut(parameter: Any) -> bool:
+def _is_cut(parameter: nn.Parameter) -> bool:
     """Whether a parameter is sharded over tensor-parallel ranks."""
-    names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
     return "tensor_parallel" in names and not parameter.placements[names.index("tensor_parallel")].is_replicate()
 
 

@@ -48,7 +48,7 @@ def order(schedule: str, ranks: int, micro_batches: int) -> list[list[tuple[str,
         SimpleNamespace(stage_index=k, num_stages=per_rank * ranks, group_size=ranks, group_rank=0, submod=None)
         for k in stages_of(0, ranks, schedule)
     ]
-    make: Any = get_schedule_class(schedule)
+    make = get_schedule_class(schedule)
     try:
         made = make(stages[0] if per_rank == 1 else stages, micro_batches, loss_fn=lambda *_: None)
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -10,6 +9,7 @@ from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.protocols import WritesAtTheEnd
 
 from lit_ft.checkpointing.selection import SESSION, UNLOGGED, candidates
+from lit_ft.internals import lightning as lightning_internals
 from lit_ft.protocols import Checkpoint
 from lit_ft.run.lock import check_still_there
 
@@ -93,7 +93,7 @@ class RunState(Callback):
         _finish_validation(trainer)
         is_newer = trainer.strategy.broadcast(self._finished_step) != trainer.global_step
         rank_zero_info(f"the run was at its last step, {trainer.global_step:,}, already: nothing is left to train")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in lightning_internals.callbacks_of(trainer):
             if isinstance(callback, WritesAtTheEnd):
                 callback.write_final(trainer, pl_module, only_missing=not is_newer)
 
@@ -119,14 +119,10 @@ def _metrics_about_to_be_logged(trainer: Trainer) -> dict[str, float] | None:
     Lightning logs a step after ``on_train_batch_end``, where most checkpoints are written, and has no public access to
     the metrics that it is about to log.
     """
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    if not trainer.training or progress.processed == progress.completed or trainer.fit_loop._should_accumulate():
+    if not lightning_internals.is_about_to_log_a_step(trainer):
         return None
-    connector = trainer._logger_connector
-    metrics = connector.metrics["log"]
-    if not connector.should_update_logs:
-        return {}
-    return {"epoch": float(trainer.current_epoch), **{name: float(value) for name, value in metrics.items()}}
+    metrics = lightning_internals.metrics_to_log(trainer)
+    return {} if metrics is None else {"epoch": float(trainer.current_epoch), **metrics}
 
 
 def finished_step(marker: Path) -> int | None:

@@ -1,32 +1,41 @@
 """DeepSpeed's ZeRO, on CUDA and on CPU: optimizer state, gradients and weights are sharded over the ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch.strategies as lightning_strategies
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_callbacks.distributed.gather import full_weights, is_zero3
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from lit_ft.checkpointing.storage import sharded
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
+from lit_ft.internals.deepspeed import stop_gathering_in_calls
+from lit_ft.internals.torch import without_forward_hooks
 from lit_ft.model.spec import ModelSpec
+from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint
 from lit_ft.strategies.module_calls import Answer, wrap_answer
 from lit_ft.strategies.zero import config as zero_config
 from lit_ft.strategies.zero import state as zero_state
 from lit_ft.training.optimizers import compatibility as optimizer_support
 from lit_ft.training.spec import spec_of
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+T = TypeVar("T")
 
 
 class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
@@ -59,7 +68,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     # --- checks of the recipe --------------------------------------------------------------------
 
-    def _load_config(self, config: Any) -> Any:
+    def _load_config(self, config: str | Path | dict[str, Any] | None) -> dict[str, Any] | None:
         try:
             return super()._load_config(config)
         except (ValueError, MisconfigurationException) as error:
@@ -67,7 +76,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
                 f"trainer.strategy: config={str(config)!r} is no file of DeepSpeed's JSON ({error}); name one that is"
             ) from error
 
-    def check(self, trainer: Trainer, module: LightningModule, datamodule: object = None) -> None:
+    def check(self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None) -> None:
         """Compare DeepSpeed's configuration with the recipe, before processes are started and weights are loaded.
 
         Args:
@@ -103,8 +112,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def setup_environment(self) -> None:
         """Join the process group, also on CPU, which Lightning's own method refuses."""
         assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
-        self.check(trainer, self.lightning_module, trainer.datamodule)
+        self.check(self.lightning_module.trainer, self.lightning_module, datamodule_of(self.lightning_module.trainer))
         if not isinstance(self.accelerator, CPUAccelerator):
             super().setup_environment()
             return
@@ -150,7 +158,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             unset_hf_deepspeed_config()
             del settings
 
-    def _reading_config(self) -> dict[str, Any]:
+    def _reading_config(self) -> zero_config.Config:
         """Configuration with the dtype that ``zero.Init`` gives weights: the base model's, unless precision casts."""
         assert isinstance(self.config, dict)
         base = self._base()
@@ -191,8 +199,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             engine, module = self.model, self.lightning_module  # a trainer that fits and then tests has two engines
             assert engine is not None
             assert module is not None
-            answers: Sequence[str] = self._run_in_engine(engine, module, answer, prompts, max_new_tokens)
-            return answers
+            return self._run_in_engine(engine, module, answer, prompts, max_new_tokens)
 
         return run
 
@@ -203,7 +210,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             if parameter.is_floating_point() and not is_zero3(parameter):
                 parameter.data = parameter.data.to(dtype)
 
-    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | None = None
+    ) -> tuple["DeepSpeedEngine", Optimizer]:
         if optimizer is not None:
             self.check_optimizer(optimizer)
             self._order = [list(group["params"]) for group in optimizer.param_groups]
@@ -215,7 +224,8 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         The loss calls the head once per chunk of tokens, so a rank with more tokens calls it more often, and computes
         its gradient at once; ranks that gather at different times would deadlock. It costs the memory of the head.
         """
-        module: Any = self.lightning_module
+        module = self.lightning_module
+        assert module is not None
         base = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
         if base is None:
             return
@@ -223,19 +233,16 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
         decoder = getattr(base, base.base_model_prefix)
         head = [base, *(part for child in base.children() if child is not decoder for part in child.modules())]
-        hooks = {id(h) for part in head for h in (part._forward_pre_hooks, part._forward_hooks)}
-        optimizer: Any = self.deepspeed_engine.optimizer
-        offload = getattr(optimizer, "parameter_offload", optimizer)
-        for handle in [*offload.forward_hooks, *offload.backward_hooks]:
-            if id(handle.hooks_dict_ref()) in hooks:
-                handle.remove()
+        stop_gathering_in_calls(self.deepspeed_engine, head)
         for part in head:
             for parameter in part.parameters(recurse=False):
                 deepspeed.zero.register_external_parameter(module, parameter)
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def _run_in_engine(self, engine: nn.Module, module: LightningModule, step: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_in_engine(
+        self, engine: nn.Module, module: LightningModule, step: str | Callable[..., T], *args: object, **kwargs: object
+    ) -> T:
         """Run a step of the module, given as a name or a callable, as the engine's forward pass.
 
         It replaces Lightning's forward redirection. A step calls the module itself, and ZeRO's hooks would treat that
@@ -246,14 +253,10 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             return call(*args, **kwargs)
         forward = module.forward
 
-        def inner(*args: Any, **kwargs: Any) -> Any:
+        def inner(*args: object, **kwargs: object) -> T:
             module.forward = forward  # type: ignore[method-assign]
-            hooks = module._forward_pre_hooks, module._forward_hooks
-            module._forward_pre_hooks, module._forward_hooks = type(hooks[0])(), type(hooks[1])()
-            try:
+            with without_forward_hooks(module):
                 result = call(*args, **kwargs)
-            finally:
-                module._forward_pre_hooks, module._forward_hooks = hooks
             self._has_gradients = not (isinstance(result, Tensor) and result.is_leaf)
             return result
 
@@ -289,7 +292,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> None:
         """None: DeepSpeed computes the norm and clips by itself."""
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], object], model: nn.Module | None = None, **kwargs: object
+    ) -> object:
         """Take the step and log the gradient norm before clipping."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None

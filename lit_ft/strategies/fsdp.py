@@ -3,7 +3,7 @@
 from datetime import timedelta
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -58,7 +58,7 @@ class FSDPStrategy(ShardedStrategy):
         self.cpu_offload, self.sync_each_micro_batch = cpu_offload, sync_each_micro_batch
         self.shard_mesh: DeviceMesh | None = None
 
-    def check(self, trainer: Trainer, module: nn.Module, datamodule: Any = None) -> None:
+    def check(self, trainer: Trainer, module: nn.Module, datamodule: LightningDataModule | None = None) -> None:
         """Refuse tuning methods that cannot be sharded, before weights are read.
 
         Raises:
@@ -110,7 +110,7 @@ class FSDPStrategy(ShardedStrategy):
         if not self.cpu_offload:
             super()._place()
 
-    def shard(self, module: nn.Module) -> None:
+    def shard(self, module: LightningModule) -> None:
         """Shard every decoder layer, then the remaining parameters."""
         options: dict[str, Any] = {
             "mesh": self.shard_mesh,

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.throughput.flops import TransformerFlops
@@ -21,6 +21,7 @@ from lit_ft import packed_batch
 from lit_ft.checkpointing.storage import sharded
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
+from lit_ft.internals.torch import flatten_mesh
 from lit_ft.model.files.deferred_cast import final_dtype
 from lit_ft.model.loading import decoder_layers
 from lit_ft.packed_batch import PackedBatch, TokenLoss
@@ -40,14 +41,13 @@ from lit_ft.strategies.module_calls import (
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel
 from lit_ft.strategies.parallel.context_parallel import ContextParallel
 from lit_ft.strategies.parallel.expert_parallel import ExpertParallel
-from lit_ft.strategies.parallel.mesh import MeshSizes, ParallelDims, base_of
+from lit_ft.strategies.parallel.mesh import MeshSizes, ParallelDims, RequestedSizes, Size, base_of
 from lit_ft.strategies.parallel.pipeline_parallel import Pipeline, StageModule
 from lit_ft.strategies.parallel.tensor_parallel import TensorParallel
 from lit_ft.strategies.parallel.tensor_plan import Plan
 from lit_ft.strategies.parallel.tied_embeddings import TiedEdges
 from lit_ft.strategies.sharded import ShardedStrategy, T
 
-Size = int | Literal["auto"]
 PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
 
 
@@ -112,9 +112,11 @@ class ModelParallelStrategy(ShardedStrategy):
             RecipeError: the schedule is unknown.
         """
         super().__init__(save_distributed_checkpoint, process_group_backend, timeout, async_save)
-        sizes: Any = (pipeline_parallel_size, data_parallel_size, context_parallel_size, tensor_parallel_size)
+        requested = RequestedSizes(
+            pipeline_parallel_size, data_parallel_size, context_parallel_size, tensor_parallel_size
+        )
         self.placement = ParallelDims(
-            MeshSizes(*sizes), expert_parallel_size, schedule, num_microbatches, layers_per_stage, tp_plan
+            requested, expert_parallel_size, schedule, num_microbatches, layers_per_stage, tp_plan
         )
         self.expert_parallel_size, self.schedule, self.tp_plan = expert_parallel_size, schedule, tp_plan
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
@@ -127,7 +129,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     # --- checks of the recipe --------------------------------------------------------------------
 
-    def check(self, trainer: Trainer, module: nn.Module, datamodule: object = None) -> None:
+    def check(self, trainer: Trainer, module: nn.Module, datamodule: LightningDataModule | None = None) -> None:
         """Check the batch sizes, before weights are read.
 
         Raises:
@@ -213,12 +215,13 @@ class ModelParallelStrategy(ShardedStrategy):
             tied_copies=[*self.edges.copies.values()] if self.edges is not None and has_remote_copy else [],
         )
 
-    def shard(self, module: Any) -> None:
+    def shard(self, module: LightningModule) -> None:
         """Drop the layers of other stages, shard matrices (tensor), then shard all weights over data-parallel ranks."""
         base, sizes = base_of(module), self.sizes()
         self.check_model(module, module)
         self._base = base
-        module.full_model_flops = TransformerFlops.of(module)  # for ThroughputMonitor, before layers are dropped
+        # For ThroughputMonitor, before layers are dropped.
+        module.full_model_flops = TransformerFlops.of(module)  # type: ignore[assignment]
         self._trained_names = [name for name, p in module.named_parameters() if p.requires_grad]
         plan = Plan(base, self.tp_plan) if sizes.tensor > 1 else None
         if sizes.tensor > 1:
@@ -240,6 +243,7 @@ class ModelParallelStrategy(ShardedStrategy):
             self._wrap_forward(module)
 
     def _make_stages(self, module: nn.Module, base: PreTrainedModel) -> list[StageModule]:
+        assert isinstance(module, SplitsForward), "check_batches has refused it"
         layers, size = self.layers_of_stages(base), self.sizes().pipeline
         embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
         dtype = final_dtype(embedding.weight) or embedding.weight.dtype
@@ -254,7 +258,12 @@ class ModelParallelStrategy(ShardedStrategy):
         return [StageModule(module, base, k, len(layers), layers[k], end, full_loss) for k in own]
 
     def _cut(
-        self, module: Any, base: PreTrainedModel, layers: Sequence[nn.Module], plan: Plan, parallel: TensorParallel
+        self,
+        module: nn.Module,
+        base: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        plan: Plan,
+        parallel: TensorParallel,
     ) -> None:
         parallel.shard(base, layers, plan, self._settle)
         decoder = getattr(base, base.base_model_prefix)
@@ -288,7 +297,7 @@ class ModelParallelStrategy(ShardedStrategy):
     def _shard_over_data(self, module: nn.Module, layers: Sequence[nn.Module], stages: Sequence[StageModule]) -> None:
         experts = self._deal_out_experts(layers) if self.expert_parallel_size > 1 and self.tensor is None else set()
         # For gradients, ranks with other tokens of a packed batch are the same as ranks with other packed batches.
-        mesh = self._mesh(DATA) if self.context is None else self.device_mesh[DATA, CONTEXT]._flatten("shard")
+        mesh = self._mesh(DATA) if self.context is None else flatten_mesh(self.device_mesh[DATA, CONTEXT], "shard")
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": self._precision_policy()}
         # With a pipeline, freeing weights between passes gives wrong gradients under zero-bubble schedules.
         reshard = self.reshard_after_forward and not stages
@@ -333,7 +342,7 @@ class ModelParallelStrategy(ShardedStrategy):
             for group in optimizer.param_groups if len(meshes) > 1 else ():
                 group.update({name: False for name in ("foreach", "fused") if name in group})
 
-    def _start_pipeline(self, module: Any, base: PreTrainedModel, stages: Sequence[StageModule]) -> None:
+    def _start_pipeline(self, module: LightningModule, base: PreTrainedModel, stages: Sequence[StageModule]) -> None:
         sizes = self.sizes()
         policy = self._precision_policy().param_dtype if sizes.data * sizes.context > 1 else None
         width = base.config.get_text_config().hidden_size
@@ -356,7 +365,7 @@ class ModelParallelStrategy(ShardedStrategy):
             self.edges.connect(module, self._ranks_per_stage(), self.pipeline.last_rank)
 
     @contextmanager
-    def _answering(self, base: Any, through: Pipeline) -> Iterator[None]:
+    def _answering(self, base: PreTrainedModel, through: Pipeline) -> Iterator[None]:
         """Context in which the base model's ``generate`` runs through all stages, token by token."""
         config = base.generation_config
         had_cache, config.use_cache = config.use_cache, False
@@ -381,7 +390,7 @@ class ModelParallelStrategy(ShardedStrategy):
         if self.pipeline is not None:
             self.pipeline.within_window(False)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> object:
         """Take a step, then free a pipeline's gradients, which Lightning would keep during the next schedule."""
         result = super().optimizer_step(*args, **kwargs)
         if self.pipeline is not None:

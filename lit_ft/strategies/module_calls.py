@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from lit_callbacks.protocols import AnswersPrompts
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers.utils import ModelOutput
 
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 
@@ -35,7 +35,7 @@ def map_hidden_states(decoder: nn.Module, function: Callable[[Tensor], Tensor]) 
     """Apply a function to the final hidden states that a decoder returns."""
     forward = decoder.forward
 
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: object, **kwargs: object) -> ModelOutput:
         output = forward(*args, **kwargs)
         output.last_hidden_state = function(output.last_hidden_state)
         return output
@@ -44,7 +44,7 @@ def map_hidden_states(decoder: nn.Module, function: Callable[[Tensor], Tensor]) 
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Context in which a call of the module runs another function."""
     module.forward = forward
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy as LightningModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,10 +28,10 @@ from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.gradient_norm import local, norms
+from lit_ft.internals.torch import clear_mesh_caches
 from lit_ft.model.files import deferred_cast, finite_weights
 from lit_ft.planning.layout import Layout
 from lit_ft.protocols import Checkpoint
-from lit_ft.strategies.mesh_caches import clear_mesh_caches
 from lit_ft.training.optimizers import compatibility as optimizer_support
 from lit_ft.training.spec import spec_of
 
@@ -62,7 +62,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         self._joined_names: dict[int, list[str]] = {}
 
     @abstractmethod
-    def shard(self, module: nn.Module) -> None:
+    def shard(self, module: LightningModule) -> None:
         """Replace the module's weights by this rank's shards, in place."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         self.accelerator.setup(trainer)
         if self.model is None or not getattr(self.model, "_is_sharded", False):
             self.model = self.lightning_module
-            self.shard(self.model)
+            self.shard(self.lightning_module)
             self.model._is_sharded = True  # type: ignore[assignment]
         self._place()
         spec = spec_of(self.lightning_module)

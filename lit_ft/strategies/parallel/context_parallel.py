@@ -6,11 +6,11 @@ back, so that causal attention is the same work for each (Llama 3: Grattafiori e
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_ft.model.packed_attention import own_ranges
@@ -74,14 +74,18 @@ class ContextParallel:
         return TokenLoss(_Sum.apply(result.loss_sum, found[1:].sum(), self.size), found[0].long(), found[1:])
 
 
+class _SumContext(FunctionCtx):
+    ranks: int
+
+
 class _Sum(torch.autograd.Function):
     """Sum over ranks; the gradient is multiplied by their number, as gradients are averaged over ranks later."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, total: Tensor, ranks: int) -> Tensor:
+    def forward(ctx: _SumContext, own: Tensor, total: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
         return total.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _SumContext, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0] * ctx.ranks, None, None

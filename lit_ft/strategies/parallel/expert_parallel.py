@@ -5,20 +5,23 @@ all other weights. Under tensor parallelism, where ranks see the same tokens, ``
 experts, and no token is sent.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.torch import all_to_all_single_autograd, own_parameters, wait_tensor
 from lit_ft.model.architecture import Architecture
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Outputs of a layer's experts, from hidden states, indices of each token's experts, and weights of their outputs."""
 
 
 def experts_of(base: PreTrainedModel) -> list[nn.Module]:
@@ -26,6 +29,17 @@ def experts_of(base: PreTrainedModel) -> list[nn.Module]:
     plan = Architecture.of(base.config).expert_plan
     names = {f"{base.base_model_prefix}.{name}" for name, style in plan.items() if style == "ep_dispatch_experts"}
     return [module for name, module in base.named_modules() if replace_layer_number_by_wildcard(name) in names]
+
+
+def expert_count(experts: nn.Module) -> int | None:
+    """Number of experts that a module from ``experts_of`` holds; None if an adapter has replaced the module."""
+    count = getattr(experts, "num_experts", None)
+    return count if isinstance(count, int) else None
+
+
+def set_expert_count(experts: nn.Module, count: int) -> None:
+    """Tell a module that it holds only ``count`` experts: its own code then skips indices of ``count`` and above."""
+    experts.num_experts, experts._is_expert_parallel = count, True  # type: ignore[assignment]
 
 
 def check(base: PreTrainedModel, size: int) -> None:
@@ -41,8 +55,8 @@ def check(base: PreTrainedModel, size: int) -> None:
             "(base_model_ep_plan); set it to 1"
         )
     for module in experts:
-        count = getattr(module, "num_experts", None)
-        if not isinstance(count, int):
+        count = expert_count(module)
+        if count is None:
             raise RecipeError(
                 f"expert_parallel_size={size}: {type(module).__name__} is changed by an adapter; take LoRA on "
                 "attention only, or set it to 1"
@@ -65,14 +79,15 @@ class ExpertParallel:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.size, self.group = mesh, mesh.size(), mesh.get_group()
 
-    def assign_experts(self, experts: Any) -> None:
+    def assign_experts(self, experts: nn.Module) -> None:
         """Keep this rank's experts of a layer, and make its forward pass send tokens to the ranks of their experts."""
-        total = experts.num_experts
-        for key, weight in list(experts._parameters.items()):
+        total = expert_count(experts)
+        assert total is not None, "check has refused it"
+        for key, weight in list(experts.named_parameters(recurse=False, remove_duplicate=False)):
             part = distribute_tensor(weight.data, self.mesh, [Shard(0)], src_data_rank=None)
-            own: Any = DTensor.from_local(part.to_local().clone(), self.mesh, [Shard(0)], run_check=False)
-            experts._parameters[key] = nn.Parameter(own, requires_grad=weight.requires_grad)
-        experts.num_experts, experts._is_expert_parallel = total // self.size, True
+            own = DTensor.from_local(part.to_local().clone(), self.mesh, [Shard(0)], run_check=False)
+            experts.register_parameter(key, nn.Parameter(own, requires_grad=weight.requires_grad))
+        set_expert_count(experts, total // self.size)
         forward = experts.forward
 
         def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -81,7 +96,13 @@ class ExpertParallel:
         experts.forward = on_own_experts
 
     def _exchange(
-        self, experts: Any, forward: Any, total: int, hidden: Tensor, index: Tensor, weights: Tensor
+        self,
+        experts: nn.Module,
+        forward: Forward,
+        total: int,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
     ) -> Tensor:
         """Outputs of the experts for this rank's N tokens, ``(N, H)``.
 
@@ -106,18 +127,18 @@ class ExpertParallel:
         in_place = torch.empty_like(answers).index_copy(0, order, answers)
         return (in_place.view(*index.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
-    def _compute(self, experts: Any, forward: Any, hidden: Tensor, of_expert: Tensor) -> Tensor:
-        whole = dict(experts._parameters)
+    def _compute(self, experts: nn.Module, forward: Forward, hidden: Tensor, of_expert: Tensor) -> Tensor:
+        whole = {key: weight for key, weight in own_parameters(experts).items() if isinstance(weight, DTensor)}
         # An expert's gradient is the sum over the tokens of all ranks of this group, but is averaged only over the
         # ranks that hold the same expert; the other gradients are averaged over both.
         local = {key: _ScaleGradient.apply(w.to_local(), 1 / self.size) for key, w in whole.items()}
-        experts._parameters.update(local)
+        own_parameters(experts).update(local)
         try:
             if len(hidden) == 0:  # each rank needs gradients of its weights: their reduction may be a collective
                 return hidden + sum(weight.sum() * 0 for weight in local.values())
             return forward(hidden, of_expert[:, None], torch.ones_like(of_expert[:, None], dtype=hidden.dtype))
         finally:
-            experts._parameters.update(whole)
+            own_parameters(experts).update(whole)
 
     def _send(self, rows: Tensor, sizes_in: Sequence[int], sizes_out: Sequence[int]) -> Tensor:
         return _Wait.apply(all_to_all_single_autograd(rows, list(sizes_in), list(sizes_out), self.group))
@@ -127,20 +148,24 @@ class _Wait(torch.autograd.Function):
     """Wait for the result of a collective; torch's own function has no gradient before 2.12."""
 
     @staticmethod
-    def forward(ctx: Any, pending: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, pending: Tensor) -> Tensor:
         return wait_tensor(pending)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+class _ScaleContext(FunctionCtx):
+    factor: float
 
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
+    def forward(ctx: _ScaleContext, weight: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _ScaleContext, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] * ctx.factor, None

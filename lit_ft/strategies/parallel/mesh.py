@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,6 +20,18 @@ from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tenso
 from lit_ft.training.spec import spec_of
 from lit_ft.tuning import compatibility
 
+Size = int | Literal["auto"]
+"""Number of ranks along a dimension of the mesh; auto is what the other dimensions leave."""
+
+
+class RequestedSizes(NamedTuple):
+    """Number of ranks along each dimension of the mesh that a recipe requests; at most one is ``auto``."""
+
+    pipeline: Size
+    data: Size
+    context: Size
+    tensor: Size
+
 
 class MeshSizes(NamedTuple):
     """Number of ranks along each dimension of the mesh, from the outermost to the innermost."""
@@ -34,8 +46,7 @@ class MeshSizes(NamedTuple):
 class ParallelDims:
     """Parallel layout that a recipe requests; the fields are the arguments of ``ModelParallelStrategy``."""
 
-    requested: MeshSizes
-    """Sizes of the recipe; at most one is ``auto``."""
+    requested: RequestedSizes
     expert_parallel_size: int
     schedule: str
     num_microbatches: int | None
@@ -162,7 +173,7 @@ class ParallelDims:
         """
         world = nodes * devices
         unknown = [name for name, size in self.requested._asdict().items() if size == "auto"]
-        known = math.prod(size for size in self.requested if size != "auto")
+        known = math.prod(size for size in self.requested if isinstance(size, int))
         if len(unknown) > 1:
             names = ", ".join(f"{name}_parallel_size" for name in unknown)
             raise RecipeError(f"trainer.strategy: {names} are auto; give all but one of them")
@@ -208,7 +219,7 @@ class ParallelDims:
         return split_evenly(costs, stages)
 
 
-def _check_context(size: int, module: Any, base: PreTrainedModel) -> None:
+def _check_context(size: int, module: nn.Module, base: PreTrainedModel) -> None:
     spec = spec_of(module)
     attention = pick_attention(base.config, "auto" if spec is None else spec.base.attn_implementation)
     if attention != PACKED or not isinstance(module, SplitsForward):

@@ -9,7 +9,6 @@ adds them to the parameters, multiplied by the gradient of the loss: accumulatio
 a pipeline.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -26,8 +26,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lit_ft import packed_batch
 from lit_ft.gradient_norm import local
+from lit_ft.internals.torch import with_submodules
 from lit_ft.model.loading import head_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.protocols import SplitsForward
 from lit_ft.training.loss import token_cross_entropy
 
 SCHEDULES = (
@@ -89,7 +91,7 @@ class _Entry(nn.Module):
 
     received: Tensor
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
+    def forward(self, *_: object, **__: object) -> Tensor:
         return self.received
 
 
@@ -111,7 +113,7 @@ class StageModule(nn.Module):
 
     def __init__(
         self,
-        module: Any,
+        module: SplitsForward,
         base: PreTrainedModel,
         index: int,
         stages: int,
@@ -171,7 +173,7 @@ class StageModule(nn.Module):
         Returns:
             Hidden states for the next stage, ``(B, T, H)``, or logits of the next token, ``(B, 1, V)``.
         """
-        inputs: dict[str, Any] = {"input_ids": input_ids}
+        inputs: dict[str, Tensor] = {"input_ids": input_ids}
         if received is not None:
             self.entry.received = received
             inputs = {"inputs_embeds": received.new_zeros(1, 1, 1).expand_as(received)}
@@ -181,13 +183,9 @@ class StageModule(nn.Module):
         return self._logits(hidden.last_hidden_state[:, -1])[:, None]
 
 
-def _part_of(decoder: Any, layers: range) -> Any:
-    part = copy.copy(decoder)
-    part._modules = dict(decoder._modules)
-    part.layers = nn.ModuleList(
-        layer if place in layers else PipelineIdentityLayer() for place, layer in enumerate(decoder.layers)
-    )
-    return part
+def _part_of(decoder: PreTrainedModel, layers: range) -> PreTrainedModel:
+    own = (layer if place in layers else PipelineIdentityLayer() for place, layer in enumerate(decoder.layers))
+    return with_submodules(decoder, {"layers": nn.ModuleList(own)})
 
 
 class _Stage(PipelineStage):
@@ -227,18 +225,18 @@ class _Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
 
-    def _validate_fwd_input(self, *_: Any) -> None:
+    def _validate_fwd_input(self, *_: object) -> None:
         pass
 
-    def _validate_fwd_outputs(self, *_: Any) -> None:
+    def _validate_fwd_outputs(self, *_: object) -> None:
         pass
 
     # torch 2.13 asserts a backward pass if consecutive stages on one rank exchange tensors in `eval`.
 
-    def get_local_bwd_output(self, mb_index: int) -> Any:
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
@@ -304,7 +302,7 @@ class Pipeline:
             )
             for stage in stages
         ]
-        make: Any = get_schedule_class(schedule)
+        make = get_schedule_class(schedule)
         self.schedule = make(
             self._torch_stages[0] if stages_per_rank(schedule) == 1 else self._torch_stages,
             n_microbatches=micro_batches,
@@ -339,7 +337,7 @@ class Pipeline:
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> CausalLMOutput:
         """Logits of the next token for ``generate``, ``(B, 1, V)``, on every rank; no key-value cache is used."""
         here, group = {stage.index: stage for stage in self.stages}, self.mesh.get_group()
@@ -375,7 +373,7 @@ class Pipeline:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _run(self, step: Callable[..., Any]) -> None:
+    def _run(self, step: Callable[..., object]) -> None:
         places = torch.arange(self.micro_batches, device=self.device)
         first = (places,) if any(stage.is_first for stage in self.stages) else ()
         target = places if any(stage.is_last for stage in self.stages) else None
@@ -418,15 +416,19 @@ def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | Non
             parameter.grad = gradient
 
 
+class _BridgeContext(FunctionCtx):
+    put_in_place: Callable[[Tensor], None]
+
+
 class _Bridge(torch.autograd.Function):
     """Identity whose backward pass calls a function with the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, put_in_place: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: _BridgeContext, anchor: Tensor, value: Tensor, put_in_place: Callable[[Tensor], None]) -> Tensor:
         ctx.put_in_place = put_in_place
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: _BridgeContext, *grads: Tensor) -> tuple[None, None, None]:
         ctx.put_in_place(grads[0])
         return None, None, None

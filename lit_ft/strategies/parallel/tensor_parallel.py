@@ -27,9 +27,19 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
+from lit_ft.gradient_norm import local
+from lit_ft.internals.torch import own_parameters
+from lit_ft.strategies.parallel.expert_parallel import expert_count, set_expert_count
 from lit_ft.strategies.parallel.tensor_plan import COLUMNS, EXPERTS, ROWS, WHOLE_IN, WHOLE_OUT, Plan, is_block, linears
 
 _SEQUENCE = Shard(1)
+
+Arguments = tuple[Any, ...]
+"""Positional arguments of some module's ``forward``; its hidden states are the first argument."""
+Options = dict[str, Any]
+"""Keyword arguments of some module's ``forward``."""
+Before = Callable[[Arguments, Options], tuple[Arguments, Options]]
+"""Function that changes the arguments of ``forward``."""
 
 
 class TensorParallel:
@@ -49,8 +59,8 @@ class TensorParallel:
 
     # --- conversions between layouts -------------------------------------------------------------
 
-    def _move(self, x: Tensor, have: Placement, want: Placement, gradient: Placement, **of_whole: Any) -> Tensor:
-        whole = DTensor.from_local(x, self.mesh, [have], run_check=False, **of_whole)
+    def _move(self, x: Tensor, have: Placement, want: Placement, gradient: Placement) -> Tensor:
+        whole = DTensor.from_local(x, self.mesh, [have], run_check=False)
         return whole.redistribute(placements=[want]).to_local(grad_placements=[gradient])
 
     def _copy_in(self, x: Tensor) -> Tensor:
@@ -67,7 +77,7 @@ class TensorParallel:
         base: PreTrainedModel,
         layers: Sequence[nn.Module],
         plan: Plan,
-        settle: Callable[[nn.Module], Any] = lambda _: None,
+        settle: Callable[[nn.Module], object] = lambda _: None,
     ) -> None:
         """Shard a model in place.
 
@@ -153,30 +163,30 @@ class TensorParallel:
         cut = 0 if style == COLUMNS else 1
         for name, part in linear.named_modules():
             is_whole = f".{name}".find(".lora_A." if style == COLUMNS else ".lora_B.") >= 0
-            for key, weight in list(part._parameters.items()):
-                if weight is None:
-                    continue
+            own = list(part.named_parameters(recurse=False, remove_duplicate=False))
+            for key, weight in own:
                 at = Replicate() if is_whole or (style == ROWS and key == "bias") else Shard(min(cut, weight.ndim - 1))
                 self._set(part, key, at)
             # The ranks' outputs are summed, so each rank adds 1 / size of the bias.
             share = 1 / self.size if style == ROWS else 1.0
-            if part._parameters:
+            if own:
                 _compute_on_local(part, Partial(), {"bias": share})
 
     # --- experts ---------------------------------------------------------------------------------
 
-    def _share_out_experts(self, experts: Any) -> None:
+    def _share_out_experts(self, experts: nn.Module) -> None:
         """Assign full experts to ranks; every rank sees all tokens, and the outputs are summed over ranks."""
-        own = experts.num_experts // self.size
-        for key, weight in list(experts._parameters.items()):
-            assert weight is None or weight.shape[0] == experts.num_experts
-            if weight is not None:
-                self._set(experts, key, Shard(0))
+        total = expert_count(experts)
+        assert total is not None, "the plan names modules of experts"
+        own = total // self.size
+        for key, weight in list(experts.named_parameters(recurse=False, remove_duplicate=False)):
+            assert weight.shape[0] == total
+            self._set(experts, key, Shard(0))
         _compute_on_local(experts, Partial())
-        experts.num_experts, experts._is_expert_parallel = own, True
+        set_expert_count(experts, own)
         forward, rank = experts.forward, self.mesh.get_local_rank()
 
-        def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor, *args: object, **kwargs: object) -> Tensor:
             is_own = index // own == rank
             # Experts of other ranks get the index after the last own one, and weight 0: the model's own code skips it.
             index = torch.where(is_own, index % own, own)
@@ -184,7 +194,7 @@ class TensorParallel:
             answer = forward(self._copy_in(hidden), index, weights, *args, **kwargs)
             trains = any(weight.requires_grad for weight in experts.parameters())
             if trains and not is_own.any():  # each rank needs gradients: their reduction may be a collective
-                answer = answer + sum(weight.to_local().sum() * 0 for weight in experts.parameters())
+                answer = answer + sum(local(weight).sum() * 0 for weight in experts.parameters())
             return self._sum_out(answer)
 
         experts.forward = on_own_experts
@@ -216,7 +226,7 @@ class TensorParallel:
         )
         return whole if self.loss_parallel else whole.full_tensor(grad_placements=[Replicate()])
 
-    def _start(self, weight: Any) -> int:
+    def _start(self, weight: Tensor) -> int:
         return self.mesh.get_local_rank() * -(-weight.shape[0] // self.size)
 
     # --- inputs and outputs of blocks ------------------------------------------------------------
@@ -277,8 +287,8 @@ class TensorParallel:
         """Sum partial gradients over ranks, with one all-reduce for each dtype."""
         parts: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
         for parameter in parameters:
-            gradient: Any = parameter.grad
-            if any(placement.is_partial() for placement in gradient.placements):
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
                 parts.setdefault(gradient.dtype, []).append((parameter, gradient.to_local()))
         for found in parts.values():
             together = torch.cat([part.flatten() for _, part in found])
@@ -286,8 +296,7 @@ class TensorParallel:
             for (parameter, part), total in zip(
                 found, together.split([part.numel() for _, part in found]), strict=True
             ):
-                whole: Any = DTensor.from_local(total.view_as(part), self.mesh, [Replicate()], run_check=False)
-                parameter.grad = whole
+                parameter.grad = DTensor.from_local(total.view_as(part), self.mesh, [Replicate()], run_check=False)
 
     # --- parameters ------------------------------------------------------------------------------
 
@@ -297,15 +306,14 @@ class TensorParallel:
             self._keep_own(part, gradient)
 
     def _keep_own(self, module: nn.Module, gradient: Placement) -> None:
-        for key, weight in list(module._parameters.items()):
-            if weight is not None:
-                self._set(module, key, Replicate())
-        if module._parameters:
+        own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+        for key, _ in own:
+            self._set(module, key, Replicate())
+        if own:
             _compute_on_local(module, gradient)
 
     def _set(self, module: nn.Module, key: str, placement: Placement) -> None:
-        weight = module._parameters[key]
-        assert weight is not None
+        weight = module.get_parameter(key)
         if weight not in self._cut:
             # No communication: every rank has the full weight, usually mapped from the same file. The clone allows
             # the full weight to be freed.
@@ -314,7 +322,7 @@ class TensorParallel:
                 part.to_local().clone(), self.mesh, [placement], run_check=False, shape=part.shape, stride=part.stride()
             )
             self._cut[weight] = nn.Parameter(part, requires_grad=weight.requires_grad)
-        module._parameters[key] = self._cut[weight]
+        module.register_parameter(key, self._cut[weight])
 
 
 def _as_computed(x: Tensor) -> Tensor:
@@ -330,11 +338,11 @@ def _without_wrapper(module: nn.Module) -> list[Any]:
     return [module]
 
 
-def _wrap(module: nn.Module, before: Any = None, after: Callable[[Tensor], Tensor] | None = None) -> None:
+def _wrap(module: nn.Module, before: Before | None = None, after: Callable[[Tensor], Tensor] | None = None) -> None:
     """Call functions before and after a module's ``forward``, inside its hooks."""
     forward = module.forward
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         if before is not None:
             args, kwargs = before(args, kwargs)
         output = forward(*args, **kwargs)
@@ -345,10 +353,10 @@ def _wrap(module: nn.Module, before: Any = None, after: Callable[[Tensor], Tenso
     module.forward = wrapped
 
 
-def _on_hidden(function: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], tuple[Any, Any]]:
+def _on_hidden(function: Callable[[Tensor], Tensor]) -> Before:
     """Apply a function to a module's hidden states, its first argument."""
 
-    def apply(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def apply(args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
         if args:
             return (function(args[0]), *args[1:]), kwargs
         first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
@@ -367,18 +375,19 @@ def _compute_on_local(module: nn.Module, gradient: Placement, factors: Mapping[s
     """
     forward = module.forward
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        own = dict(module._parameters)
+    def wrapped(*args: object, **kwargs: object) -> object:
+        parameters = own_parameters(module)
+        own = dict(parameters)
         for name, weight in own.items():
             if isinstance(weight, DTensor):
                 cut = [gradient if at.is_replicate() else at for at in weight.placements]
-                local: Any = weight.to_local(grad_placements=cut)
+                part = weight.to_local(grad_placements=cut)
                 factor = (factors or {}).get(name, 1.0)
-                module._parameters[name] = local if factor == 1 else local * factor
+                parameters[name] = part if factor == 1 else part * factor
         try:
             return forward(*args, **kwargs)
         finally:
-            module._parameters.update(own)
+            parameters.update(own)
 
     module.forward = wrapped
 

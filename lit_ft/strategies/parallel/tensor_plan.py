@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.torch import own_parameters
 from lit_ft.model.architecture import Architecture
 
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -80,7 +81,7 @@ def linears(block: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from linears(child)
-    if block._parameters:
+    if own_parameters(block):
         yield block
 
 

@@ -1,7 +1,5 @@
 """Tied embeddings: one weight that is both embedding and head, with a copy on the first and last pipeline stage."""
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,12 +16,12 @@ class TiedEdges:
     """
 
     def __init__(self, module: nn.Module, base: PreTrainedModel) -> None:
-        edges: Any = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
+        edges = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
         self._in_base = {which: _name_of_weight(base, edge) for which, edge in edges.items()}
         self.names = {which: _name_of_weight(module, edge) for which, edge in edges.items()}
         self.copies: dict[str, nn.Parameter] = {}
         """This rank's copies, by ``embedding`` and ``head``; empty unless they are trainable and there are two."""
-        self.group: Any = None
+        self.group: dist.ProcessGroup | None = None
         """Process group of the two ranks that hold the same part of the weight; None if one rank has both copies."""
 
     def connect(self, module: nn.Module, ranks_per_stage: int, last_rank: int) -> None:
@@ -66,6 +64,6 @@ class TiedEdges:
         return self._in_base["head"]
 
 
-def _name_of_weight(model: nn.Module, edge: Any) -> str:
+def _name_of_weight(model: nn.Module, edge: nn.Module) -> str:
     path = next(name for name, module in model.named_modules() if module is edge)
     return f"{path}.{next(name for name, weight in edge.named_parameters() if weight is edge.weight)}"

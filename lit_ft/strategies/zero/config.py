@@ -9,10 +9,16 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from lightning.pytorch import LightningDataModule, Trainer
+from torch import nn
+
 from lit_ft.errors import RecipeError
 from lit_ft.protocols import micro_batch_size
 from lit_ft.training.spec import spec_of
 from lit_ft.tuning.compatibility import check_situation
+
+Config = Mapping[str, Any]
+"""DeepSpeed's configuration: JSON of any depth, with keys of the user's choice."""
 
 SET_BY_THE_RECIPE = (
     "train_batch_size",
@@ -39,7 +45,7 @@ def check_packages() -> None:
         )
 
 
-def check_arguments(strategy: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_arguments(strategy: type, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Refuse arguments that would be ignored because ``config`` is given.
 
     Raises:
@@ -62,7 +68,7 @@ def check_arguments(strategy: type, args: Sequence[Any], kwargs: Mapping[str, An
         )
 
 
-def with_settled_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_settled_values(config: Config) -> dict[str, Any]:
     """DeepSpeed's configuration without ``"auto"``, and with the settings that torch's own optimizers need."""
     found = _without_auto(config)
     found.setdefault("zero_allow_untested_optimizer", True)
@@ -70,7 +76,7 @@ def with_settled_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_auto(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -82,12 +88,12 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def stage_of(config: Mapping[str, Any]) -> int:
+def stage_of(config: Config) -> int:
     """Stage of ZeRO; 0 where nothing is sharded."""
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
-def check_devices(config: Mapping[str, Any], ranks: int, on_cpu: bool) -> None:
+def check_devices(config: Config, ranks: int, on_cpu: bool) -> None:
     """Refuse settings of ZeRO that do not work on the devices of the run.
 
     Raises:
@@ -139,7 +145,7 @@ def _check_nvme(stage: int, part: str, folder: str | None) -> None:
         )
 
 
-def check_recipe(config: Mapping[str, Any], trainer: Any, datamodule: Any = None) -> None:
+def check_recipe(config: Config, trainer: Trainer, datamodule: LightningDataModule | None = None) -> None:
     """Compare DeepSpeed's configuration with the recipe's values for the same settings.
 
     Raises:
@@ -184,14 +190,14 @@ def check_recipe(config: Mapping[str, Any], trainer: Any, datamodule: Any = None
         )
 
 
-def _at(config: Mapping[str, Any], path: str) -> Any:
+def _at(config: Config, path: str) -> Any:
     value: Any = config
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
 
-def check_method(stage: int, module: Any) -> None:
+def check_method(stage: int, module: nn.Module) -> None:
     """Refuse tuning methods that need weights or gradients which ZeRO has sharded.
 
     Args:

@@ -4,9 +4,11 @@ Terms: ZeRO concatenates the weights of a parameter group and gives each rank on
 dtype the model computes in; a *piece* is the part of one parameter that lies in this rank's partition.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,12 @@ from lit_callbacks.distributed.gather import full_shape, is_zero3
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
+from lit_ft.internals import deepspeed as deepspeed_internals
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 Order = Sequence[Sequence[nn.Parameter]]
 """Parameters of each optimizer group, as the optimizer was created; states are numbered in this order."""
@@ -43,14 +50,13 @@ class Piece(NamedTuple):
         return flat.narrow(0, self.start, self.numel)
 
 
-def forget_gradients(engine: Any) -> None:
+def forget_gradients(engine: DeepSpeedEngine) -> None:
     """Set stage 3's gradient buffer to zero after an optimizer step.
 
     The first micro-batch of a step overwrites the buffer and later ones add to it: a parameter that the first does not
     use would get the gradient of the previous step again.
     """
-    if (buffer := getattr(engine.optimizer, "grad_partitions_flat_buffer", None)) is not None:
-        buffer.zero_()
+    deepspeed_internals.zero_gradient_buffer(engine)
 
 
 # --- full states, for checkpoints ----------------------------------------------------------------
@@ -69,10 +75,10 @@ def weights(module: nn.Module, keep: bool) -> dict[str, Tensor]:
     return found
 
 
-def optimizer_state(engine: Any, order: Order, keep: bool) -> dict[str, Any]:
+def optimizer_state(engine: DeepSpeedEngine, order: Order, keep: bool) -> OptimizerState:
     """State dict of the optimizer as it would be without ZeRO; a collective. ``{}`` on ranks without ``keep``."""
     states: dict[int, dict[str, Any]] = {}
-    if _is_on_disk(engine):
+    if deepspeed_internals.has_optimizer_on_disk(engine):
         rank_zero_warn(
             "optimizer states on NVMe are not saved: a run that resumes from the checkpoint starts them anew"
         )
@@ -102,7 +108,7 @@ def _put_together(piece: Piece, laid_out: Tensor, whole: Tensor) -> Tensor:
     return whole
 
 
-def _numbered(engine: Any, order: Order) -> list[dict[str, Any]]:
+def _numbered(engine: DeepSpeedEngine, order: Order) -> list[dict[str, Any]]:
     numbers = iter(range(sum(map(len, order))))
     return [
         {
@@ -117,7 +123,7 @@ def _numbered(engine: Any, order: Order) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: Any) -> None:
+def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: DeepSpeedEngine) -> None:
     """Load full weights into the model and, if it is trained, into this rank's fp32 partition; a collective."""
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
@@ -125,7 +131,7 @@ def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: Any) ->
     own = dict(module.named_parameters(remove_duplicate=False))
     trains = engine.basic_optimizer is not None
     for name, whole in saved.items():
-        parameter: Any = own[name]
+        parameter = own[name]
         if not is_zero3(parameter):
             parameter.copy_(whole)
             if trains:
@@ -134,16 +140,14 @@ def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: Any) ->
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.copy_(whole)
         if trains:
-            numel, rank = parameter.partition_numel(), parameter.ds_zero_partition_rank
-            piece = Piece(parameter, 0, numel * rank, numel)
+            piece = Piece(parameter, *deepspeed_internals.part_of(parameter))
             safe_set_local_fp32_param(parameter, piece.of(whole.float()))
-    if (forget := getattr(engine.optimizer, "invalidate_secondary_tensor", None)) is not None:
-        forget()  # ZeRO++'s second copies
+    deepspeed_internals.forget_second_copies(engine)
 
 
-def load_optimizer_state(engine: Any, order: Order, saved: Mapping[str, Any]) -> None:
+def load_optimizer_state(engine: DeepSpeedEngine, order: Order, saved: OptimizerState) -> None:
     """Convert a full optimizer state to the flat layout of this rank's partitions, and load it into the optimizer."""
-    if _is_on_disk(engine) and saved["state"]:
+    if deepspeed_internals.has_optimizer_on_disk(engine) and saved["state"]:
         raise RecipeError(
             "a run cannot be resumed with optimizer states on NVMe (offload_optimizer_device=nvme); offload to cpu"
         )
@@ -167,22 +171,13 @@ def load_optimizer_state(engine: Any, order: Order, saved: Mapping[str, Any]) ->
         }
 
 
-def _pieces(engine: Any, order: Order) -> Iterator[tuple[Any, Piece]]:
-    zero = engine.optimizer
+def _pieces(engine: DeepSpeedEngine, order: Order) -> Iterator[tuple[nn.Parameter, Piece]]:
     for group, parameters in enumerate(order):
         for parameter in parameters:
-            p: Any = parameter
-            if is_zero3(p):
-                part, start, numel = zero.grad_position[zero.get_param_id(p)]
-                yield p, Piece(zero.fp32_partitioned_groups_flat[part], start, numel * p.ds_zero_partition_rank, numel)
+            if is_zero3(parameter):
+                partition, place = deepspeed_internals.partition_of(engine, parameter)
+                yield parameter, Piece(partition, *place)
                 continue
             partition = engine.basic_optimizer.param_groups[group]["params"][0]
-            if (mapping := p._hp_mapping) is None:
-                yield p, Piece(partition, 0, 0, 0)
-            else:
-                there, here = mapping.hp_fragment_address, mapping.lp_fragment_address
-                yield p, Piece(partition, there.start, here.start, here.numel)
-
-
-def _is_on_disk(engine: Any) -> bool:
-    return bool(getattr(engine.optimizer, "swap_optimizer", False))
+            own = deepspeed_internals.place_in_partition(parameter)
+            yield parameter, Piece(partition, 0, 0, 0) if own is None else Piece(partition, *own)

@@ -1,0 +1,75 @@
+"""Attributes of DeepSpeed's engine and of the parameters that ZeRO has sharded, as read in DeepSpeed 0.19.
+
+None of them is documented. DeepSpeed's public functions for full weights and states (``deepspeed.utils.safe_get_*``)
+know only the first parameter group at stages 1 and 2, and cannot set what a rank holds of an optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lit_ft.internals.torch import forward_hooks
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class Place(NamedTuple):
+    """Position of this rank's part of a parameter in its partition, which is flat."""
+
+    start: int
+    """Index in the partition at which the part starts."""
+    first: int
+    """Index of the part's first element in the flattened parameter."""
+    numel: int
+    """Number of elements, padding included."""
+
+
+def place_in_partition(parameter: Any) -> Place | None:
+    """Position of a parameter in this rank's partition at stages 1 and 2; None if this rank holds nothing of it."""
+    if (mapping := parameter._hp_mapping) is None:
+        return None
+    there, here = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return Place(there.start, here.start, here.numel)
+
+
+def partition_of(engine: DeepSpeedEngine, parameter: Any) -> tuple[Tensor, Place]:
+    """Partition of this rank, fp32, that holds its part of a parameter at stage 3, and the position in it."""
+    part, start, numel = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
+    place = Place(start, numel * parameter.ds_zero_partition_rank, numel)
+    return engine.optimizer.fp32_partitioned_groups_flat[part], place
+
+
+def part_of(parameter: Any) -> Place:
+    """Part of a parameter that this rank holds at stage 3, in the parameter's own partition."""
+    numel = parameter.partition_numel()
+    return Place(0, numel * parameter.ds_zero_partition_rank, numel)
+
+
+def zero_gradient_buffer(engine: DeepSpeedEngine) -> None:
+    """Set the buffer of gradients to zero, which only stage 3 has."""
+    if (buffer := getattr(engine.optimizer, "grad_partitions_flat_buffer", None)) is not None:
+        buffer.zero_()
+
+
+def forget_second_copies(engine: DeepSpeedEngine) -> None:
+    """Tell stage 3 that its second copies of weights (ZeRO++) are outdated."""
+    if (forget := getattr(engine.optimizer, "invalidate_secondary_tensor", None)) is not None:
+        forget()
+
+
+def has_optimizer_on_disk(engine: DeepSpeedEngine) -> bool:
+    """Whether stage 3 keeps the optimizer's state on NVMe."""
+    return bool(getattr(engine.optimizer, "swap_optimizer", False))
+
+
+def stop_gathering_in_calls(engine: DeepSpeedEngine, modules: Collection[nn.Module]) -> None:
+    """Remove the hooks by which stage 3 gathers the weights of modules for each of their calls."""
+    hooks = {id(registered) for module in modules for registered in forward_hooks(module)}
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    for handle in [*offload.forward_hooks, *offload.backward_hooks]:
+        if id(handle.hooks_dict_ref()) in hooks:
+            handle.remove()

@@ -1,0 +1,39 @@
+"""Private API of Lightning, as read in Lightning 2.6, and attributes of its Trainer that it does not declare."""
+
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Callbacks of a trainer, a public attribute that type checkers do not see."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
+    """Data module of a trainer, a public attribute that type checkers do not see."""
+    datamodule: LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+    return datamodule
+
+
+def running_epoch(trainer: Trainer) -> int:
+    """Index of the running epoch, or of the next one; the public ``current_epoch`` is behind in hooks at its end."""
+    return trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+
+
+def set_logged_steps(trainer: Trainer, steps: int) -> None:
+    """Set the number under which Lightning logs the current step: a private counter, apart from ``global_step``."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
+
+
+def is_about_to_log_a_step(trainer: Trainer) -> bool:
+    """Whether an optimizer step is taken and Lightning has not logged it yet, as in ``on_train_batch_end``."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    is_trained = trainer.training and progress.processed != progress.completed  # type: ignore[attr-defined]
+    return is_trained and not trainer.fit_loop._should_accumulate()
+
+
+def metrics_to_log(trainer: Trainer) -> dict[str, float] | None:
+    """Metrics that Lightning logs at the end of this step; None if it logs none. No public API tells before."""
+    connector = trainer._logger_connector
+    metrics = connector.metrics["log"]
+    return {name: float(value) for name, value in metrics.items()} if connector.should_update_logs else None

@@ -1,0 +1,101 @@
+"""Private API of torch, as read in torch 2.11 to 2.13."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._pytree import tree_map
+
+__all__ = [
+    "all_to_all_single_autograd",
+    "clear_mesh_caches",
+    "flatten_mesh",
+    "forward_hooks",
+    "norms",
+    "own_parameters",
+    "scale",
+    "tree_map",
+    "wait_tensor",
+    "with_submodules",
+    "without_forward_hooks",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+# --- tensors -----------------------------------------------------------------------------------------
+
+
+def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """2-norm of each tensor, computed together in fp32.
+
+    torch's public ``get_total_norm`` takes twice as long, and rounds the norm of bf16 to 8 bits.
+    """
+    return tuple(torch._foreach_norm(list(tensors), dtype=torch.float32))
+
+
+def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors by a scalar tensor in place, together; torch has no public function for it."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+# --- modules -----------------------------------------------------------------------------------------
+
+
+def own_parameters(module: nn.Module) -> dict[str, Tensor | None]:
+    """Parameters of a module itself, by name: the dictionary in which the module looks them up.
+
+    An entry may be replaced by a plain tensor for the time of a forward pass, which ``setattr`` refuses.
+    """
+    return module._parameters  # type: ignore[return-value]
+
+
+def with_submodules(module: M, submodules: Mapping[str, nn.Module]) -> M:
+    """Shallow copy of a module with some of its children replaced; the others, and all parameters, are shared.
+
+    A public copy would copy the weights too.
+    """
+    part = copy.copy(module)
+    part._modules = {**module._modules, **submodules}
+    return part
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, Callable[..., object]]]:
+    """Dictionaries in which a module keeps the hooks before and after its forward pass; torch has no list of them."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+@contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Context in which calls of a module run none of its forward hooks; only the handle of a hook can remove it."""
+    hooks = forward_hooks(module)
+    module._forward_pre_hooks, module._forward_hooks = type(hooks[0])(), type(hooks[1])()
+    try:
+        yield
+    finally:
+        module._forward_pre_hooks, module._forward_hooks = hooks
+
+
+# --- device meshes -----------------------------------------------------------------------------------
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Mesh of one dimension over the ranks of a mesh of several; torch documents no public method."""
+    return mesh._flatten(name)
+
+
+def clear_mesh_caches() -> None:
+    """Clear DTensor's caches; to be called before a new default process group is created.
+
+    The keys are equal for meshes of equal shape, but the entries depend on the rank and name process groups. After
+    ``destroy_process_group`` these names belong to other groups or to none.
+    """
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
