@@ -1,12 +1,20 @@
 """Optional protocols: what module, strategy and data module may ask of each other beyond Lightning's hooks."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_ft.packed_batch import PackedBatch, TokenLoss
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    Decoder = Callable[..., BaseModelOutputWithPast]
 
 Checkpoint = dict[str, Any]
 """Lightning's checkpoint: ``state_dict``, ``optimizer_states``, ``loops``, and what modules and callbacks add."""
@@ -23,7 +31,7 @@ class SplitsForward(Protocol):
     def forward(self, batch: PackedBatch) -> TokenLoss:
         """Summed loss over the supervised tokens; ``token_loss(hidden_states(batch), batch)``."""
 
-    def hidden_states(self, batch: PackedBatch, decoder: Callable[..., Any] | None = None) -> Tensor:
+    def hidden_states(self, batch: PackedBatch, decoder: Decoder | None = None) -> Tensor:
         """Final hidden states of a batch's tokens, ``(1, T, H)``.
 
         Args:
@@ -42,7 +50,7 @@ class SplitsForward(Protocol):
 class ChecksRecipe(Protocol):
     """Strategy that compares itself with the recipe before weights are loaded."""
 
-    def check(self, trainer: Any, module: Any, datamodule: Any = None) -> None:
+    def check(self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None) -> None:
         """Check tuning method, batch sizes and settings.
 
         Raises:
@@ -112,7 +120,7 @@ class BoundsTokens(Protocol):
         """Largest number of tokens of a packed batch; None if it has no limit."""
 
 
-def micro_batch_size(datamodule: Any) -> int | None:
+def micro_batch_size(datamodule: object) -> int | None:
     """Number of samples of a packed batch; None if the data module does not fix it."""
     return datamodule.micro_batch_size if isinstance(datamodule, CountsSamples) else None
 

@@ -85,12 +85,13 @@ def run_rank(model: str, rows: str, strategy: str, ranks: int, out: str) -> None
 
     seed_everything(0, verbose=False)
     torch.set_num_threads(1)
+    size: dict[str, Any] = {f"{strategy}_parallel_size": ranks}
     made: Any = (
         "ddp"
         if strategy == "ddp"
         else FSDPStrategy()
         if strategy == "fsdp"
-        else ModelParallelStrategy(**{f"{strategy}_parallel_size": ranks})
+        else ModelParallelStrategy(**size)
         if strategy in ("tensor", "pipeline")
         else DeepSpeedStrategy(stage=int(strategy[-1]))
     )

@@ -1,6 +1,13 @@
 """Private API of Lightning, as read in Lightning 2.6, and attributes of its Trainer that it does not declare."""
 
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+
+def rank() -> int:
+    """Rank of this process as Lightning knows it, also before a process group exists; type checkers do not see it."""
+    found: int = rank_zero_only.rank  # type: ignore[attr-defined]
+    return found
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

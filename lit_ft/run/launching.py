@@ -10,10 +10,10 @@ from itertools import count
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lit_callbacks.lifecycle.heartbeats import is_about_another_rank
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals import lightning as lightning_internals
 
 
 def check_world_size(trainer: Trainer) -> None:
@@ -96,7 +96,7 @@ def rank_prefix() -> str:
     if "LOCAL_RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) == 1:
         return ""
     known = dist.is_available() and dist.is_initialized()
-    return f"rank {dist.get_rank() if known else getattr(rank_zero_only, 'rank', 0)}: "
+    return f"rank {dist.get_rank() if known else lightning_internals.rank()}: "
 
 
 def explain_distributed_error(error: Exception) -> str | None:

@@ -1,7 +1,12 @@
 """Strategies for the Lightning Trainer: how a model and its optimizer are distributed over devices."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_ft.strategies.deepspeed import DeepSpeedStrategy
+    from lit_ft.strategies.fsdp import FSDPStrategy
+    from lit_ft.strategies.model_parallel import ModelParallelStrategy
 
 _HOMES = {
     "DeepSpeedStrategy": "deepspeed",

@@ -1,7 +1,8 @@
 """FSDP2: sharded data parallelism, in which each rank holds a shard of every decoder layer."""
 
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
@@ -112,19 +113,19 @@ class FSDPStrategy(ShardedStrategy):
 
     def shard(self, module: LightningModule) -> None:
         """Shard every decoder layer, then the remaining parameters."""
-        options: dict[str, Any] = {
-            "mesh": self.shard_mesh,
-            "mp_policy": self._precision_policy(),
-            "offload_policy": CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
-            if self.cpu_offload
-            else OffloadPolicy(),
-        }
+        pinned = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
+        shard = partial(
+            fully_shard,
+            mesh=self.shard_mesh,
+            mp_policy=self._precision_policy(),
+            offload_policy=pinned if self.cpu_offload else OffloadPolicy(),
+        )
         for layer in decoder_layers(module):
             self._settle(layer)
-            fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
+            shard(layer, reshard_after_forward=self.reshard_after_forward)
         self._settle(module)
         # Embedding and head are needed at the start and at the end of every pass: they stay gathered in between.
-        fully_shard(module, reshard_after_forward=False, **options)
+        shard(module, reshard_after_forward=False)
         gather_in_answer(module)
 
     def layout(self) -> Layout:

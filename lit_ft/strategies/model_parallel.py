@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -298,14 +299,14 @@ class ModelParallelStrategy(ShardedStrategy):
         experts = self._deal_out_experts(layers) if self.expert_parallel_size > 1 and self.tensor is None else set()
         # For gradients, ranks with other tokens of a packed batch are the same as ranks with other packed batches.
         mesh = self._mesh(DATA) if self.context is None else flatten_mesh(self.device_mesh[DATA, CONTEXT], "shard")
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": self._precision_policy()}
+        shard = partial(fully_shard, mesh=mesh, mp_policy=self._precision_policy(), ignored_params=experts)
         # With a pipeline, freeing weights between passes gives wrong gradients under zero-bubble schedules.
         reshard = self.reshard_after_forward and not stages
         for layer in layers:
-            fully_shard(layer, reshard_after_forward=reshard, ignored_params=experts, **options)
+            shard(layer, reshard_after_forward=reshard)
         roots: Sequence[nn.Module] = stages or [module]
         for root in roots:
-            fully_shard(root, reshard_after_forward=False, ignored_params=experts, **options)
+            shard(root, reshard_after_forward=False)
         for stage in stages:
             register_fsdp_forward_method(stage, "next_logits")
         if not stages:

@@ -5,7 +5,6 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lit_callbacks.distributed.gather import full_numel, full_shape
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ class AnyCheckpointIO(TorchCheckpointIO):
     checkpoint or the new one. URLs such as ``s3://`` are written by Lightning's own class, without a sum.
     """
 
-    def save_checkpoint(self, checkpoint: Checkpoint, path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, path: str | Path, storage_options: object = None) -> None:
         """Write one file; an earlier checkpoint of that name, file or folder, is removed afterwards.
 
         Raises:
@@ -42,7 +41,7 @@ class AnyCheckpointIO(TorchCheckpointIO):
             checksum.save(checkpoint, temporary)
             replacement.replace(temporary, path)
 
-    def load_checkpoint(self, path: _PATH, *args: Any, **options: Any) -> Checkpoint:
+    def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> Checkpoint:
         """Read a checkpoint with full tensors.
 
         Raises:
@@ -57,7 +56,7 @@ class AnyCheckpointIO(TorchCheckpointIO):
             return sharded.read_whole(Path(path))
         return super().load_checkpoint(path, *args, **options)
 
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a file or a folder; a kill in the middle leaves no partial checkpoint."""
         if "://" in str(path):
             super().remove_checkpoint(path)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import struct
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import torch
 from lit_callbacks.export.manifest import sync
@@ -29,7 +29,7 @@ class _HashingFile:
         self.sha256 = hashlib.sha256()
         self.error: OSError | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         try:
             written = self._file.write(data)
         except OSError as error:

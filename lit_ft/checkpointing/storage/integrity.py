@@ -5,11 +5,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import ManifestError, verify_manifest
 
 from lit_ft.checkpointing.storage import checksum
 from lit_ft.errors import RecipeError
+from lit_ft.internals import lightning as lightning_internals
 
 META = "meta.pt"
 """File in a checkpoint folder with everything that is not a tensor."""
@@ -54,7 +55,7 @@ def check_on_rank_zero(path: Path) -> None:
     Raises:
         DamagedCheckpoint: the checkpoint is damaged; raised on rank 0 only.
     """
-    if getattr(rank_zero_only, "rank", 0) == 0 and not check_intact(path):
+    if lightning_internals.rank() == 0 and not check_intact(path):
         rank_zero_info(f"{path} carries no SHA-256 sums (an earlier version wrote it): its bytes are not compared")
 
 

@@ -7,7 +7,6 @@ not tensors. A checkpoint of this project has only tensors.
 import pickle
 import posixpath
 from pathlib import PurePosixPath
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -68,7 +67,7 @@ class _Refused(Exception):
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that resolves only the classes of an index."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("pathlib", "PosixPath"):
             return posixpath.join  # the path becomes a plain string: a class could be modified by the pickle
         is_torch_value = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -21,17 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from lit_ft.checkpointing.storage import replacement
 from lit_ft.checkpointing.storage.failures import explain_failed_load, explain_failed_save
 from lit_ft.checkpointing.storage.integrity import HAS_MANIFEST, META
 from lit_ft.checkpointing.storage.metadata_reader import SafeFileSystemReader
 from lit_ft.errors import RecipeError
+from lit_ft.internals.torch import tree_map
 from lit_ft.protocols import Checkpoint
 
 OptimizerState = dict[str, Any]
 """State dict of an optimizer: ``state`` by the index of a parameter, and ``param_groups``."""
+StageContent = tuple[list[str], list[tuple[OptimizerState, list[str]]]]
+"""Names of a pipeline stage's weights; for each optimizer, its state without tensors and its parameters' names."""
 
 
 def is_folder_of_shares(path: Path) -> bool:
@@ -42,16 +44,17 @@ def is_folder_of_shares(path: Path) -> bool:
 # --- full states, for files ----------------------------------------------------------------------
 
 
-def gather(state: object, keep: bool) -> Any:
+def gather(state: OptimizerState, keep: bool) -> OptimizerState:
     """Gather a state dict with full tensors on the CPU; a collective. Ranks without ``keep`` get None per tensor."""
 
-    def whole(leaf: object) -> Any:
+    def whole(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         tensor = full_tensor(leaf)
         return tensor.cpu() if keep else None
 
-    return tree_map(whole, state)
+    gathered: OptimizerState = tree_map(whole, state)
+    return gathered
 
 
 def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
@@ -159,7 +162,7 @@ def save_sharded(
     checkpoint: Checkpoint,
     path: Path,
     names: Sequence[Sequence[str]],
-    join_stages: Callable[[Any], list[Any]] = lambda own: [own],
+    join_stages: Callable[[StageContent], list[StageContent]] = lambda own: [own],
     order: Sequence[str] = (),
     background: dist.ProcessGroup | None = None,
 ) -> Future[None] | None:
@@ -179,7 +182,7 @@ def save_sharded(
     tensors: dict[str, Tensor] = {
         f"weights/{name}": tensor.detach() for name, tensor in checkpoint["state_dict"].items()
     }
-    described = []
+    described: list[tuple[OptimizerState, list[str]]] = []
     for place, (state, own) in enumerate(zip(checkpoint.get("optimizer_states", []), names, strict=True)):
         others: dict[int, dict[str, object]] = {}
         for index, values in state["state"].items():
@@ -202,8 +205,9 @@ def save_sharded(
             dcp.save(tensors, checkpoint_id=temporary)  # waits for all ranks
             _finish(temporary, path, rest)
         return None
-    copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tensors)
-    writing: Any = dcp.async_save(copies, checkpoint_id=temporary, process_group=background)
+    copies = {key: tensor.clone() for key, tensor in tensors.items()}
+    writing = dcp.async_save(copies, checkpoint_id=temporary, process_group=background)
+    assert isinstance(writing, Future), "only other kinds of stagers return something else"
     finished: Future[None] = Future()
     writing.add_done_callback(lambda written: _finish_later(finished, written, temporary, path, rest, background))
     return finished
@@ -239,7 +243,7 @@ def _finish(temporary: Path, path: Path, rest: Checkpoint, group: dist.ProcessGr
     Each rank computes the checksums of the files that it wrote, which are still in its memory.
     """
     own = file_sums(temporary, [file.name for file in temporary.glob(f"__{dist.get_rank()}_*")])
-    parts: list[Any] = [None] * dist.get_world_size()
+    parts = [own] * dist.get_world_size()
     dist.all_gather_object(parts, own, group=group)
     if dist.get_rank() == 0:
         torch.save({**rest, HAS_MANIFEST: True}, temporary / META)

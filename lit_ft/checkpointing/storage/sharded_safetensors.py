@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from lit_callbacks.distributed.gather import full_tensor, persistent_buffers
@@ -82,7 +81,7 @@ def check_complete(base: PreTrainedModel, names: set[str]) -> None:
         raise MergeFailed(f"no rank writes {', '.join(missing[:3])} ({len(missing)} in all); nothing was written")
 
 
-def _skeleton(base: PreTrainedModel) -> Any:
+def _skeleton(base: PreTrainedModel) -> PreTrainedModel:
     """Full model on the meta device."""
     with torch.device("meta"):
         return type(base)(copy.deepcopy(base.config))

@@ -77,7 +77,7 @@ def weights(module: nn.Module, keep: bool) -> dict[str, Tensor]:
 
 def optimizer_state(engine: DeepSpeedEngine, order: Order, keep: bool) -> OptimizerState:
     """State dict of the optimizer as it would be without ZeRO; a collective. ``{}`` on ranks without ``keep``."""
-    states: dict[int, dict[str, Any]] = {}
+    states: dict[int, dict[str, object]] = {}
     if deepspeed_internals.has_optimizer_on_disk(engine):
         rank_zero_warn(
             "optimizer states on NVMe are not saved: a run that resumes from the checkpoint starts them anew"
@@ -108,7 +108,7 @@ def _put_together(piece: Piece, laid_out: Tensor, whole: Tensor) -> Tensor:
     return whole
 
 
-def _numbered(engine: DeepSpeedEngine, order: Order) -> list[dict[str, Any]]:
+def _numbered(engine: DeepSpeedEngine, order: Order) -> list[dict[str, object]]:
     numbers = iter(range(sum(map(len, order))))
     return [
         {
