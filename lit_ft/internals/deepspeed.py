@@ -1,7 +1,7 @@
 """Attributes of DeepSpeed's engine and of the parameters that ZeRO has sharded, as read in DeepSpeed 0.19.
 
-None of them is documented. DeepSpeed's public functions for full weights and states (``deepspeed.utils.safe_get_*``)
-know only the first parameter group at stages 1 and 2, and cannot set what a rank holds of an optimizer's state.
+None of them is documented. The public ``deepspeed.utils.safe_get_full_optimizer_state`` knows only the first parameter
+group at stages 1 and 2.
 """
 
 from __future__ import annotations

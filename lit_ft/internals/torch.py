@@ -1,4 +1,4 @@
-"""Private API of torch, as read in torch 2.11 to 2.13."""
+"""Private API of torch, as read in torch 2.13."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,10 @@ def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors by a scalar tensor in place, together; torch has no public function for it."""
+    """Multiply tensors by a scalar tensor in place, together.
+
+    torch's public ``clip_grads_with_norm_`` takes parameters, not the local shards of their gradients.
+    """
     torch._foreach_mul_(list(tensors), factor)
 
 

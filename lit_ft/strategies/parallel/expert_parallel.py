@@ -96,13 +96,7 @@ class ExpertParallel:
         experts.forward = on_own_experts
 
     def _exchange(
-        self,
-        experts: nn.Module,
-        forward: Forward,
-        total: int,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
+        self, experts: nn.Module, forward: Forward, total: int, hidden: Tensor, index: Tensor, weights: Tensor
     ) -> Tensor:
         """Outputs of the experts for this rank's N tokens, ``(N, H)``.
 
