@@ -4,7 +4,7 @@ Public names are imported lazily (PEP 562), so that ``python -m lit_ft --help`` 
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lit_ft import old_names
 
@@ -29,7 +29,7 @@ _HOME = {
 old_names.install()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'lit_ft' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

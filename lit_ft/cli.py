@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lit_ft.recipe.allowed_code import take_option
 
@@ -109,8 +109,10 @@ def _escape_log_lines() -> None:
         return
     form = warnings.formatwarning
 
-    def escaped(*args: Any, **options: Any) -> str:
-        return _printable(form(*args, **options))
+    def escaped(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        return _printable(form(message, category, filename, lineno, line))
 
     logging.setLogRecordFactory(_EscapedRecord)
     warnings.formatwarning = escaped

@@ -9,7 +9,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
-from typing import Any
 
 NEW_NAMES = {
     "lit_ft.adapter_start": "lit_ft.tuning.lora_init",
@@ -42,7 +41,7 @@ class _NewModule(Loader):
 
 
 class _OldNames(MetaPathFinder):
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         return spec_from_loader(name, _NewModule()) if name in NEW_NAMES else None
 
 

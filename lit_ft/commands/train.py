@@ -47,6 +47,7 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
 from lit_ft.export.folder_texts import texts_of
+from lit_ft.internals.jsonargparse import allow_untyped
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import check_unpickling
@@ -150,9 +151,7 @@ class TrainingCLI(LightningCLI):
         parser.add_argument("--resume_data", type=same_or_changed, default="same", help=_HELP["resume_data"])
         parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
         for name, made in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
-            action: Any = parser.add_argument(f"--{name}", type=Optional[made], default=None, help=_HELP[name])
-            # As LightningCLI does for models; otherwise jsonargparse 4.53 requires type hints on all arguments.
-            action.sub_add_kwargs["fail_untyped"] = False
+            allow_untyped(parser.add_argument(f"--{name}", type=Optional[made], default=None, help=_HELP[name]))
         for part, default in DEFAULT_CLASSES.items():
             parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})
         for name in ("optimizer", "lr_scheduler"):

@@ -1,8 +1,14 @@
 """Properties that Hugging Face configs state for some architectures and leave out for others, with their defaults."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
+from transformers.utils import ModelOutput
+
+Decoder = Callable[..., ModelOutput]
+"""Decoder of a model, or a part of it: takes Hugging Face's inputs by name; ``last_hidden_state`` of its output is
+``(samples, length, H)``."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,3 @@ class Architecture:
             router_coefficient=getattr(text, "router_aux_loss_coef", None),
             wants_router_loss=bool(getattr(text, "output_router_logits", False)),
         )
-
-
-def keeps_recurrent_state(model: PreTrainedModel) -> bool:
-    """Whether layers carry a state from token to token, as Mamba's do."""
-    return bool(getattr(model, "_is_stateful", False))

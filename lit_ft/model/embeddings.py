@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft import PeftConfig
@@ -37,7 +36,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], specia
                 "it out"
             )
     tokenizer.add_tokens(list(tokens), special_tokens=special)
-    ids: Any = tokenizer.convert_tokens_to_ids(list(tokens))
+    ids: list[int] = tokenizer.convert_tokens_to_ids(list(tokens))
     return ids
 
 
@@ -52,7 +51,7 @@ def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     Raises:
         RecipeError: the tokenizer had more tokens than the model before tokens were added.
     """
-    embeddings: Any = model.get_input_embeddings()
+    embeddings = model.get_input_embeddings()
     rows, wanted, is_skeleton = embeddings.num_embeddings, len(tokenizer), embeddings.weight.is_meta
     if wanted - added > rows:
         raise RecipeError(
@@ -80,7 +79,7 @@ def train_rows(peft: PeftConfig, model: PreTrainedModel, ids: Sequence[int]) -> 
     _check_tying(peft, model)
     if not ids:
         return peft
-    config: Any = copy.deepcopy(peft)
+    config = copy.deepcopy(peft)
     options = peft.to_dict()
     sides = [_name_of(model, model.get_input_embeddings())]
     if not _is_tied(model):

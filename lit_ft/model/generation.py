@@ -3,13 +3,14 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from lit_callbacks.distributed.gather import is_split
+from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model.packed_attention import PACKED
 from lit_ft.model.render_limits import render_chat
 
@@ -17,7 +18,7 @@ from lit_ft.model.render_limits import render_chat
 @contextmanager
 def dense_attention(model: PreTrainedModel) -> Iterator[None]:
     """Context in which the model takes padded batches and a KV cache instead of packed batches."""
-    training = model.config._attn_implementation
+    training = attention_implementation(model.config)
     model.set_attn_implementation("sdpa" if training == PACKED else training)
     try:
         yield
@@ -76,7 +77,7 @@ def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 @torch.no_grad()
 def generate_answers(
-    model: Any,
+    model: PreTrainedModel | PeftModel,
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],

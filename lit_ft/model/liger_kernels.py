@@ -1,12 +1,12 @@
 """Liger's Triton kernels for norms, rotary embeddings and gated MLPs, on CUDA (Hsu et al. 2024, arXiv:2410.10989)."""
 
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals import liger_kernel
 
 
 def check(config: PretrainedConfig, device: torch.device) -> None:
@@ -26,7 +26,7 @@ def check(config: PretrainedConfig, device: torch.device) -> None:
         )
     if find_spec("liger_kernel") is None:
         raise RecipeError("model.liger=true needs liger-kernel, which is an extra: pip install 'lit-ft[liger]'")
-    served = _kernels().MODEL_TYPE_TO_APPLY_LIGER_FN
+    served = liger_kernel.supported_model_types()
     if config.model_type not in served:
         raise RecipeError(
             f"model.liger=true: Liger has no kernels for {config.model_type!r}, but for {', '.join(sorted(served))}; "
@@ -40,11 +40,4 @@ def apply_liger(base: PreTrainedModel) -> None:
     Rotary embeddings are replaced in the architecture's module, so for all its models in this process. The loss stays
     ``training.token_cross_entropy``, which does not hold all logits either.
     """
-    _kernels()._apply_liger_kernel_to_instance(model=base, cross_entropy=False, fused_linear_cross_entropy=False)
-
-
-def _kernels() -> Any:
-    # Private by name, but transformers' Trainer calls it as well: no other function takes an existing model.
-    from liger_kernel.transformers import monkey_patch
-
-    return monkey_patch
+    liger_kernel.apply_to_instance(base)

@@ -1,12 +1,11 @@
 """Loading of tokenizer, config and base model from a folder or from the Hugging Face hub."""
 
-import copy
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -26,6 +25,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
+from lit_ft.internals.transformers import decoder_layer_classes, with_decoder
 from lit_ft.model import quantization as quantized_base
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast, finite_weights, size_check
@@ -176,18 +176,15 @@ def load_base(
     """
     config = load_config(pretrained)
     check_architecture(config)
-    options: dict[str, Any] = {
-        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
-        "attn_implementation": pick_attention(config, attn_implementation),
-    }
+    options: dict[str, object] = {"attn_implementation": pick_attention(config, attn_implementation)}
     if init == "random":
         if quantization is not None:
             raise RecipeError("model.quantization needs weights to quantize; set model.init to pretrained")
         config.quantization_config = None  # random weights are dense, even if the checkpoint is quantized
-        options["dtype"] = (config.dtype or torch.float32) if dtype == "auto" else options["dtype"]
-        size_check.check_memory(skeleton(pretrained), options["dtype"], _named(pretrained))
+        of_weights = _dtype_of_weights(config, dtype)
+        size_check.check_memory(skeleton(pretrained), of_weights, _named(pretrained))
         with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=of_weights, **options)
         if (Path(pretrained) / "generation_config.json").is_file():
             with explained(f"{_named(pretrained)}: generation_config.json", "correct or remove it"):
                 model.generation_config = GenerationConfig.from_pretrained(pretrained)
@@ -195,11 +192,14 @@ def load_base(
     check_weight_files(pretrained)
     options |= quantized_base.reading_options(config, quantization)
     casts_later = deferred_cast.is_wanted() and dtype != "auto" and "device_map" not in options
-    if casts_later:
-        options["dtype"] = "auto"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            pretrained, config=config, output_loading_info=True, trust_remote_code=False, **options
+            pretrained,
+            config=config,
+            dtype="auto" if casts_later or dtype == "auto" else getattr(torch, dtype),
+            output_loading_info=True,
+            trust_remote_code=False,
+            **options,
         )
     except WEIGHT_ERRORS as error:
         raise RecipeError(
@@ -224,18 +224,21 @@ def skeleton(pretrained: str, dtype: Dtype = "auto") -> PreTrainedModel:
     """Base model on the meta device, without weights but with their dtype, for checks before weights are read."""
     config = load_config(pretrained)
     check_architecture(config)
-    of_weights = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with (
         torch.device("meta"),
         explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)),
     ):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=of_weights)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=_dtype_of_weights(config, dtype))
+
+
+def _dtype_of_weights(config: PretrainedConfig, dtype: Dtype) -> torch.dtype:
+    return (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 
 class _HiddenStates(nn.Module):
     """Replacement for the decoder that returns the hidden states it is given."""
 
-    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: Any) -> MoeModelOutputWithPast:
+    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
@@ -245,8 +248,7 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     It runs the model's ``forward`` without its decoder, so that soft-capping (gemma2) and scaling (granite, cohere)
     are applied.
     """
-    head = copy.copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: _HiddenStates()}
+    head = with_decoder(model, _HiddenStates())
     return lambda hidden: head(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
@@ -255,6 +257,6 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     names: set[str] = set()
     for model in module.modules():
         if isinstance(model, PreTrainedModel):
-            names |= set(model._no_split_modules or [])
+            names |= decoder_layer_classes(model)
     # Base classes count too, because fully_shard replaces a layer's class by a derived one.
     return [layer for layer in module.modules() if names & {kind.__name__ for kind in type(layer).__mro__}]

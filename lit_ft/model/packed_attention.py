@@ -9,7 +9,6 @@ Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, r
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     segment_lengths: list[int] | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each segment of a packed batch.
 

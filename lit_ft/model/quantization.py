@@ -96,7 +96,7 @@ def is_packed(config: PretrainedConfig) -> bool:
     return packed_method(config) is not None
 
 
-def _stored(config: PretrainedConfig) -> dict[str, Any] | None:
+def _stored(config: PretrainedConfig) -> dict[str, object] | None:
     return getattr(config, "quantization_config", None)
 
 
@@ -105,7 +105,7 @@ def is_quantized(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "is_quantized", False))
 
 
-def method_of(quantization: QuantizationConfigMixin | dict[str, Any]) -> str:
+def method_of(quantization: QuantizationConfigMixin | dict[str, object]) -> str:
     """transformers' name for a quantization method, e.g. ``gptq``."""
     if not isinstance(quantization, dict):
         return str(getattr(quantization.quant_method, "value", quantization.quant_method))
@@ -113,7 +113,7 @@ def method_of(quantization: QuantizationConfigMixin | dict[str, Any]) -> str:
     return "bitsandbytes" if is_old_bitsandbytes else str(quantization.get("quant_method"))
 
 
-def _check_installed(where: str, quantization: QuantizationConfigMixin | dict[str, Any], *, stored: bool) -> None:
+def _check_installed(where: str, quantization: QuantizationConfigMixin | dict[str, object], *, stored: bool) -> None:
     method = method_of(quantization)
     try:
         if isinstance(quantization, dict):
@@ -134,7 +134,7 @@ def _first_line(error: Exception) -> str:
 # --- reading -----------------------------------------------------------------------------------------
 
 
-def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMixin | None) -> dict[str, Any]:
+def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMixin | None) -> dict[str, object]:
     """Keyword arguments of ``from_pretrained`` for a quantized base model; empty for a dense one.
 
     Args:
@@ -154,7 +154,7 @@ def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMi
     return {"device_map": _device_map(method)}
 
 
-def _device_map(method: str) -> dict[str, Any]:
+def _device_map(method: str) -> dict[str, object]:
     on_cpu = method in _ON_CPU or not torch.cuda.is_available()
     return {"": "cpu" if on_cpu else torch.cuda.current_device()}
 

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from jinja2.defaults import DEFAULT_FILTERS
 from jinja2.filters import do_round
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+from lit_callbacks.protocols import Message
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError
@@ -55,7 +56,7 @@ def limited(template: str) -> Iterator[None]:
         yield
         return
 
-    def look(*_: Any) -> None:
+    def look(*_: object) -> None:
         if _Progress.count % 2 and _Progress.count == _Progress.seen:
             raise _refused(template, f"takes over {SECONDS:g} seconds of CPU time")
         _Progress.seen = _Progress.count
@@ -97,7 +98,7 @@ class Rendering:
             self._limits.__enter__()
         _Progress.count += 1
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         _Progress.count += 1
         if self._limits is not None:
             limits, self._limits = self._limits, None
@@ -106,7 +107,7 @@ class Rendering:
             raise _refused(self._template, f"takes over {BYTES / 2**30:g} GiB of memory") from error
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], generation: bool = False) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool = False) -> str:
     """Render a conversation with a tokenizer's chat template, within the limits.
 
     Args:
@@ -143,13 +144,13 @@ def _refused(template: str, what: str) -> RecipeError:
     return RecipeError(f"{template} {what} for one conversation; give another template with data.chat_template")
 
 
-def _power(base: Any, exponent: Any) -> Any:
+def _power(base: float, exponent: float) -> float:
     if abs(exponent) > HIGHEST_POWER:
         raise OverflowError(f"a power of {exponent} in a template; {HIGHEST_POWER} is the highest")
     return base**exponent
 
 
-def _round(value: Any, precision: int = 0, method: Literal["common", "ceil", "floor"] = "common") -> float:
+def _round(value: float, precision: int = 0, method: Literal["common", "ceil", "floor"] = "common") -> float:
     return do_round(value, min(precision, HIGHEST_POWER), method)
 
 

@@ -30,7 +30,7 @@ def samples_of(lengths: Sequence[int]) -> Iterator[None]:
 
 def rope_types(module: nn.Module) -> dict[str, str]:
     """Kinds of frequencies of a rotary embedding, by the prefix of its attributes; empty for any other module."""
-    kinds: Any = getattr(module, "rope_type", None)
+    kinds: object = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         return {"": kinds}
     return {f"{layer_type}_": kind for layer_type, kind in kinds.items()} if isinstance(kinds, dict) else {}
@@ -56,8 +56,8 @@ def keep_samples_apart(model: nn.Module) -> None:
 
 
 def _sample_by_sample(
-    module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
-) -> Any:
+    module: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: object, **kwargs: object
+) -> Tensor | tuple[Tensor, ...]:
     """Result of ``module`` for positions ``(..., T)``, computed for each sample separately."""
     results = []
     for positions in position_ids.split(_sample_lengths(position_ids), dim=-1):
@@ -81,7 +81,7 @@ def _sample_lengths(position_ids: Tensor) -> list[int]:
     return [end - start for start, end in pairwise(borders)]
 
 
-def _forget_length(module: Any) -> None:
+def _forget_length(module: nn.Module) -> None:
     """Reset ``dynamic`` frequencies to their initial values."""
     for prefix, kind in rope_types(module).items():
         if "dynamic" in kind:

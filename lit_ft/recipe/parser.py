@@ -28,6 +28,7 @@ from yaml import YAMLError
 from lit_ft.bounded_yaml import bounded
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
+from lit_ft.internals.jsonargparse import option_names
 from lit_ft.recipe import allowed_code
 from lit_ft.training.causal_lm import CausalLM
 
@@ -79,7 +80,7 @@ class RecipeParser(LightningArgumentParser):
     def format_help(self) -> str:
         """Help text of the options, followed by the options of lit_ft's default model and data classes."""
         text = super().format_help()
-        if not any(action.dest == "model" for action in self._actions):
+        if "model" not in option_names(self):
             return text
         for part, cls in DEFAULT_CLASSES.items():
             options = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
@@ -225,7 +226,7 @@ def _how_to_install(module: str) -> str:
 
 def _options(message: str, parser: LightningArgumentParser) -> list[str]:
     """Names of the options that an unknown name is compared with."""
-    options = [action.dest for action in parser._actions if not action.dest.endswith("help")]
+    options = [name for name in option_names(parser) if not name.endswith("help")]
     classes = list(DEFAULT_CLASSES.values())
     for class_path in re.findall(r"class_path '([\w.]+)'", message):
         module, _, name = class_path.rpartition(".")

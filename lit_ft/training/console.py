@@ -3,7 +3,6 @@
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,6 +14,7 @@ from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
 from lit_ft.data.loaders.batching import PackedBatchLoader
 from lit_ft.data.loaders.streaming import StreamLoader
+from lit_ft.internals.transformers import attention_implementation
 from lit_ft.run.folder import RunFolder
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.tuning import prompt_learning
@@ -48,7 +48,7 @@ class ConsoleSummary(Callback):
         put_losses_on_one_chart(trainer)
         rank_zero_info(f"run folder: {self.run.root}")
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Print the metrics about twenty times per run, if there is no progress bar."""
         if trainer.progress_bar_callback is not None or trainer.global_step == self._said:
             return
@@ -100,7 +100,7 @@ def describe_model(module: CausalLM) -> str:
     start = "" if base.init == "pretrained" else " (random weights)"
     return (
         f"{module.spec.tuning.method} of {base.pretrained}{start}: {count:,} of {total:,} parameters "
-        f"({count / total:.2%}), {dtypes}, attention {module.base_model.config._attn_implementation}"
+        f"({count / total:.2%}), {dtypes}, attention {attention_implementation(module.base_model.config)}"
     )
 
 
@@ -133,7 +133,7 @@ def describe_devices(trainer: Trainer) -> str:
 def describe_steps(trainer: Trainer) -> str:
     """Text with the number of optimizer steps, and the samples and tokens of an epoch."""
     steps = optimizer_steps(trainer)
-    loader: Any = trainer.train_dataloader
+    loader: object = trainer.train_dataloader
     if isinstance(loader, StreamLoader):
         return f"{steps} optimizer steps of a stream; {loader.buffer_rows:,} rows are shuffled at a time"
     if not isinstance(loader, PackedBatchLoader):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from peft import PeftModel
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ def save(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if (bad := next(not_finite(trained if state_dict is None else state_dict), None)) is not None:
         raise NotFinite(f"{bad} is not finite: the adapter is not written to {folder}")
-    whole: Any = model
+    whole = model
     if state_dict is not None and not state_dict.keys() <= dict(model.named_parameters()).keys():
         whole = skeleton()  # some layers are on other ranks, and PEFT looks at layers
     if start is not None and start["taken"]:

@@ -7,8 +7,9 @@ A small two-layer network is added to the output of each target layer: ``y + s u
 Importing this module registers the method with PEFT, so that ``PeftModel.from_pretrained`` reads its adapters.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from peft import PeftConfig
@@ -52,7 +53,7 @@ class BottleneckConfig(PeftConfig):
             ValueError: ``bottleneck_size`` or ``activation`` is invalid.
         """
         super().__post_init__()
-        self.peft_type: Any = BOTTLENECK
+        self.peft_type = BOTTLENECK
         if self.bottleneck_size < 1:
             raise ValueError(f"bottleneck_size={self.bottleneck_size} must be at least 1")
         if self.activation not in ACT2FN:
@@ -65,11 +66,11 @@ class BottleneckLayer(nn.Module, BaseTunerLayer):
     adapter_layer_names = ("bottleneck_down", "bottleneck_up")
     other_param_names = ()
     # Attributes of BaseTunerLayer, which has no type hints.
-    get_base_layer: Any
-    set_adapter: Any
-    active_adapters: Any
-    disable_adapters: Any
-    _move_adapter_to_device_of_base_layer: Any
+    get_base_layer: Callable[[], nn.Linear]
+    set_adapter: Callable[..., None]
+    active_adapters: list[str]
+    disable_adapters: bool
+    _move_adapter_to_device_of_base_layer: Callable[[str], None]
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: BottleneckConfig) -> None:
         """Wrap ``base_layer``, whose outputs have ``out_features``."""
@@ -95,10 +96,9 @@ class BottleneckLayer(nn.Module, BaseTunerLayer):
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Compute the layer's output ``(..., out_features)`` with its active adapters."""
-        base: Any = self.base_layer
-        y = base(x, *args, **kwargs)
+        y = self.base_layer(x, *args, **kwargs)
         for name in [] if self.disable_adapters else self.active_adapters:
             if name in self.bottleneck_down:
                 config, down, up = self.configs[name], self.bottleneck_down[name], self.bottleneck_up[name]
@@ -137,7 +137,7 @@ class BottleneckModel(BaseTuner):
         target_name: str,
         parent: nn.Module,
         current_key: str,
-        **_: Any,
+        **_: object,
     ) -> None:
         if isinstance(target, BottleneckLayer):
             target.update_layer(adapter_name, peft_config)

@@ -6,7 +6,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from peft import PeftConfig
 from torch import nn
@@ -61,8 +60,8 @@ class MethodSupport:
         return f"{self.name}={value!r}" if isinstance(value, str | bool | list) else self.name
 
 
-def _value(peft: PeftConfig, name: str) -> Any:
-    value: Any = peft
+def _value(peft: PeftConfig, name: str) -> object:
+    value: object = peft
     for option in name.split("."):
         value = value.get(option) if isinstance(value, dict) else getattr(value, option, None)
     return value
@@ -111,7 +110,7 @@ _TOKENS: Reasons = {"tensor": _NOT_COMPARED, "pipeline": _BOTH_ENDS, "zero3": _A
 
 
 def _row(name: str, *shared: Reasons, values: tuple[str, ...] = (), **own: str | None) -> MethodSupport:
-    reasons: dict[str, Any] = {key: reason for part in [*shared, own] for key, reason in part.items()}
+    reasons: dict[str, str | None] = {key: reason for part in [*shared, own] for key, reason in part.items()}
     return MethodSupport(name, values, **reasons)
 
 
@@ -249,10 +248,9 @@ def check_method(peft: PeftConfig) -> None:
     if peft.task_type not in (None, "CAUSAL_LM"):
         raise RecipeError(f"model.peft: task_type={peft.task_type} is not for causal language models; leave it out")
     check_situation(peft, "packed")
-    options: Any = peft
-    if peft.peft_type.value == "ADALORA" and options.target_r >= options.init_r:
+    if peft.peft_type.value == "ADALORA" and peft.target_r >= peft.init_r:
         raise RecipeError(
-            f"model.peft: AdaLoRA lowers ranks from init_r={options.init_r} to target_r={options.target_r} on average; "
+            f"model.peft: AdaLoRA lowers ranks from init_r={peft.init_r} to target_r={peft.target_r} on average; "
             "raise init_r"
         )
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -39,7 +39,7 @@ _EVA_PASSES = 50
 class LoraInitState(TypedDict):
     """Result of an init, for checkpoints."""
 
-    settings: dict[str, Any]
+    settings: dict[str, object]
     """Fields of the LoRA config that the init has set: EVA distributes ranks over the layers."""
     taken: dict[str, Tensor]
     """Initial factors A and B, by their names in the adapter, whose scaled product was subtracted from the base."""
@@ -65,7 +65,7 @@ def with_default_init(peft: PeftConfig, start: LoraInitState | None = None) -> P
     return config
 
 
-def _settled(config: Any) -> Any:
+def _settled(config: LoraConfig) -> LoraConfig:
     config.init_lora_weights = True
     config.eva_config = config.corda_config = config.lora_ga_config = None
     config.loftq_config = {}
@@ -140,7 +140,7 @@ def run_lora_init(
         else:
             taken = {}
     settled = _settled(model.peft_config["default"])
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     if init == "eva":
         settings = {name: getattr(settled, name) for name in ("rank_pattern", "alpha_pattern")}
         settings["target_modules"] = sorted(settled.target_modules)
@@ -219,10 +219,10 @@ def _backward(forward: Callable[[PackedBatch], TokenLoss], rows: Sequence[Packed
         (forward(row).loss_sum / len(row["targets"])).backward()
 
 
-class _AsItIs(dict[str, Any]):
+class _AsItIs(dict[str, object]):
     """Packed batch that PEFT does not move between devices."""
 
-    def to(self, _: Any) -> "_AsItIs":
+    def to(self, _: object) -> "_AsItIs":
         return self
 
 
@@ -230,10 +230,10 @@ def _eva(model: PeftModel, rows: Sequence[PackedBatch], forward: Callable[[Packe
     supervised_only = model.peft_config["default"].eva_config.use_label_mask
     calls = 0
 
-    def places(row: Any, _: Any) -> Any:
+    def places(row: PackedBatch, _: object) -> Tensor | slice:
         return row["predict_at"] if supervised_only else slice(None)
 
-    def run(_: Any, row: Any) -> None:
+    def run(_: object, row: PackedBatch) -> None:
         nonlocal calls
         calls += 1
         if calls > _EVA_PASSES * len(rows):

@@ -1,20 +1,24 @@
 """Hooks for PEFT methods that need more than gradients: a term in the loss, and a call after each optimizer step."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from peft import LoraConfig, PeftModel
 from peft.tuners.adalora import AdaLoraModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_ft.gradient_norm import norms
+from lit_ft.internals.peft import kasa_loss
+
+MethodState = dict[str, Any]
+"""Plain values and tensors of a method by name, for checkpoints."""
 
 _IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 """Attributes of AdaLoRA's rank allocator with the importance statistics of each weight."""
 
 
-def regularization(model: Any) -> Tensor | None:
+def regularization(model: nn.Module | None) -> Tensor | None:
     """Regularization term that the method adds to the loss of an optimizer step; None if it has none.
 
     AdaLoRA keeps its factors orthogonal (Zhang et al. 2023, arXiv:2303.10512, eq. 4), and so does KaSA (Wang et al.
@@ -29,15 +33,15 @@ def regularization(model: Any) -> Tensor | None:
         distances = [torch.linalg.norm(gram - torch.eye(len(gram)).to(gram)) for gram in grams]
         return config.orth_reg_weight * torch.stack(distances).mean()
     if isinstance(config, LoraConfig) and config.kasa_config is not None:
-        return model.base_model._get_kasa_loss()  # what PEFT's documentation tells training loops to call
+        return kasa_loss(model)
     return None
 
 
-def _is_adalora(model: Any) -> bool:
+def _is_adalora(model: nn.Module | None) -> TypeGuard[PeftModel]:
     return isinstance(model, PeftModel) and isinstance(model.base_model, AdaLoraModel)
 
 
-def check_schedule(model: Any, steps: float) -> None:
+def check_schedule(model: nn.Module | None, steps: float) -> None:
     """Warn if the length of AdaLoRA's schedule differs from that of the run, ``steps`` optimizer steps."""
     if not _is_adalora(model):
         return
@@ -49,7 +53,7 @@ def check_schedule(model: Any, steps: float) -> None:
         )
 
 
-def after_optimizer_step(model: Any, steps: int) -> None:
+def after_optimizer_step(model: nn.Module | None, steps: int) -> None:
     """Update AdaLoRA's rank allocation from the gradients of the last step, which must not have been freed.
 
     A step that was skipped, by ``SpikeGuard`` (no gradients) or by a gradient scaler (infinite ones), does not change
@@ -78,7 +82,7 @@ def _has_finite_gradients(model: PeftModel) -> bool:
     return len(found) == len(gradients) and bool(norms(found).isfinite().all())
 
 
-def state_of(model: Any) -> dict[str, Any]:
+def state_of(model: nn.Module | None) -> MethodState:
     """State of the method that a checkpoint must hold besides its weights."""
     if not _is_adalora(model):
         return {}
@@ -89,7 +93,7 @@ def state_of(model: Any) -> dict[str, Any]:
     }
 
 
-def load_state(model: Any, state: dict[str, Any]) -> None:
+def load_state(model: PeftModel, state: MethodState) -> None:
     """Restore the state that ``state_of`` returned."""
     if not state:
         return

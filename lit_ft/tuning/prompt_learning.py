@@ -5,13 +5,13 @@ embeddings are prepended to every sample of the packed batch; a prefix of keys a
 length, is used for one sample at a time.
 """
 
-from typing import Any
-
 import torch
 from peft import PeftConfig, PeftModel, PromptLearningConfig
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
+from lit_ft.model.architecture import Decoder
 from lit_ft.packed_batch import PackedBatch
 
 EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")
@@ -36,21 +36,21 @@ def check_sizes(peft: PeftConfig) -> None:
             raise RecipeError(f"model.peft: {given} are sizes of the model, which are read from it; leave them out")
 
 
-def method_of(model: Any) -> str | None:
+def method_of(model: nn.Module | None) -> str | None:
     """Name of the prompt-learning method of a ``PeftModel``; None for other methods and other models."""
     if not isinstance(model, PeftModel) or not model.active_peft_config.is_prompt_learning:
         return None
     return str(model.active_peft_config.peft_type.value)
 
 
-def virtual_lengths(model: Any, lengths: list[int]) -> list[int]:
+def virtual_lengths(model: PreTrainedModel | PeftModel, lengths: list[int]) -> list[int]:
     """Number of tokens of each sample, including its virtual tokens."""
     if method_of(model) not in EMBEDDINGS:
         return lengths
     return [length + model.active_peft_config.num_virtual_tokens for length in lengths]
 
 
-def hidden_states(model: Any, decoder: Any, row: PackedBatch, **options: Any) -> Tensor:
+def hidden_states(model: PeftModel, decoder: Decoder, row: PackedBatch, **options: object) -> Tensor:
     """Final hidden states of a packed batch without its virtual tokens, ``(1, T, H)``.
 
     Args:
@@ -76,7 +76,7 @@ def hidden_states(model: Any, decoder: Any, row: PackedBatch, **options: Any) ->
     return hidden[:, is_own.to(hidden.device)]
 
 
-def _with_prefix(model: Any, decoder: Any, row: PackedBatch) -> Tensor:
+def _with_prefix(model: PeftModel, decoder: Decoder, row: PackedBatch) -> Tensor:
     parts = [
         decoder(input_ids=ids, past_key_values=model.get_prompt(batch_size=1), use_cache=False).last_hidden_state
         for ids in row["input_ids"].split(row["segment_lengths"], dim=1)

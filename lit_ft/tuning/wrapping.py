@@ -4,7 +4,7 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from lit_ft.errors import RecipeError, explained
+from lit_ft.internals.peft import around_each_layer
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.parameter_patterns import matching
@@ -127,30 +128,17 @@ def wrap_in_final_dtype(
         wrap: function that creates the ``PeftModel``.
         in_float32: whether ``wrap`` casts the adapter's weights to float32.
     """
-    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(peft.peft_type)
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(peft.peft_type)
     if peft.is_prompt_learning:
         wrapped = wrap()
     elif isinstance(tuner, type) and issubclass(tuner, BaseTuner):
-        wrapped = _layer_by_layer(tuner, wrap)
+        with around_each_layer(tuner, deferred_cast.cast_meanwhile):
+            wrapped = wrap()
     else:  # LLaMA-Adapter adds its prompts without BaseTuner's steps
         deferred_cast.cast(base)
         wrapped = wrap()
     _cast_copies(wrapped, next(filter(None, map(deferred_cast.final_dtype, base.parameters()))), in_float32)
     return wrapped
-
-
-def _layer_by_layer(tuner: Any, wrap: Callable[[], PeftModel]) -> PeftModel:
-    create = tuner._create_and_replace
-
-    def with_final_dtype(self: Any, config: PeftConfig, adapter: str, target: nn.Module, *args: Any, **kw: Any) -> Any:
-        with deferred_cast.cast_meanwhile(target):
-            return create(self, config, adapter, target, *args, **kw)
-
-    tuner._create_and_replace = with_final_dtype
-    try:
-        return wrap()
-    finally:
-        tuner._create_and_replace = create
 
 
 def _cast_copies(model: nn.Module, dtype: torch.dtype, in_float32: bool) -> None:
@@ -179,16 +167,16 @@ def check_ranks(model: PeftModel) -> None:
             )
 
 
-def adapt_to_architecture(model: nn.Module, peft: PeftConfig) -> None:
+def adapt_to_architecture(model: PreTrainedModel, peft: PeftConfig) -> None:
     """Register the attention of the model's architecture with PEFT for LLaMA-Adapter; PEFT knows three architectures.
 
     Raises:
         RecipeError: the model's attention is not built like Llama's.
     """
-    kind: str = cast(Any, model).config.model_type
+    kind = model.config.model_type
     if peft.peft_type.value != "ADAPTION_PROMPT" or kind in TRANSFORMERS_MODEL_CONFIG:
         return
-    config = cast(Any, model).config.get_text_config()
+    config = model.config.get_text_config()
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     width = Architecture.of(config).head_dim
     if not {"self_attn", "q_proj", "k_proj", "v_proj", "o_proj"} <= names or "q_norm" in names:

@@ -6,14 +6,13 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from lit_ft.data.text.formats import Chat, JsonObject, Message
 from lit_ft.errors import BadRow, RecipeError
+from lit_ft.internals.transformers import compile_chat_template
 from lit_ft.model.render_limits import CHARACTERS, Rendering, check_length
 
 _CHATML = """\
@@ -87,7 +86,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) 
 class ChatTemplate:
     """A tokenizer's chat template, with its properties, which are found by rendering test conversations."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, object] | None = None) -> None:
         """Compile a tokenizer's template and render a test conversation.
 
         Args:
@@ -108,7 +107,7 @@ class ChatTemplate:
         self._rendering = Rendering(self.name)
         try:
             with self._rendering:
-                self._compiled = _compile_jinja_template(tokenizer.get_chat_template())
+                self._compiled = compile_chat_template(tokenizer.get_chat_template())
         except (TemplateError, OverflowError, RecursionError, SyntaxError) as error:
             raise RecipeError(
                 f"{self.name} is no Jinja template ({type(error).__name__}: {error}); give another one with "
@@ -131,7 +130,7 @@ class ChatTemplate:
         self._adjacent_specials = re.compile(rf"(?:{special})+")
         self._tail = re.compile(rf"(?:{special}|\s)*\Z")
 
-    def _check_options(self, options: dict[str, Any]) -> None:
+    def _check_options(self, options: dict[str, object]) -> None:
         text = str(self._tokenizer.chat_template)
         if unknown := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", text)]:
             raise RecipeError(f"data.template_options: {self.name} uses no {unknown[0]!r}; take it out")

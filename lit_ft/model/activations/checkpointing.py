@@ -1,8 +1,9 @@
 """Activation checkpointing: selection of the activations that are kept; the others are recomputed."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -18,7 +19,7 @@ _ATTENTION = (
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
-def options(checkpointing: Checkpointing) -> dict[str, Any]:
+def options(checkpointing: Checkpointing) -> dict[str, object]:
     """Keyword arguments that transformers' ``gradient_checkpointing_enable`` passes to ``torch.utils.checkpoint``.
 
     ``selective`` keeps the results of matrix products and attention, which are expensive, and recomputes norms, rotary
@@ -30,6 +31,6 @@ def options(checkpointing: Checkpointing) -> dict[str, Any]:
     return {"use_reentrant": False, "context_fn": _keep_products()}
 
 
-def _keep_products() -> Callable[[], Any]:
+def _keep_products() -> Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]:
     operations = [getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION)]
     return partial(create_selective_checkpoint_contexts, operations)

@@ -1,12 +1,15 @@
 """Offload of activations to host memory between the forward and the backward pass."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+_Inputs = ParamSpec("_Inputs")
+_Output = TypeVar("_Output")
 
 
 class ActivationsOnHost(saved_tensors_hooks):
@@ -19,10 +22,10 @@ class ActivationsOnHost(saved_tensors_hooks):
     def __init__(self) -> None:
         host = save_on_cpu(pin_memory=True)
 
-        def pack(tensor: Tensor) -> Any:
+        def pack(tensor: Tensor) -> object:
             return tensor if _is_weight(tensor) else host.pack_hook(tensor)
 
-        def unpack(packed: Any) -> Tensor:
+        def unpack(packed: object) -> Tensor:
             return packed if isinstance(packed, Tensor) else host.unpack_hook(packed)
 
         super().__init__(pack, unpack)
@@ -32,10 +35,10 @@ def _is_weight(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def keeping_on_host(decoder: Callable[..., Any]) -> Callable[..., Any]:
+def keeping_on_host(decoder: Callable[_Inputs, _Output]) -> Callable[_Inputs, _Output]:
     """Wrap a decoder so that its activations are in host memory between forward and backward pass."""
 
-    def run(*args: Any, **options: Any) -> Any:
+    def run(*args: _Inputs.args, **options: _Inputs.kwargs) -> _Output:
         with ActivationsOnHost():
             return decoder(*args, **options)
 

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -122,5 +121,5 @@ def shapes_of(file: Path, where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         explained(f"{where}: {file.name}", "download it again", also=(SafetensorError,)),
         safe_open(file, framework="pt") as opened,
     ):
-        found: list[tuple[str, Any]] = [(name, opened.get_slice(name).get_shape()) for name in opened.keys()]  # noqa: SIM118
-    yield from ((name, tuple(shape)) for name, shape in found)
+        found = [(name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()]  # noqa: SIM118
+    yield from found

@@ -1,17 +1,15 @@
 """Forward pass of a causal LM over a packed batch, in two halves: hidden states, and the loss of supervised tokens."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.transformers import attention_implementation, keeps_recurrent_state
 from lit_ft.model import loading, rotary_embedding
 from lit_ft.model.activations import offload as activation_offload
-from lit_ft.model.architecture import Architecture, keeps_recurrent_state
+from lit_ft.model.architecture import Architecture, Decoder
 from lit_ft.model.packed_attention import block_masks
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.training.loss import router_loss
@@ -56,7 +54,7 @@ class PackedForward:
         """Summed loss and number of right predictions over the batch's supervised tokens."""
         return self.token_loss(self.hidden_states(batch), batch)
 
-    def hidden_states(self, batch: PackedBatch, decoder: Callable[..., Any] | None = None) -> Tensor:
+    def hidden_states(self, batch: PackedBatch, decoder: Decoder | None = None) -> Tensor:
         """Final hidden states of a batch's tokens, ``(1, T, H)``.
 
         Args:
@@ -70,8 +68,8 @@ class PackedForward:
         if self.offload:
             decoder = activation_offload.keeping_on_host(decoder)
         with_virtual = prompt_learning.virtual_lengths(self.model, lengths)
-        options: dict[str, Any] = {}
-        if self.base.config._attn_implementation == loading.PACKED:
+        options: dict[str, object] = {}
+        if attention_implementation(self.base.config) == loading.PACKED:
             options["segment_lengths"] = with_virtual
         elif len(lengths) > 1:
             masks = block_masks(self.base.config, batch["position_ids"], self.base.dtype)
@@ -128,7 +126,7 @@ class PackedForward:
             alpha: bound of the noise times the square root of the number of embedding values of a sample.
         """
 
-        def with_noise(embedding: nn.Module, _: Any, output: Tensor) -> Tensor:
+        def with_noise(embedding: nn.Module, _: object, output: Tensor) -> Tensor:
             if not embedding.training:
                 return output
             lengths = torch.tensor(self.segment_lengths, device=output.device)

@@ -1,8 +1,7 @@
 """Auxiliary load-balancing loss for the router of a mixture-of-experts model."""
 
-import copy
 import sys
-from typing import Any, Literal
+from typing import Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.transformers import with_decoder
 from lit_ft.model.architecture import Architecture
 
 RouterAuxLoss = float | Literal["config"] | None
@@ -53,11 +53,11 @@ class _RouterLogits(nn.Module):
         super().__init__()
         self.output = MoeModelOutputWithPast(last_hidden_state=hidden, router_logits=router_logits)
 
-    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+    def forward(self, *_: object, **__: object) -> MoeModelOutputWithPast:
         return self.output
 
 
-def router_loss(base: PreTrainedModel, decoder_output: Any) -> Tensor:
+def router_loss(base: PreTrainedModel, decoder_output: MoeModelOutputWithPast) -> Tensor:
     """Auxiliary loss of the decoder's tokens, as the model itself computes it: a scalar without coefficient.
 
     The model's ``forward`` runs on one token without its decoder, so that each architecture uses its own formula.
@@ -67,9 +67,7 @@ def router_loss(base: PreTrainedModel, decoder_output: Any) -> Tensor:
         decoder_output: output of its decoder, called with ``output_router_logits=True``.
     """
     token = decoder_output.last_hidden_state[:, :1].detach()
-    model = copy.copy(base)
-    stand_in = _RouterLogits(token, decoder_output.router_logits)
-    model._modules = {**base._modules, base.base_model_prefix: stand_in}
+    model = with_decoder(base, _RouterLogits(token, decoder_output.router_logits))
     loss = model(inputs_embeds=token, output_router_logits=True, use_cache=False).aux_loss
     assert isinstance(loss, Tensor), "the decoder gave router logits"
     return loss

@@ -1,0 +1,45 @@
+"""Private API of PEFT, as read in peft 0.21."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+    from torch import Tensor, nn
+
+
+@contextmanager
+def around_each_layer(
+    tuner: type[BaseTuner], entered: Callable[[nn.Module], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Context in which a tuner creates the adapter of each layer within a context of that layer's.
+
+    Tuners override ``_create_and_replace``, which PEFT asks new methods to do, and PEFT has no hook around its calls.
+
+    Args:
+        tuner: class that adds a method's adapters.
+        entered: function from a layer, before its adapter is created, to the context.
+    """
+    create = tuner._create_and_replace
+
+    def create_within(
+        self: BaseTuner, config: PeftConfig, adapter: str, target: nn.Module, *args: object, **options: object
+    ) -> None:
+        with entered(target):
+            create(self, config, adapter, target, *args, **options)
+
+    tuner._create_and_replace = create_within
+    try:
+        yield
+    finally:
+        tuner._create_and_replace = create
+
+
+def kasa_loss(model: PeftModel) -> Tensor:
+    """KaSA's regularization term; PEFT's documentation tells training loops to call this method, private by name."""
+    loss: Tensor = model.base_model._get_kasa_loss()
+    return loss

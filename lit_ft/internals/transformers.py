@@ -1,0 +1,44 @@
+"""Private and undeclared attributes of transformers' models and configs, as read in transformers 5.17 to 5.23."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def attention_implementation(config: PretrainedConfig) -> str:
+    """Name of the attention function that a model uses; ``set_attn_implementation`` only sets it."""
+    return str(config._attn_implementation)
+
+
+def decoder_layer_classes(model: PreTrainedModel) -> set[str]:
+    """Names of the classes of a model's decoder layers: those that must stay whole where a model is split."""
+    return set(model._no_split_modules or [])
+
+
+def keeps_recurrent_state(model: PreTrainedModel) -> bool:
+    """Whether layers carry a state from token to token, as Mamba's do; ``generate`` reads the same attribute."""
+    return bool(model._is_stateful)
+
+
+def with_decoder(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel:
+    """Shallow copy of a model with another decoder, so that its ``forward`` computes the rest from what that returns.
+
+    Weights are shared. An assignment to the copy's attribute would replace the decoder in the model too, as both share
+    the dictionary of their modules.
+    """
+    part = copy.copy(model)
+    part._modules = {**model._modules, model.base_model_prefix: decoder}
+    return part
+
+
+def compile_chat_template(template: str) -> Template:
+    """Compiled chat template with the sandbox and the filters of ``apply_chat_template``, which compiles it itself."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(template)
