@@ -1,11 +1,13 @@
 """Loading of untrusted YAML within size limits: a few lines with anchors can expand to billions of values."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from lit_ft.errors import RecipeError
+
+_Value = TypeVar("_Value")
 
 MOST_VALUES = 100_000
 """Maximum number of values of a document, with all references expanded."""
@@ -14,7 +16,7 @@ DEEPEST = 100
 LONG_TEXT = 1_000
 """Length in characters above which a string is checked as YAML too: jsonargparse parses strings again."""
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load_yaml(text: str) -> Any:
@@ -28,10 +30,10 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_LOADER)
 
 
-def bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
+def bounded(load: Callable[[str], _Value]) -> Callable[[str], _Value]:
     """Wrap a YAML loader so that it checks the size first."""
 
-    def load_bounded(text: str) -> Any:
+    def load_bounded(text: str) -> _Value:
         check_size(text)
         return load(text)
 

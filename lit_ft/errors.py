@@ -3,7 +3,12 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Row = TypeVar("_Row", bound="DataclassInstance")
 
 
 class RecipeError(ValueError):
@@ -60,7 +65,7 @@ def explained(what: str, fix: str, also: tuple[type[Exception], ...] = ()) -> It
         raise RecipeError(f"{what}: {type(error).__name__}: {reason}; {fix}") from error
 
 
-def situation(heading: str, fix: str) -> Any:
+def situation(heading: str, fix: str) -> str | None:
     """Field of a row in a table of what works where: None, or the reason why not, as a sentence without its subject.
 
     Args:
@@ -70,7 +75,7 @@ def situation(heading: str, fix: str) -> Any:
     return field(default=None, metadata={"heading": heading, "fix": fix})
 
 
-def first_refusal(rows: Iterable[Any], name: str) -> tuple[Any, str, str] | None:
+def first_refusal(rows: Iterable[_Row], name: str) -> tuple[_Row, str, str] | None:
     """First row that does not work in a situation, with the reason and the fix; None if all work."""
     for row in rows:
         if (reason := getattr(row, name)) is not None:

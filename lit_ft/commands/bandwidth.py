@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,7 +96,7 @@ def _started() -> tuple[int, int]:
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-COLLECTIVES: dict[str, tuple[Callable[[Tensor, Tensor], Any], int]] = {
+COLLECTIVES: dict[str, tuple[Callable[[Tensor, Tensor], object], int]] = {
     "all-reduce": (lambda whole, share: dist.all_reduce(whole), 2),
     "all-gather": (lambda whole, share: _all_gather(whole, share), 1),
     "reduce-scatter": (lambda whole, share: _reduce_scatter(share, whole), 1),

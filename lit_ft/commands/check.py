@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from html import escape as escape_html
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from lit_callbacks.output.printable import printable
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from transformers import PretrainedConfig
 
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.data.inspection import Report, histogram, inspect_split, steps_of, stretches
@@ -179,7 +179,7 @@ def leak_probe(module: CausalLM) -> float:
 _PROBE_TOKENS = 24
 
 
-def _lower_length_limit(config: Any, tokens: int) -> None:
+def _lower_length_limit(config: PretrainedConfig, tokens: int) -> None:
     """Set the length above which rotary frequencies change to ``tokens``."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

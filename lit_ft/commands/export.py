@@ -4,12 +4,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.adapter_merger import Kind, is_peft, save_adapter, save_merged
-from transformers import PreTrainedTokenizerBase
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft import process
 from lit_ft.errors import RecipeError
@@ -107,7 +108,7 @@ def export(
 class _Exported:
     """Model, tokenizer and texts to write."""
 
-    model: Any
+    model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
     source: str
     base: str
@@ -194,6 +195,6 @@ def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> Mod
     return ModelSpec(pretrained, str(first.folder) if has_tokenizer else pretrained)
 
 
-def _make_room(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def _make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = model.get_input_embeddings().num_embeddings
     embeddings.resize_embeddings(model, tokenizer, max(0, len(tokenizer) - rows))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -26,7 +26,10 @@ from lit_ft.planning.timeline_plot import draw
 from lit_ft.protocols import ChecksRecipe, micro_batch_size
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.model_parallel import base_of
+from lit_ft.strategies.sharded import ShardedStrategy
 from lit_ft.training.causal_lm import CausalLM
+
+_Strategy = TypeVar("_Strategy", bound=ShardedStrategy)
 
 
 def run(arguments: list[str]) -> None:
@@ -97,7 +100,7 @@ class PlanCLI(TrainingCLI):
 
     def fit(self, **_: object) -> None:
         """Print memory and communication of each rank."""
-        strategy: Any = self.trainer.strategy
+        strategy: object = self.trainer.strategy
         if isinstance(strategy, ModelParallelStrategy):
             self._plan_model_parallel(strategy)
         elif isinstance(strategy, FSDPStrategy):
@@ -126,7 +129,7 @@ class PlanCLI(TrainingCLI):
         stages = by_stage(shares, world, strategy.sizes().pipeline)
         _print_memory([(ranks, of_stage) for (ranks, _), of_stage in zip(stages, memory, strict=True)])
 
-    def _split(self, strategy: Any) -> Any:
+    def _split(self, strategy: _Strategy) -> _Strategy:
         """Copy of the strategy that has sharded the model for this rank, without weights."""
         split, module = copy.copy(strategy), self.model
         module.model = module.check()
@@ -138,7 +141,7 @@ class PlanCLI(TrainingCLI):
         split.shard(module)
         return split
 
-    def _memory(self, split: Any) -> Memory:
+    def _memory(self, split: ShardedStrategy) -> Memory:
         module, layout = self.model, split.layout()
         base, layers = layout.base, decoder_layers(layout.base)
         itemsize = (layout.precision.param_dtype or base.dtype).itemsize
@@ -157,7 +160,7 @@ class PlanCLI(TrainingCLI):
             f"split a model; this one has {every:,} parameters ({trained:,} train), {size:,.1f} MiB"
         )
 
-    def _draw(self, strategy: Any) -> None:
+    def _draw(self, strategy: object) -> None:
         assert self.picture is not None
         if not isinstance(strategy, ModelParallelStrategy) or strategy.sizes().pipeline == 1:
             raise RecipeError("--draw shows the schedule of a pipeline, and the recipe has pipeline_parallel_size=1")

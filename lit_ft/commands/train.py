@@ -147,7 +147,7 @@ class TrainingCLI(LightningCLI):
         """Add the options of a run, and lit_ft's classes as defaults."""
         parser.add_argument("--resume", type=Optional[Literal["auto"]], default=None, help=_HELP["resume"])
         parser.add_argument("--run_dir", type=Optional[str], default=None, help=_HELP["run_dir"])
-        same_or_changed: Any = Literal["same", "changed"]
+        same_or_changed = Literal["same", "changed"]
         parser.add_argument("--resume_data", type=same_or_changed, default="same", help=_HELP["resume_data"])
         parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
         for name, made in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
@@ -289,7 +289,7 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer so that all its output is in the run folder."""
         folder, given = self.run_folder, self.options_init("trainer")
-        callbacks: list[Any] = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
+        callbacks = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
         callbacks = [callback for callback in callbacks if callback is not None]
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:

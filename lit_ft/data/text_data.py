@@ -1,6 +1,6 @@
 """The LightningDataModule: it turns data sets of any known format into packed batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
@@ -163,7 +163,7 @@ class TextDataModule(LightningDataModule):
         """Samples by split (train, val, test)."""
         self.resume_data: Literal["same", "changed"] = "same"
         """Treatment of a checkpoint that was written on other data: same refuses it, changed restarts its epoch."""
-        self._order_compared: list[Any] = []
+        self._order_compared: list[object] = []
         self._train_loader: PackedBatchLoader | StreamLoader | None = None
         self._loader_state: LoaderState = {}
 
@@ -336,10 +336,11 @@ class TextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> PackedBatchLoader | StreamLoader:
         """Loader of this rank's micro-batches; each carries the supervised tokens of its optimizer step."""
-        trainer: Any = self.trainer
+        trainer = self.trainer
+        assert trainer is not None
         replicas, replica = process.data_parallel(trainer)
         # overfit_batches: the same micro-batches each epoch, in the order of the data.
-        plan = replace(self.plan(replicas), shuffle=self.shuffle and not trainer.overfit_batches)
+        plan = replace(self.plan(replicas), shuffle=self.shuffle and not _overfits(trainer))
         state = self._loader_state
         if self._train_loader is not None and trainer.training:  # reload_dataloaders_every_n_epochs
             state = self._train_loader.state_dict()
@@ -361,7 +362,8 @@ class TextDataModule(LightningDataModule):
         return list(islice((batch for batch in batches if batch["segment_lengths"]), count))
 
     def _stream(self, plan: BatchPlan, replica: int) -> StreamLoader:
-        trainer: Any = self.trainer
+        trainer = self.trainer
+        assert trainer is not None
         limit = trainer.limit_train_batches
         return StreamLoader(
             self.sources["train"],
@@ -372,14 +374,14 @@ class TextDataModule(LightningDataModule):
             replica=replica,
             accumulate=partial(_steps_within, limit, trainer),
             epoch_batches=limit if isinstance(limit, int) else None,
-            repeats=bool(trainer.overfit_batches),
+            repeats=_overfits(trainer),
             workers=1 if self.preparation.workers is None else self.preparation.workers,
         )
 
     @cached_property
     def order(self) -> Order:
         """Order of the training samples, and the options that decide it."""
-        options: dict[str, Any] = {"seed_everything": process.seed(), "data.shuffle": self.shuffle}
+        options: dict[str, object] = {"seed_everything": process.seed(), "data.shuffle": self.shuffle}
         options |= {"data.packing": self.packing, "data.streaming": self.streaming}
         if self.streaming:
             options["data.shuffle_buffer"] = self.shuffle_buffer
@@ -503,7 +505,7 @@ class TextDataModule(LightningDataModule):
         return self._loader(split, plan, 1.0)  # only the trainer applies limit_val_batches
 
     def _loader(
-        self, split: str, plan: BatchPlan, limit: int | float, accumulate: Any = lambda: 1
+        self, split: str, plan: BatchPlan, limit: int | float, accumulate: Callable[[], int] = lambda: 1
     ) -> PackedBatchLoader:
         assert self.trainer is not None
         return PackedBatchLoader(
@@ -530,7 +532,7 @@ class _Batches:
         return len(self._batches)
 
 
-def _steps_within(limit: int | float, trainer: Any) -> int:
+def _steps_within(limit: int | float, trainer: Trainer) -> int:
     """Micro-batches per optimizer step, in an epoch of ``limit`` micro-batches.
 
     Raises:
@@ -538,12 +540,17 @@ def _steps_within(limit: int | float, trainer: Any) -> int:
     """
     accumulate = accumulation(trainer)
     if isinstance(limit, int) and limit % accumulate:
-        name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+        name = "overfit_batches" if _overfits(trainer) else "limit_train_batches"
         raise RecipeError(
             f"trainer.{name}={limit} ends a stream within an optimizer step of {accumulate} micro-batches; set it to "
             f"{-(-limit // accumulate) * accumulate}"
         )
     return accumulate
+
+
+def _overfits(trainer: Trainer) -> bool:
+    """Whether a trainer repeats a few batches: a public attribute that type checkers do not see."""
+    return bool(trainer.overfit_batches)  # type: ignore[attr-defined]
 
 
 _VERBS = {"train": "train", "val": "validate", "test": "test"}

@@ -4,7 +4,6 @@ import copy
 import csv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
@@ -141,6 +140,6 @@ def _last_of(path: Path) -> dict[str, float]:
         return {name: float(value) for row in csv.DictReader(file) for name, value in row.items() if value}
 
 
-def _results(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _results(metrics: Mapping[str, float]) -> dict[str, float]:
     wanted = ("train/loss", "train/token_accuracy", "val/", "test/")
     return {name: value for name, value in sorted(metrics.items()) if name.startswith(wanted)}

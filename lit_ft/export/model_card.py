@@ -112,23 +112,30 @@ def _publishable(recipe: Recipe) -> dict[str, object]:
     kept = {name: recipe[name] for name in _SECTIONS if recipe.get(name) is not None}
     if isinstance(kept.get("trainer"), Mapping):
         kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key in _OF_THE_TRAINER}
-    cleaned: dict[str, Any] = _clean(kept)
-    return cleaned
+    return _clean_section(kept)
 
 
-def _clean(value: object) -> Any:
+def _clean_section(options: Recipe) -> dict[str, object]:
+    kept = {key: "(left out)" if _SECRET.search(str(key)) and part else _clean(part) for key, part in options.items()}
+    return {key: part for key, part in kept.items() if part is not None and part != {} and part != []}
+
+
+def _clean(value: object) -> object:
     if isinstance(value, Mapping):
-        kept = {key: "(left out)" if _SECRET.search(str(key)) and part else _clean(part) for key, part in value.items()}
-        return {key: part for key, part in kept.items() if part is not None and part != {} and part != []}
+        return _clean_section(value)
     if isinstance(value, list):
         return [_clean(part) for part in value]
-    return re.sub(r"://[^/@\s]+@", "://", value) if isinstance(value, str) else value
+    return _without_login(value) if isinstance(value, str) else value
+
+
+def _without_login(text: str) -> str:
+    return re.sub(r"://[^/@\s]+@", "://", text)
 
 
 def _data_paths(recipe: Recipe) -> list[str]:
     options = (recipe.get("data") or {}).get("init_args") or {}
     sources = [source.get("path") for source in options.get("sources") or [] if isinstance(source, Mapping)]
-    return [_clean(str(path)) for path in [options.get("path"), *sources] if path]
+    return [_without_login(str(path)) for path in [options.get("path"), *sources] if path]
 
 
 def _is_hub_id(name: str) -> bool:

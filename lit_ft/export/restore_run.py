@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule
@@ -11,12 +10,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.data.text.chat_template import set_chat_template
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError
+from lit_ft.export.model_card import Recipe
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.recipe.parser import RecipeParser, unwrap_class_error
 from lit_ft.training.causal_lm import CausalLM
 
 
-def rebuild(config: dict[str, Any], checkpoint: Path) -> CausalLM:
+def rebuild(config: Recipe, checkpoint: Path) -> CausalLM:
     """Build a run's module and load the weights of a checkpoint.
 
     Args:
@@ -36,7 +36,7 @@ def rebuild(config: dict[str, Any], checkpoint: Path) -> CausalLM:
     return module
 
 
-def module_of(config: dict[str, Any]) -> CausalLM:
+def module_of(config: Recipe) -> CausalLM:
     """Build a run's module, without weights.
 
     Args:

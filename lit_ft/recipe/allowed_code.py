@@ -4,11 +4,16 @@ Importing a module runs its code, so names are checked before the import. A reci
 command line, the environment and the user's own settings file can.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lit_ft.errors import RecipeError
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
 
 PACKAGES = (
     "lit_ft",
@@ -109,7 +114,7 @@ def refusal(path: str, key: str = "") -> RecipeError:
     )
 
 
-def check_unpickling(weights_only: bool | None, strategy: Any) -> None:
+def check_unpickling(weights_only: bool | None, strategy: Strategy) -> None:
     """Refuse to resume if loading the checkpoint could run code: an untrusted recipe may name its own checkpoint.
 
     Args:

@@ -7,13 +7,15 @@ from functools import wraps
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
 from lit_ft.errors import RecipeError
+
+_Loaders = TypeVar("_Loaders")
 
 LARGEST_SEED = 2**32 - 1
 
@@ -86,7 +88,7 @@ def _check_classes(value: object, key: str) -> None:
 
 def _check_nulls(values: Namespace, cls: type, key: str) -> None:
     """Refuse null for options whose type does not allow None: jsonargparse passes it on."""
-    init: Any = vars(cls).get("__init__", cls)
+    init: Callable[..., object] = vars(cls).get("__init__", cls)
     try:
         hints = get_type_hints(init)
     except (NameError, TypeError):  # hints that exist for type checkers only cannot be checked
@@ -122,9 +124,9 @@ def allow_one_loader(data: LightningDataModule) -> None:
         setattr(data, name, _only_one(getattr(data, name), f"{type(data).__name__}.{name}"))
 
 
-def _only_one(make: Callable[[], Any], name: str) -> Callable[[], Any]:
+def _only_one(make: Callable[[], _Loaders], name: str) -> Callable[[], _Loaders]:
     @wraps(make)  # Lightning needs it to see that the data module defines the method
-    def made() -> Any:
+    def made() -> _Loaders:
         loaders = make()
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
         if len(combined.flattened) > 1:

@@ -2,12 +2,12 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import move_data_to_device
+from lit_callbacks.protocols import Message
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ class AnsweringModule(LightningModule):
         """
         return generate_answers(self.model, self.base_model, self.tokenizer, prompts, max_new_tokens)
 
-    def render_prompt(self, messages: list[dict[str, Any]]) -> str:
+    def render_prompt(self, messages: list[Message]) -> str:
         """A prompt for ``answer`` from the turns of a conversation, by the chat template.
 
         Raises:

@@ -7,10 +7,11 @@ supervised tokens of all its micro-batches and ranks (``token_window.loss_weight
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import PeftConfig, PeftModel
@@ -22,10 +23,12 @@ from lit_ft import process
 from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
+from lit_ft.model.architecture import Decoder
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
 from lit_ft.model.loading import Dtype, Init
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
+from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.guarded_steps import GuardedStepsModule
 from lit_ft.training.loss.router_loss import RouterAuxLoss
@@ -183,7 +186,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         """Summed loss and number of right predictions over a batch's supervised tokens."""
         return self.token_loss(self.hidden_states(batch), batch)
 
-    def hidden_states(self, batch: PackedBatch, decoder: Callable[..., Any] | None = None) -> Tensor:
+    def hidden_states(self, batch: PackedBatch, decoder: Decoder | None = None) -> Tensor:
         """Final hidden states of a batch's tokens, ``(1, T, H)``; ``decoder`` replaces the base model's."""
         return self._packed.hidden_states(batch, decoder)
 
@@ -243,8 +246,8 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer over the trainable parameters, and the schedule."""
-        made: Any = configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors)
-        self._state.name_parameters(made["optimizer"] if isinstance(made, dict) else made)
+        made = configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors)
+        self._state.name_parameters(made if isinstance(made, torch.optim.Optimizer) else made["optimizer"])
         return made
 
     def on_train_start(self) -> None:
@@ -252,15 +255,21 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         method_hooks.check_schedule(self.model, optimizer_steps(self.trainer))
         self.trainer.accumulate_grad_batches = accumulation(self.trainer)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Number the logged step; validate again where a resumed run has trained again what it had trained before."""
         super().on_train_batch_start(batch, batch_idx)
         number_logged_steps(self.trainer)
         self._state.end_replay(self.trainer, batch_idx)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], object] | None = None,
+    ) -> None:
         """Take the step; the tuning method may look at its gradients before they are gone."""
-        super().optimizer_step(*args, **kwargs)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         method_hooks.after_optimizer_step(self.model, self.trainer.global_step + 1)
 
     def on_fit_end(self) -> None:
@@ -285,7 +294,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         if self.base_fingerprint is not None:
             write_fingerprint(self.base_fingerprint, folder)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Keep the trainable weights only: the frozen base is where it came from.
 
         Raises:
@@ -294,7 +303,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         super().on_save_checkpoint(checkpoint)
         self._state.write(checkpoint)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another model, or of a base that has changed since."""
         super().on_load_checkpoint(checkpoint)
         is_fit = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING

@@ -1,7 +1,7 @@
 """Checks that end a run before NaN or infinite losses, gradient norms or weights are saved."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -19,7 +19,7 @@ class _Watched(NamedTuple):
     what: str
     value: Tensor
     """Scalar in host memory, valid after ``arrived``."""
-    arrived: Any
+    arrived: torch.cuda.Event | None
     """CUDA event of the copy; None if the value was computed on the CPU."""
 
 

@@ -1,13 +1,12 @@
 """Gradient norm, clipping, and the end of a run before values that are not finite are saved."""
 
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule
 from lit_callbacks.protocols import SumsGradientNorm, grad_scaler
 from torch import Tensor
 
 from lit_ft.gradient_norm import GradientNorm, clip, gradient_norm, with_gradients
+from lit_ft.protocols import Checkpoint
 from lit_ft.training.finite import FiniteCheck, check_trained_weights
 from lit_ft.training.optimizers import compatibility as optimizer_support
 
@@ -57,7 +56,7 @@ class GuardedStepsModule(LightningModule):
         super().on_train_epoch_end()
         self._finite.look_at_all(self.trainer)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuse to save weights, or to save after a loss or gradient norm, that are not finite.
 
         Raises:

@@ -4,10 +4,9 @@ import csv
 import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -37,7 +36,7 @@ class MetricsCSV(CSVLogger):
         self.resumed_step, self.is_logged = resumed_step, is_logged
 
     @property
-    def experiment(self) -> Any:
+    def experiment(self) -> ExperimentWriter:
         """Writer of the file; the first access removes lines of steps after the checkpoint that is resumed."""
         if self._experiment is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self._experiment = _MetricsFile(self.log_dir, self.resumed_step, self.is_logged)
@@ -79,7 +78,7 @@ class _MetricsFile(ExperimentWriter):
     def _append(self, path: Path) -> None:
         if self.metrics_keys and not path.is_file() and path.parent.is_dir():
             rank_zero_warn(f"{path} was removed while the run ran, with the rows before this one; a new one is begun")
-        rows: list[dict[str, Any]] = list(self.metrics)
+        rows = list(self.metrics)
         columns = sorted({*self.metrics_keys, *(key for row in rows for key in row)})
         if columns != self.metrics_keys or not path.is_file():
             earlier = _read_rows(path) if path.is_file() else []
@@ -89,18 +88,18 @@ class _MetricsFile(ExperimentWriter):
             _append_all_or_nothing(path, _as_csv(columns, rows))
         self.metrics = []
 
-    def _replace(self, rows: list[dict[str, Any]]) -> None:
+    def _replace(self, rows: Sequence[Mapping[str, object]]) -> None:
         text = _as_csv(self.metrics_keys, [dict(zip(self.metrics_keys, self.metrics_keys, strict=True)), *rows])
         write_durably(Path(self.metrics_file_path), text)
 
 
-def _as_csv(columns: list[str], rows: list[dict[str, Any]]) -> str:
+def _as_csv(columns: list[str], rows: Sequence[Mapping[str, object]]) -> str:
     text = io.StringIO()
     csv.DictWriter(text, columns).writerows(rows)
     return text.getvalue()
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path) -> list[dict[str, str]]:
     """Lines of a metrics file, each with its non-empty values; incomplete lines (kill, full disk) are left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     columns, *rows = list(csv.reader(line for line in lines if line.endswith("\n"))) or [[]]
@@ -109,15 +108,15 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows_before(
-    step: int, is_logged: bool, rows: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    step: int, is_logged: bool, rows: list[dict[str, str]]
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Lines that were logged before a checkpoint was written, and later ones.
 
     Lightning, whose lines have an epoch, counts steps from 0: the last one before the checkpoint is ``step - 1``, or
     the one before it if that was not logged yet. Callbacks that log by themselves use the number of completed steps.
     """
-    kept: list[dict[str, Any]] = []
-    dropped: list[dict[str, Any]] = []
+    kept: list[dict[str, str]] = []
+    dropped: list[dict[str, str]] = []
     for row in rows:
         last = step - 1 - (not is_logged) if "epoch" in row else step
         is_before = step > 0 and str(row.get("step")).isdigit() and int(row["step"]) <= last
@@ -133,7 +132,7 @@ class StepEvents(TensorBoardLogger):
     """
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write the metrics of a step; if one is not a number, Lightning's logger writes them one by one.
 
         Args:
@@ -153,7 +152,7 @@ class StepEvents(TensorBoardLogger):
         with explain_failed_write(Path(self.log_dir)):
             super().finalize(status)
 
-    def _write(self, metrics: Mapping[str, Any], step: int | None) -> None:
+    def _write(self, metrics: Mapping[str, float], step: int | None) -> None:
         file = self.experiment.file_writer
         if file is None or self._prefix or not all(isinstance(v, int | float | Tensor) for v in metrics.values()):
             super().log_metrics(metrics, step)

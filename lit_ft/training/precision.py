@@ -124,8 +124,8 @@ class Float8Linear(nn.Linear):
             return linear(input, self.weight, self.bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        flat: Any = _Float8Products.apply(input.reshape(-1, self.in_features), self.weight, self.scaling)
-        output: Tensor = flat.reshape(*input.shape[:-1], self.out_features)
+        flat: Tensor = _Float8Products.apply(input.reshape(-1, self.in_features), self.weight, self.scaling)
+        output = flat.reshape(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 

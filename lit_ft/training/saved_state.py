@@ -1,7 +1,5 @@
 """Contents of a checkpoint besides Lightning's own: trainable weights, state of the tuning method, base model."""
 
-from typing import Any
-
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
@@ -9,6 +7,7 @@ from lit_ft.checkpointing.buffers import BufferWatch
 from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, trainable_shapes
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
+from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
@@ -41,7 +40,7 @@ class SavedState:
         name_of = {id(p): name for name, p in self.module.named_parameters()}
         self.optimizer_names = [[name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]]
 
-    def write(self, checkpoint: dict[str, Any]) -> None:
+    def write(self, checkpoint: Checkpoint) -> None:
         """Reduce a checkpoint to the weights that train, and add the state."""
         checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in self.shapes}
         self.buffers.warn_of_changes(self.forward.base)
@@ -52,7 +51,7 @@ class SavedState:
         if self.replay is not None:
             checkpoint["validated_until"] = self.replay.until
 
-    def read(self, checkpoint: dict[str, Any], trainer: Trainer | None) -> None:
+    def read(self, checkpoint: Checkpoint, trainer: Trainer | None) -> None:
         """Check that a checkpoint fits, and load its state.
 
         Args:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -22,6 +22,8 @@ from lit_ft.data.tokens.samples import Samples
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch, empty_batch, pack_samples, sample_targets
 from lit_ft.protocols import LoaderState
+
+_Batch = TypeVar("_Batch")
 
 MicroBatch = list[int]
 """Indices of the samples that are packed together; empty when there is nothing to compute."""
@@ -180,7 +182,7 @@ class _PackedBatches(Dataset[PackedBatch]):
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
-    def __getitem__(self, piece: Any) -> PackedBatch:
+    def __getitem__(self, piece: Piece) -> PackedBatch:
         batch, members = lay_out(piece, self.samples), piece[0]
         if members:
             batch["sample_ids"] = self.samples.ids(members)
@@ -189,7 +191,7 @@ class _PackedBatches(Dataset[PackedBatch]):
         return batch
 
 
-def _as_is(batch: object) -> Any:
+def _as_is(batch: _Batch) -> _Batch:
     return batch
 
 
@@ -301,7 +303,7 @@ class PackedBatchLoader:
             self._position = 0  # an epoch that was left early starts again
         if self._position >= self.batches:
             self._epoch, self._position = self._epoch + 1, 0
-        sampler: Any = islice(self.micro_batches(self._epoch), self._position, None)
+        sampler = islice(self.micro_batches(self._epoch), self._position, None)
         batches = iter(
             DataLoader(
                 _PackedBatches(self.samples),

@@ -5,7 +5,6 @@ Ranks, micro-batches, worker processes, caches and file names do not change the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xxhash  # comes with datasets
@@ -82,11 +81,11 @@ def order_of_stream(sources: Sequence[Source], preparation: Preparation, mixing:
     return Order(decides, {})
 
 
-def _options(values: dict[str, Any]) -> Facts:
+def _options(values: dict[str, object]) -> Facts:
     return {name: "null" if value is None else str(value) for name, value in values.items()}
 
 
-def _settings(preparation: Preparation) -> dict[str, Any]:
+def _settings(preparation: Preparation) -> dict[str, object]:
     tokenizer = preparation.tokenizer
     content = (
         tokenizer.backend_tokenizer.to_str(),
@@ -119,12 +118,12 @@ def _files(source: Source) -> str:
     return f"{size:,} bytes ({digest.hexdigest()})"
 
 
-def _bytes_of(array: object) -> memoryview:
-    flat: Any = np.ascontiguousarray(array)
-    return memoryview(flat).cast("B") if flat.size else memoryview(b"")
+def _bytes_of(array: np.ndarray) -> memoryview:
+    flat = np.ascontiguousarray(array)
+    return flat.data.cast("B") if flat.size else memoryview(b"")
 
 
-def _update(digest: Any, content: memoryview, block: int, blocks: int) -> None:
+def _update(digest: xxhash.xxh3_64, content: memoryview, block: int, blocks: int) -> None:
     if len(content) <= block * blocks:
         digest.update(content)
         return

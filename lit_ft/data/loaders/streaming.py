@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -303,7 +302,7 @@ class StreamLoader:
         stream = MixedRows(self.sources, self.plan.mixing, position)
         chunks = -(-self.buffer_rows // ROWS_PER_BATCH)
 
-        def batches() -> Iterator[tuple[Any, list[PlacedRow]]]:
+        def batches() -> Iterator[tuple[tuple[dict[str, list[int]], bool], list[PlacedRow]]]:
             while True:
                 rows, room = stream.position(), self.buffer_rows
                 while room and (batch := list(islice(stream, min(ROWS_PER_BATCH, room)))):

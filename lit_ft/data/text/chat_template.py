@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 
 from jinja2 import TemplateError
+from lit_callbacks.protocols import Message
 from transformers import PreTrainedTokenizerBase
 
-from lit_ft.data.text.formats import Chat, JsonObject, Message
+from lit_ft.data.text.formats import Chat, JsonObject
 from lit_ft.errors import BadRow, RecipeError
 from lit_ft.internals.transformers import compile_chat_template
 from lit_ft.model.render_limits import CHARACTERS, Rendering, check_length

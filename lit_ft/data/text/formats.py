@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lit_callbacks.protocols import Message
+
 from lit_ft.data.text.sources import RawRow
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
 
 JsonObject = dict[str, Any]
 """Object of JSON data, e.g. the schema of a function."""
-Message = dict[str, Any]
-"""One turn in the form of Hugging Face chat templates: ``role``, ``content``, ``tool_calls``, ..."""
 
 
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -316,14 +316,18 @@ def _as_tool(function: JsonObject) -> JsonObject:
     return {"type": "function", "function": {key: part for key, part in function.items() if key != "type"}}
 
 
-def _tool_calls(value: Any, where: str) -> list[JsonObject]:
+def _tool_calls(value: object, where: str) -> list[JsonObject]:
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise BadRow(f"{where}: 'tool_calls' is empty; leave it out")
     result = []
     for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        if (
+            not isinstance(call, dict)
+            or not isinstance(function := call.get("function", call), dict)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
             raise BadRow(f"{where}: a tool call is {_kind(call)} without a name; it needs 'name' and 'arguments'")
         arguments = {} if function.get("arguments") in (None, "") else function["arguments"]
         # OpenAI gives the arguments as JSON in a string; templates convert them to JSON themselves.
@@ -365,7 +369,7 @@ def _string(value: object, what: str, empty: bool = True) -> str:
     return value
 
 
-def _list(row: RawRow, column: str, required: bool = True) -> list[Any]:
+def _list(row: RawRow, column: str, required: bool = True) -> list[object]:
     value = row.get(column)
     if value is None and not required:
         return []
@@ -385,7 +389,7 @@ def _integers(row: RawRow, column: str, may_be_bool: bool = False) -> list[int]:
     return [int(item) for item in value]
 
 
-def _json(text: str, what: str) -> Any:
+def _json(text: str, what: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -9,8 +9,10 @@ tokens are given and the answer's are generated.
 import os
 from typing import Literal
 
+from lit_callbacks.protocols import Message
+
 from lit_ft.data.text.chat_template import ChatTemplate, spell_out_tools
-from lit_ft.data.text.formats import THINKING_KEYS, Chat, Message, Text
+from lit_ft.data.text.formats import THINKING_KEYS, Chat, Text
 from lit_ft.errors import BadRow, RecipeError
 
 Piece = tuple[str, bool]

@@ -10,12 +10,12 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from glob import escape, glob, has_magic
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, Optional
+from typing import IO, TYPE_CHECKING, Any, Literal, Optional
 
 from huggingface_hub import HfApi, is_offline_mode
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -23,7 +23,11 @@ from lit_callbacks.output.printable import printable
 
 from lit_ft.errors import BadRow, RecipeError, explained
 
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
 RawRow = dict[str, Any]
+"""Row of a data set as it was read, by column."""
 FormatName = Literal[
     "auto", "alpaca", "sharegpt", "messages", "completion", "prompt_completion", "tokenized", "indexed"
 ]
@@ -142,7 +146,7 @@ class Source:
             rows = (row for file in self.files() for row in _file_rows(file, self.document))
         return islice(rows, skip, self.max_rows)
 
-    def dataset(self, streaming: bool = False) -> Any:
+    def dataset(self, streaming: bool = False) -> "Dataset | IterableDataset":
         """Load a saved folder or a hub data set with the ``datasets`` library.
 
         Raises:
@@ -203,10 +207,12 @@ def _check_saved(folder: Path) -> None:
             )
 
 
-def _arrow_rows(path: str, rows: Any) -> Iterator[tuple[str, RawRow | BadRow]]:
+def _arrow_rows(path: str, rows: "Dataset | IterableDataset") -> Iterator[tuple[str, RawRow | BadRow]]:
+    from datasets import Dataset
+
     # Without decode(False), columns of images, audio and video would open or download any path that a row names.
     with explained(f"{path}: cannot be read", "fix or remove it"):
-        numbered = enumerate((rows if hasattr(rows, "decode") else rows.to_iterable_dataset()).decode(False), 1)
+        numbered = enumerate((rows.to_iterable_dataset() if isinstance(rows, Dataset) else rows).decode(False), 1)
     while True:
         with explained(f"{path}: cannot be read", "fix or remove it"):
             numbered_row = next(numbered, None)
@@ -215,13 +221,15 @@ def _arrow_rows(path: str, rows: Any) -> Iterator[tuple[str, RawRow | BadRow]]:
         yield f"{path}, row {numbered_row[0]}", _without_padding(numbered_row[1])
 
 
-def _without_padding(value: object) -> Any:
+def _without_padding(row: RawRow) -> RawRow:
     """Drop keys that Arrow adds: each struct of a column has the keys of all rows, with None where a row has none."""
+    return {key: _without_padding_within(value) for key, value in row.items() if value is not None}
+
+
+def _without_padding_within(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _without_padding(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_padding(item) for item in value]
-    return value
+        return _without_padding(value)
+    return [_without_padding_within(item) for item in value] if isinstance(value, list) else value
 
 
 # --- files -----------------------------------------------------------------------------------------
@@ -247,8 +255,8 @@ def _rows_by_suffix(file: Path, document: str) -> Iterator[tuple[str, RawRow | B
     return _text_rows(file, document)
 
 
-def _open(file: Path) -> IO[bytes]:
-    stream: Any = gzip.open(file) if file.suffix == ".gz" else file.open("rb")  # noqa: SIM115 (the caller closes it)
+def _open(file: Path) -> IO[bytes] | gzip.GzipFile:
+    stream = gzip.open(file) if file.suffix == ".gz" else file.open("rb")  # noqa: SIM115 (the caller closes it)
     if stream.read(3) != b"\xef\xbb\xbf":  # a byte-order mark, as Windows editors write it
         stream.seek(0)
     return stream
@@ -310,7 +318,7 @@ def _parse_line(line: bytes) -> RawRow | BadRow:
 def _checked(row: object) -> RawRow | BadRow:
     if not isinstance(row, dict):
         return BadRow(f"is a JSON {type(row).__name__}; each row must be an object")
-    level: list[Any] = [row]
+    level: list[dict[str, object] | list[object]] = [row]
     for _ in range(DEEPEST):
         level = [
             item
@@ -354,7 +362,7 @@ def _text_rows(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow
                 yield f"{file}:{number}", {"text": line.rstrip("\r\n")}
 
 
-def _decoded(file: Path, stream: IO[bytes]) -> Iterator[str]:
+def _decoded(file: Path, stream: Iterable[bytes]) -> Iterator[str]:
     for number, line in enumerate(stream, 1):
         try:
             yield line.decode("utf-8")

@@ -9,7 +9,6 @@ The layout is that of ``megatron.core.datasets.indexed_dataset`` (version 1), li
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from lit_ft.errors import RecipeError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = "<QBQQ"
-_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_DTYPES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _LARGEST_UINT16_VOCABULARY = 65_500
 """Vocabulary size from which Megatron's ``DType.optimal_dtype`` chooses int32 in place of uint16."""
 

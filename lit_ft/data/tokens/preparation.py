@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text.formats import find_format, renamed
 from lit_ft.data.text.rendering import Supervise
@@ -50,12 +51,13 @@ class Prepared:
 class Preparation:
     """Options that decide how the rows of a source become samples."""
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
+    """Tokenizer of the model; None until ``TextDataModule.load`` is given it."""
     system: str | None = None
     supervise: Supervise = "assistant"
     max_length: int | None = None
     overlong: Overlong = "truncate"
-    template_options: dict[str, Any] | None = None
+    template_options: dict[str, object] | None = None
     on_bad_row: OnBadRow = "error"
     cache_dir: str | None = None
     workers: int | None = None

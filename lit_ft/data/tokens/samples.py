@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -129,7 +128,7 @@ class Samples:
 def _digest(ids: np.ndarray, labels: np.ndarray) -> int:
     import xxhash  # comes with datasets
 
-    content: Any = (np.asarray(ids, dtype=np.int32).tobytes(), np.asarray(labels, dtype=np.int32).tobytes())
+    content = (np.asarray(ids, dtype=np.int32).tobytes(), np.asarray(labels, dtype=np.int32).tobytes())
     return xxhash.xxh3_64_intdigest(b"".join(content))
 
 

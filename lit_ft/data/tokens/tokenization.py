@@ -16,13 +16,13 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text.chat_template import ChatTemplate
-from lit_ft.data.text.formats import FORMATS, THINKING_KEYS, Chat, Example, Text, renamed
+from lit_ft.data.text.formats import FORMATS, THINKING_KEYS, Chat, Example, Text, Tokens, renamed
 from lit_ft.data.text.rendering import Piece, Supervise, chat_samples, text_pieces
 from lit_ft.data.text.sources import RawRow
 from lit_ft.data.tokens.segment_encoder import TextEncoder
@@ -69,9 +69,9 @@ class Tokenization:
     supervise: Supervise = "assistant"
     max_length: int | None = None
     overlong: Overlong = "truncate"
-    template_options: dict[str, Any] | None = None
+    template_options: dict[str, object] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A compiled template cannot be pickled; each process compiles its own.
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
@@ -124,8 +124,9 @@ class Tokenization:
             except BadRow as error:
                 bad[i] = str(error)
         if self.format == "tokenized":
-            ids, labels, lengths, owners = self._tokens(examples, bad)
-            fully_supervised = {i for i in owners if examples[i].ids == examples[i].labels}  # type: ignore[union-attr]
+            tokens = {i: example for i, example in examples.items() if isinstance(example, Tokens)}
+            ids, labels, lengths, owners = self._tokens(tokens, bad)
+            fully_supervised = {i for i in owners if tokens[i].ids == tokens[i].labels}
         else:
             with limited(f"the chat template of {self.tokenizer.name_or_path!r}"):
                 pieces, owners = self._pieces(examples, bad, notes)
@@ -139,7 +140,7 @@ class Tokenization:
         return fit_to_length(encoded, self.max_length, self.overlong, fully_supervised, self.tokenizer.bos_token_id)
 
     def _tokens(
-        self, examples: dict[int, Any], bad: dict[int, str]
+        self, examples: dict[int, Tokens], bad: dict[int, str]
     ) -> tuple[np.ndarray, np.ndarray, list[int], list[int]]:
         """Samples of rows that hold token ids: concatenated ids and labels, tokens per sample, and row of each."""
         last = self.encoder.vocabulary - 1

@@ -68,7 +68,7 @@ def _packed_weights(module: nn.Module) -> set[str]:
     return {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, Linear4bit)}
 
 
-def not_finite(tensors: Mapping[str, Any]) -> Iterator[str]:
+def not_finite(tensors: Mapping[str, object]) -> Iterator[str]:
     """Names of tensors with NaN or infinite values; of sharded tensors only this rank's shard is checked."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and not all(map(_is_finite, _numbers_of(tensor))):

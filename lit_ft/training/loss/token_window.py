@@ -1,8 +1,7 @@
 """Supervised tokens of an optimizer step, by whose number the loss of each of its micro-batches is weighted."""
 
-from typing import Any
-
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_ft import process
@@ -27,7 +26,7 @@ class TokenWindow:
         self.tokens: int | None = None
         """None before the first micro-batch, and after a checkpoint was loaded."""
 
-    def enter(self, trainer: Any, batch: PackedBatch, batch_idx: int) -> None:
+    def enter(self, trainer: Trainer, batch: PackedBatch, batch_idx: int) -> None:
         """Count the step's tokens at its first micro-batch; a collective.
 
         Args:
@@ -39,14 +38,14 @@ class TokenWindow:
         if batch_idx % accumulate == 0 or self.tokens is None or "window_tokens" not in batch:
             self.tokens = _count(trainer, batch, accumulate)
 
-    def weight(self, trainer: Any) -> float:
+    def weight(self, trainer: Trainer) -> float:
         """Factor on the summed loss of a micro-batch of the step."""
         assert self.tokens is not None, "the micro-batch has entered the window"
         replicas = process.data_parallel(trainer).size
         return loss_weight(window_tokens=self.tokens, accumulate=trainer.accumulate_grad_batches, replicas=replicas)
 
 
-def _count(trainer: Any, batch: PackedBatch, accumulate: int) -> int:
+def _count(trainer: Trainer, batch: PackedBatch, accumulate: int) -> int:
     tokens = batch.get("window_tokens")
     if tokens is None:
         if accumulate > 1:

@@ -7,7 +7,6 @@ benchmarks.support_tables`` prints docs/optimizers.md from it, and tests are par
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.protocols import KeepsTwoWeightSets
@@ -25,7 +24,7 @@ class OptimizerSupport:
 
     name: str
     """Class path, with ``*`` for any characters; or an option of the optimizer."""
-    mark: Callable[[Any], bool] | None = None
+    mark: Callable[[Optimizer], bool] | None = None
     """Whether an optimizer is meant, where its class does not say so."""
     shards: str | None = situation(
         "FSDP, model parallelism", "take one of torch.optim's {works}, or trainer.strategy=ddp"

@@ -9,16 +9,18 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from lit_callbacks.distributed.gather import full_shape
 from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 from transformers import PreTrainedModel
 
 from lit_ft.accumulation import optimizer_steps
 from lit_ft.errors import RecipeError
 from lit_ft.model.parameter_patterns import matching
+from lit_ft.process import datamodule_of
 from lit_ft.protocols import MayStream
 from lit_ft.training.optimizers.schedules import WarmupSchedule
 
@@ -41,7 +43,7 @@ def configure_optimizers(
     optimizer: OptimizerCallable,
     lr_scheduler: LRSchedulerCallable | None = None,
     lr_factors: Mapping[str, float] | None = None,
-) -> OptimizerLRScheduler:
+) -> Optimizer | OptimizerLRSchedulerConfig:
     """Return value of ``LightningModule.configure_optimizers`` for the optimizer and schedule of a recipe.
 
     Frozen parameters get no optimizer state. Parameters are grouped by ``MATRICES``, matrices first, and by
@@ -55,7 +57,7 @@ def configure_optimizers(
     factors = lr_factors or {}
     found = matching(factors, list(trains), "model.lr_factors")
     matrices = hidden_matrices(module)
-    members: dict[tuple[bool, str | None], list[Any]] = {
+    members: dict[tuple[bool, str | None], list[nn.Parameter]] = {
         (is_matrix, pattern): [] for is_matrix in (True, False) for pattern in (None, *factors)
     }
     for name, parameter in trains.items():
@@ -74,9 +76,10 @@ def configure_optimizers(
             "lr_scheduler": {"scheduler": scheduler, "monitor": getattr(scheduler, "monitor", None)},
         }
     if scheduler.total_steps is None:
-        trainer: Any = module.trainer
+        trainer = module.trainer
         # Lightning would open the training data to answer, before a resumed run has restored a stream's position.
-        is_stream = isinstance(trainer.datamodule, MayStream) and trainer.datamodule.streaming
+        data = datamodule_of(trainer)
+        is_stream = isinstance(data, MayStream) and data.streaming
         has_no_length = trainer.max_epochs == -1 or is_stream
         steps = trainer.max_steps if has_no_length else optimizer_steps(trainer)
         if math.isinf(steps) or steps < 0:
@@ -168,11 +171,11 @@ class SplitOptimizer(Optimizer):
             part.step()
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """State dicts of both optimizers, as their own methods return them: their state may be quantized."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the state dict of each optimizer."""
         for part, saved in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(saved)

@@ -5,6 +5,7 @@ from typing import Any
 
 from pytorch_optimizer import GaLore
 from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
+from torch.optim.optimizer import StateDict
 
 from lit_ft.errors import RecipeError
 from lit_ft.training.optimizers.configure import MATRICES
@@ -50,7 +51,7 @@ class GaLoreAdamW(GaLore):
             raise RecipeError("GaLoreAdamW: no weight matrix of a hidden layer is trained; take torch.optim.AdamW")
         super().__init__(groups, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """State dict with moments and projections as tensors."""
         saved = super().state_dict()
         saved["state"] = {
@@ -59,7 +60,7 @@ class GaLoreAdamW(GaLore):
         }
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load moments and projections from tensors."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
@@ -72,5 +73,5 @@ class GaLoreAdamW(GaLore):
                     state["projector"] = projector
 
 
-def _plain(projector: GaLoreProjector) -> dict[str, Any]:
+def _plain(projector: GaLoreProjector) -> dict[str, object]:
     return {"ortho_matrix": projector.ortho_matrix, "last_svd_step": projector.last_svd_step}

@@ -5,12 +5,12 @@ arXiv:2405.15682). Such an optimizer has ``train()`` and ``eval()``, which conve
 the other.
 """
 
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule
 from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch import Tensor
+
+from lit_ft.protocols import Checkpoint
 
 _KEY = "training_weights"
 
@@ -54,7 +54,7 @@ class ScheduleFreeModule(LightningModule):
         super().setup(stage)
         self._aside = {}
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Switch to the training weights, also after a resumption."""
         self._put_training_weights()
 
@@ -67,7 +67,7 @@ class ScheduleFreeModule(LightningModule):
         """Switch to the averaged weights for what follows training; a further epoch switches back."""
         self._put_average()
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Save the averaged weights as the model's weights, and the training weights under a key of their own."""
         if not self._schedule_free():
             return
@@ -79,6 +79,6 @@ class ScheduleFreeModule(LightningModule):
         if is_training:
             self._put_training_weights()
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Load the training weights, to which the first batch switches."""
         self._aside = checkpoint.get(_KEY, {})

@@ -1,10 +1,10 @@
 """Learning-rate schedules with warm-up, stepped once per optimizer step."""
 
 import math
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import StateDict
 
 from lit_ft.errors import RecipeError
 
@@ -45,7 +45,7 @@ class WarmupSchedule(LambdaLR):
         rest = max(1, self.total_steps - self.warmup_steps)
         return self.decay(min(1.0, (step - self.warmup_steps) / rest))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Position in the schedule; lengths are not saved but come from the recipe, so a resumed run may be longer."""
         return {name: value for name, value in super().state_dict().items() if name not in ("warmup", "total_steps")}
 
