@@ -349,7 +349,10 @@ class TrainingCLI(LightningCLI):
     # --- before the long work ----------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        """Check model and data before weights are loaded."""
+        """Check model, data and what is written at the end before weights are loaded."""
+        for folder in (self.run_folder.adapter, self.run_folder.merged):
+            with explained("what fit writes at its end", "or give another --run_dir"):
+                check_replaceable(folder)
         self._check("fit")
 
     def before_validate(self) -> None:
@@ -365,10 +368,6 @@ class TrainingCLI(LightningCLI):
         self._check("predict")
 
     def _check(self, stage: str) -> None:
-        if stage == "fit" and (run := getattr(self, "run_folder", None)) is not None:
-            for folder in (run.adapter, run.merged):
-                with explained("what fit writes at its end", "or give another --run_dir"):
-                    check_replaceable(folder)
         strategy: object = self.trainer.strategy
         if isinstance(strategy, ChecksRecipe):
             strategy.check(self.trainer, self.model, self.datamodule)

@@ -9,6 +9,7 @@ Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, r
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,13 @@ PACKED = "lit_ft_packed"
 # The CPU flash kernel's bf16 backward is slow on short segments: 1.3 ms at 50 tokens and 14 heads against
 # 0.4 ms in fp32, casts included; from 256 tokens on bf16 wins (python -m benchmarks.speed.attention).
 _CPU_FP32_BELOW = 256
+
+
+@runtime_checkable
+class AttendsToAllRanks(Protocol):
+    """Attention layer of which each rank has a part of the tokens (context parallelism)."""
+
+    context_mesh: DeviceMesh
 
 
 def packed_attention(
@@ -61,7 +69,8 @@ def packed_attention(
             "model.set_attn_implementation('sdpa') first (if this came up in training: the architecture "
             "does not pass arguments on to its attention, set model.attn_implementation to sdpa)"
         )
-    if (mesh := getattr(module, "context_mesh", None)) is not None:
+    if isinstance(module, AttendsToAllRanks):
+        mesh = module.context_mesh
         return attend_to_all_ranks(query, key, value, mesh, segment_lengths, dropout, scaling, sliding_window), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
         return _varlen(query, key, value, segment_lengths, scaling, sliding_window), None

@@ -1,7 +1,8 @@
 """Quantized base models: quantized while a checkpoint is read, or read from a quantized checkpoint."""
 
+from enum import Enum
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -108,7 +109,7 @@ def is_quantized(model: PreTrainedModel) -> bool:
 def method_of(quantization: QuantizationConfigMixin | dict[str, object]) -> str:
     """transformers' name for a quantization method, e.g. ``gptq``."""
     if not isinstance(quantization, dict):
-        return str(getattr(quantization.quant_method, "value", quantization.quant_method))
+        return str(method.value if isinstance(method := quantization.quant_method, Enum) else method)
     is_old_bitsandbytes = quantization.get("load_in_8bit") or quantization.get("load_in_4bit")
     return "bitsandbytes" if is_old_bitsandbytes else str(quantization.get("quant_method"))
 
@@ -176,10 +177,19 @@ def prepare_for_training(model: PreTrainedModel) -> None:
         check_gradient(module, model.dtype)
 
 
+@runtime_checkable
+class LinearLayer(Protocol):
+    """Linear layer; the quantized ones of some libraries are not derived from ``nn.Linear``."""
+
+    in_features: int
+    out_features: int
+
+
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Linear layers by name, quantized ones included, without the head."""
     head = model.get_output_embeddings()
-    return {name: m for name, m in model.named_modules() if hasattr(m, "in_features") and m is not head}
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    return {name: m for name, m in modules.items() if isinstance(m, LinearLayer) and m is not head}
 
 
 def check_gradient(module: Any, dtype: torch.dtype) -> None:

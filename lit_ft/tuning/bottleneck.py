@@ -18,6 +18,8 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from lit_ft.model.quantization import LinearLayer
+
 
 class _Type(str):
     """PEFT type outside PEFT's enumeration, which cannot be extended; like its members it is a string."""
@@ -142,7 +144,7 @@ class BottleneckModel(BaseTuner):
         if isinstance(target, BottleneckLayer):
             target.update_layer(adapter_name, peft_config)
             return
-        if not isinstance(getattr(target, "weight", None), torch.Tensor) or not hasattr(target, "out_features"):
+        if not isinstance(target, LinearLayer) or not isinstance(getattr(target, "weight", None), torch.Tensor):
             raise ValueError(f"{current_key} is a {type(target).__name__}; adapters sit after linear layers")
         self._replace_module(parent, target_name, BottleneckLayer(target, adapter_name, peft_config), target)
 

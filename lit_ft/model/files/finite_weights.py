@@ -1,7 +1,7 @@
 """Checks that weights have no NaN or infinite values."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -75,11 +75,34 @@ def not_finite(tensors: Mapping[str, object]) -> Iterator[str]:
             yield name
 
 
-def _numbers_of(tensor: Any) -> Iterator[Tensor]:
+class _Scales(Protocol):
+    """Scales of blocks of 4-bit weights (bitsandbytes' ``QuantState``), which may be quantized themselves."""
+
+    absmax: Tensor
+    offset: Tensor | None
+    state2: "_Scales | None"
+
+
+@runtime_checkable
+class _In4Bits(Protocol):
+    """Weight of bitsandbytes in 4 bits (``Params4bit``)."""
+
+    quant_state: _Scales | None
+
+
+@runtime_checkable
+class _In8Bits(Protocol):
+    """Weight of bitsandbytes in 8 bits (``Int8Params``)."""
+
+    SCB: Tensor | None
+
+
+def _numbers_of(tensor: Tensor) -> Iterator[Tensor]:
     """Floating-point tensors that a tensor consists of: itself, or the scales of its quantized blocks."""
-    state = getattr(tensor, "quant_state", None)  # bitsandbytes' 4 bits
-    scales = [getattr(tensor, "SCB", None), getattr(state, "absmax", None), getattr(state, "offset", None)]
-    scales.append(getattr(getattr(state, "state2", None), "absmax", None))
+    state = tensor.quant_state if isinstance(tensor, _In4Bits) else None
+    scales = [tensor.SCB if isinstance(tensor, _In8Bits) else None]
+    if state is not None:
+        scales += [state.absmax, state.offset, None if state.state2 is None else state.state2.absmax]
     part = (tensor.ds_tensor if is_zero3(tensor) else local(tensor)).detach()
     inner = part.__tensor_flatten__()[0] if hasattr(part, "__tensor_flatten__") else []  # torchao's
     parts = [] if state is not None else [getattr(part, name) for name in inner] or [part]

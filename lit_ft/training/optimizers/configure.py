@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
@@ -26,6 +26,14 @@ from lit_ft.training.optimizers.schedules import WarmupSchedule
 
 MATRICES = "matrices"
 """Key of a parameter group: True for weight matrices of hidden layers, False for all other weights."""
+
+
+@runtime_checkable
+class ReadsMetric(Protocol):
+    """Schedule that lowers the learning rate by a metric, e.g. Lightning's ``ReduceLROnPlateau``."""
+
+    monitor: str
+    """Name of the metric."""
 
 
 def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
@@ -71,10 +79,8 @@ def configure_optimizers(
         return built
     scheduler = lr_scheduler(built)
     if not isinstance(scheduler, WarmupSchedule):
-        return {
-            "optimizer": built,
-            "lr_scheduler": {"scheduler": scheduler, "monitor": getattr(scheduler, "monitor", None)},
-        }
+        metric = scheduler.monitor if isinstance(scheduler, ReadsMetric) else None
+        return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "monitor": metric}}
     if scheduler.total_steps is None:
         trainer = module.trainer
         # Lightning would open the training data to answer, before a resumed run has restored a stream's position.
