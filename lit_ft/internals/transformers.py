@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jinja2 import Template
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -27,14 +26,25 @@ def keeps_recurrent_state(model: PreTrainedModel) -> bool:
 
 
 def with_decoder(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel:
-    """Shallow copy of a model with another decoder, so that its ``forward`` computes the rest from what that returns.
+    """Copy of a model with another decoder, so that its ``forward`` computes the rest from what that returns."""
+    from lit_ft.internals.torch import with_submodules
 
-    Weights are shared. An assignment to the copy's attribute would replace the decoder in the model too, as both share
-    the dictionary of their modules.
+    return with_submodules(model, {model.base_model_prefix: decoder})
+
+
+def as_published(base: PreTrainedModel, skeleton: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under the names, and in the shapes, of the files that a model was read from.
+
+    Args:
+        base: model that was read, which remembers how the files were converted.
+        skeleton: model of the same config on the meta device, without what a strategy has changed; changed in place.
+        weights: some of the model's weights.
     """
-    part = copy.copy(model)
-    part._modules = {**model._modules, model.base_model_prefix: decoder}
-    return part
+    skeleton._weight_conversions = getattr(base, "_weight_conversions", None)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, Tensor] = revert_weight_conversion(skeleton, weights)
+    return reverted
 
 
 def compile_chat_template(template: str) -> Template:

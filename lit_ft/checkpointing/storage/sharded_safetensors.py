@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.transformers import as_published
 
 
 def collect(base: nn.Module, writers: int, place: int, left_out: frozenset[str] = frozenset()) -> dict[str, Tensor]:
@@ -57,10 +57,7 @@ def write_part(base: PreTrainedModel, weights: dict[str, Tensor], file: Path) ->
             raise RecipeError(
                 f"{name} has values that are not finite; nothing is written, resume an earlier checkpoint"
             )
-    whole = _skeleton(base)
-    whole._weight_conversions = getattr(base, "_weight_conversions", None)  # conversions of the files that were read
-    as_published = revert_weight_conversion(whole, weights)
-    contiguous = {name: weight.contiguous() for name, weight in as_published.items()}
+    contiguous = {name: weight.contiguous() for name, weight in as_published(base, _skeleton(base), weights).items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(contiguous, file, metadata={"format": "pt"})
 
