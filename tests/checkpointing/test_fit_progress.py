@@ -1,6 +1,7 @@
 """What the Trainer's options train on, and that a run stopped at any moment equals one that was not stopped."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -237,8 +238,18 @@ def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_
     assert_resumed_equals(run, tmp_path, "batch", 1 if "overfit_batches" in options else 7)
 
 
+def cases_on_two_ranks() -> list[Any]:
+    """Each option once, on sized and streamed data in turn; with ``LIT_FT_EVERY_CASE=1`` on both."""
+    by_option: dict[str, list[Any]] = {}
+    for case in cases():
+        by_option.setdefault(case.id.split("-", 1)[1], []).append(case)
+    if os.environ.get("LIT_FT_EVERY_CASE"):
+        return [case for of_option in by_option.values() for case in of_option]
+    return [of_option[i % len(of_option)] for i, of_option in enumerate(by_option.values())]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(("streaming", "options", "schedule"), cases())
+@pytest.mark.parametrize(("streaming", "options", "schedule"), cases_on_two_ranks())
 def test_under_each_option_two_ranks_do_the_same(
     make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
 ) -> None:
