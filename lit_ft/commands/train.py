@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from lit_ft.bounded_yaml import load_yaml
 from lit_ft.checkpointing.selection import resumed_step
 from lit_ft.checkpointing.storage import replacement
 from lit_ft.checkpointing.storage.checkpoint_io import (
@@ -59,7 +60,7 @@ from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.state import RunState
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
-from lit_ft.training.loggers import MetricsCSV, StepEvents
+from lit_ft.training.loggers import beside_defaults, put_files_in
 from lit_ft.training.optimizers.configure import configure_optimizers, try_out
 from lit_ft.tuning.compatibility import check_situation
 
@@ -114,6 +115,8 @@ class SaveRecipe(SaveConfigCallback):
         config["resume_data"] = "same"
         path = RunFolder(Path(config["run_dir"])).config
         self.parser.save(config, path, skip_none=False, overwrite=True, multifile=False)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(load_yaml(path.read_text(encoding="utf-8")))
 
 
 class TrainingCLI(LightningCLI):
@@ -194,6 +197,7 @@ class TrainingCLI(LightningCLI):
                 )
                 options.run_dir = str(here.root)
         self.run_folder = RunFolder(Path(options.run_dir))
+        put_files_in(self.run_folder.root, options.trainer.logger)
         os.environ[RUN_DIR_VARIABLE] = options.run_dir
         if self.subcommand == "fit" and self.run_folder.root.is_dir() and is_rank_zero():
             lock_run(self.run_folder.root)
@@ -303,13 +307,9 @@ class TrainingCLI(LightningCLI):
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins = [*plugins, AnyCheckpointIO()]
         kwargs["plugins"] = plugins
-        if given.logger is None or given.logger is True:
-            step, is_logged = self._resumed_step()
-            loggers = [
-                MetricsCSV(folder, step, is_logged),
-                StepEvents(folder.root, name="tensorboard", version="", purge_step=step or None),
-            ]
-            kwargs["logger"] = loggers if self.subcommand == "fit" else False
+        if given.logger is not False:
+            is_fit = self.subcommand == "fit"
+            kwargs["logger"] = beside_defaults(given.logger, folder, *self._resumed_step()) if is_fit else False
         if given.enable_progress_bar is None and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             # No progress bar in a file or pipe; ConsoleSummary writes a line at intervals instead.
             kwargs["enable_progress_bar"] = sys.stdout.isatty()

@@ -8,6 +8,7 @@ from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import requires
+from textwrap import dedent
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
@@ -143,13 +144,31 @@ def unwrap_class_error(error: Exception) -> RecipeError:
         reason = f"{type(error).__name__}: {error}"
         return RecipeError(f"a class of the recipe cannot be built: {reason}; fix its init_args")
     said: BaseException = error
-    while said.__cause__ is not None and str(said).startswith("Does not validate"):
-        # jsonargparse lists a reason for each type that the option allows, e.g. a strategy's name or its class.
-        reasons = [line.removeprefix("  - ") for line in str(said).splitlines() if line.startswith("  - ")]
-        if by_class := [reason for reason in reasons if not reason.startswith("Expected a")]:
-            return RecipeError(by_class[-1])
+    while said.__cause__ is not None and _UNION.match(str(said)) and _reason_of_class(str(said)) is None:
         said = said.__cause__
-    return said if isinstance(said, RecipeError) else RecipeError(str(said))
+    return said if isinstance(said, RecipeError) else RecipeError(_reason_of_class(str(said)) or str(said))
+
+
+_UNION = re.compile("Does not validate against any of the Union subtypes")
+_NO_CLASS = ("Expected a", "Not a valid subclass")
+_IN_CLASS = re.compile(r"Problem with given class_path '[\w.]*?(\w+)':\s*(?=\S)")
+
+
+def _reason_of_class(message: str) -> str | None:
+    """Reason that a class gave, in a jsonargparse message, which nests reasons by their indentation; None without one.
+
+    Of an option of several types (e.g. a strategy's name or its class) jsonargparse lists a reason for each type.
+    """
+    first, _, rest = message.strip().partition("\n")
+    message = f"{first}\n{dedent(rest)}"
+    if _UNION.match(message):
+        reasons = re.split(r"^  - ", message.partition("\nGiven value type")[0], flags=re.MULTILINE)[1:]
+        found = [_reason_of_class(reason) for reason in reasons if not reason.startswith(_NO_CLASS)]
+        return found[-1] if found else None
+    if (head := _IN_CLASS.match(message)) is not None:
+        return f"{head[1]}: {_reason_of_class(message[head.end() :])}"
+    missing = re.match(r"No module named '([\w.]+)'", first)
+    return _how_to_install(missing[1]) if missing is not None else first or None
 
 
 def explain(message: str, parser: LightningArgumentParser) -> str:

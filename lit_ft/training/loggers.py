@@ -1,19 +1,25 @@
-"""Loggers of a run: ``metrics.csv``, and TensorBoard with one event per step."""
+"""Loggers of a run: ``metrics.csv``, TensorBoard with one event per step, and those of the recipe beside them."""
 
 import csv
 import io
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from jsonargparse import Namespace
+from lightning.pytorch import loggers as lightning_loggers
+from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lit_callbacks.export.manifest import write_durably
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
+from torch.utils.tensorboard.summary import hparams
 
 from lit_ft.checkpointing.storage.failures import explain_failed_write
 from lit_ft.run.folder import RunFolder
@@ -34,6 +40,9 @@ class MetricsCSV(CSVLogger):
         # it. Values that a callback logs between such steps are written with the next.
         super().__init__(run.root, name="", version="", flush_logs_every_n_steps=sys.maxsize)
         self.resumed_step, self.is_logged = resumed_step, is_logged
+
+    def log_hyperparams(self, params: object = None) -> None:
+        """Write nothing: the run folder has ``config.yaml``."""
 
     @property
     def experiment(self) -> ExperimentWriter:
@@ -143,6 +152,22 @@ class StepEvents(TensorBoardLogger):
             self._write(metrics, step)
 
     @rank_zero_only
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, Any] | None = None, step: int | None = None
+    ) -> None:
+        """Write options for TensorBoard's HPARAMS page, beside the last ``val/loss`` and ``train/loss`` of the run.
+
+        Args:
+            params: options by name; nested ones get names with slashes.
+            metrics: names of further metrics of the page.
+            step: number of the step.
+        """
+        if (file := self.experiment.file_writer) is not None:
+            names = dict.fromkeys(["val/loss", "train/loss", *(metrics or {})], 0.0)
+            for summary in hparams(_flat(params), names):
+                file.add_summary(summary, step)
+
+    @rank_zero_only
     def finalize(self, status: str) -> None:
         """Write the remaining events.
 
@@ -159,6 +184,73 @@ class StepEvents(TensorBoardLogger):
             return
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
         file.add_summary(Summary(value=values), step)
+
+
+class LitLogger(lightning_loggers.LitLogger, Logger):
+    """Lightning's logger for lightning.ai, as a subclass of the class that ``trainer.logger`` admits."""
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options without nesting, as numbers, booleans and text; those that are not set are left out."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}/")
+        elif value is not None:
+            flat[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
+
+
+# --- loggers of the recipe ----------------------------------------------------------------------------
+
+
+def put_files_in(folder: Path, logger: object) -> None:
+    """Let the recipe's loggers that name no folder write into the run folder.
+
+    Args:
+        folder: run folder.
+        logger: parsed ``trainer.logger``: classes with their arguments, changed in place.
+    """
+    for one in logger if isinstance(logger, list) else [logger]:
+        if not isinstance(one, Namespace) or not isinstance(arguments := one.get("init_args"), Namespace):
+            continue
+        module, _, name = one.class_path.rpartition(".")
+        cls = getattr(import_module(module), name)
+        parameters = signature(cls).parameters
+        for key in {"save_dir", "root_dir"} & parameters.keys():
+            if arguments.get(key) == parameters[key].default:
+                arguments[key] = str(folder)
+        more: dict[str, object] = {}
+        if issubclass(cls, WandbLogger) and arguments.id is None:
+            # The same run on the server when it is resumed.
+            arguments.id = re.sub(r"[^\w.-]", "-", f"{folder.parent.name}-{folder.name}")
+            arguments.name = arguments.name or f"{folder.parent.name}/{folder.name}"
+            more = {"resume": "allow"}
+        elif issubclass(cls, MLFlowLogger) and arguments.tracking_uri is None:
+            arguments.tracking_uri = f"sqlite:///{folder.absolute()}/mlflow.db"  # MLflow 3 refuses plain files
+            arguments.artifact_location = arguments.artifact_location or str(folder.absolute() / "mlflow")
+        elif issubclass(cls, CometLogger):
+            more = {"offline_directory": str(folder / "comet")}
+        if more:
+            one["dict_kwargs"] = more | (one.get("dict_kwargs") or {})
+
+
+def beside_defaults(given: object, run: RunFolder, resumed_step: int, is_logged: bool) -> list[Logger]:
+    """Loggers of a run: ``metrics.csv`` and TensorBoard, each unless the recipe has one of its kind; then the recipe's.
+
+    Args:
+        given: ``trainer.logger`` of the recipe.
+        run: run folder.
+        resumed_step: number of optimizer steps of the checkpoint that the run resumes from; 0 for a new run.
+        is_logged: whether the metrics of the checkpoint's last step were logged before it was written.
+    """
+    loggers = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Logger)]
+    defaults: list[Logger] = []
+    if not any(isinstance(one, CSVLogger) for one in loggers):
+        defaults.append(MetricsCSV(run, resumed_step, is_logged))
+    if not any(isinstance(one, TensorBoardLogger) for one in loggers):
+        defaults.append(StepEvents(run.root, name="tensorboard", version="", purge_step=resumed_step or None))
+    return defaults + loggers
 
 
 def _append_all_or_nothing(path: Path, text: str) -> None:
