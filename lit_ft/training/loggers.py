@@ -152,9 +152,7 @@ class StepEvents(TensorBoardLogger):
             self._write(metrics, step)
 
     @rank_zero_only
-    def log_hyperparams(
-        self, params: Any, metrics: Mapping[str, Any] | None = None, step: int | None = None
-    ) -> None:
+    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None, step: int | None = None) -> None:
         """Write options for TensorBoard's HPARAMS page, beside the last ``val/loss`` and ``train/loss`` of the run.
 
         Args:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ NOT_HERE = {
 
 REFUSED = {"liger": "needs a CUDA device"}
 """Fragments that say so where there is no GPU."""
+PACKAGE = {"wandb": "wandb", "mlflow": "mlflow", "litlogger": "litlogger", "comet": "comet_ml"}
+"""Packages of the fragments for loggers; where one is installed, its fragment is parsed only: it wants an account."""
 INSTEAD = {"compile": ["--model.compile", "eager"]}
 """The same without waiting for a C++ compiler; test_speed.py compares the numbers of compiled layers."""
 
@@ -77,7 +80,7 @@ def test_fragments_run_on_top_of_the_quickstart(
     caplog.set_level("INFO", "lightning.pytorch")
     name = path.relative_to(REPOSITORY)
     assert f"python -m lit_ft fit --config recipes/quickstart.yaml --config {name}" in path.read_text()
-    if path.stem in NOT_HERE:
+    if path.stem in NOT_HERE or (path.stem in PACKAGE and find_spec(PACKAGE[path.stem]) is not None):
         assert quickstart_with(name, "--print_config") == 0
         return
     options = ["--trainer.max_steps", "2", "--trainer.callbacks", "[]", "--trainer.limit_val_batches", "1"]
@@ -88,6 +91,10 @@ def test_fragments_run_on_top_of_the_quickstart(
         ranks = int(command[1]) if command is not None and "ModelParallelStrategy" in path.read_text() else 1
         options += ["--trainer.devices", str(ranks)]
         assert on_ranks(ranks, quickstart_with, name, *options) == [0] * ranks
+    elif path.stem in PACKAGE:
+        assert quickstart_with(name, *options) == 2
+        assert re.search(rf"error: \w+Logger: .*{PACKAGE[path.stem]}", capsys.readouterr().err.replace("-", "_"))
+        return
     elif path.stem in REFUSED and not torch.cuda.is_available():
         assert quickstart_with(name, *options) == 2
         assert REFUSED[path.stem] in capsys.readouterr().err

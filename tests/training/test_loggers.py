@@ -1,12 +1,20 @@
 """Where a run's figures go."""
 
+from inspect import signature
 from pathlib import Path
 
+import pytest
 import torch
+from google.protobuf import json_format
+from jsonargparse import Namespace
+from lightning.pytorch import loggers as lightning_loggers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from lit_ft.training.loggers import StepEvents
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from lit_ft.run.folder import RunFolder
+from lit_ft.training.loggers import LitLogger, MetricsCSV, StepEvents, beside_defaults, put_files_in
 
 
 def test_figures_of_a_call_are_one_event(tmp_path: Path) -> None:
@@ -33,3 +41,53 @@ def test_a_prefix_is_kept(tmp_path: Path) -> None:
     logger.log_metrics({"loss": 1.0}, 0)
     logger.finalize("success")
     assert EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"] == ["mine-loss"]
+
+
+def test_options_are_on_tensorboards_page_of_hyperparameters(tmp_path: Path) -> None:
+    logger = StepEvents(tmp_path, name="", version="")
+    logger.log_hyperparams({"model": {"peft": {"r": 8, "bias": "none", "rank_pattern": None}}, "devices": [0, 1]})
+    logger.log_metrics({"val/loss": 0.5}, 3)
+    logger.finalize("success")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    experiment, session, _ = (
+        HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{name}").plugin_data.content)
+        for name in ("experiment", "session_start_info", "session_end_info")
+    )
+    assert [info.name.tag for info in experiment.experiment.metric_infos] == ["val/loss", "train/loss"]
+    values = {name: json_format.MessageToDict(value) for name, value in session.session_start_info.hparams.items()}
+    assert values == {"model/peft/r": 8, "model/peft/bias": "none", "devices": "[0, 1]"}
+    assert [event.value for event in events.Scalars("val/loss")] == [0.5]  # of evaluations, not of the options
+
+
+def parsed(name: str, **arguments: object) -> Namespace:
+    """An option as jsonargparse parses it, with the defaults of the class."""
+    cls = getattr(lightning_loggers, name)
+    defaults = {key: p.default for key, p in signature(cls).parameters.items() if p.kind is not p.VAR_KEYWORD}
+    class_path = f"lightning.pytorch.loggers.{name}"
+    return Namespace(class_path=class_path, init_args=Namespace(**{**defaults, **arguments}))
+
+
+def test_loggers_write_into_the_run_folder_unless_the_recipe_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "qwen" / "2026-11-23_10-00-00"
+    wandb, mlflow, comet = parsed("WandbLogger"), parsed("MLFlowLogger"), parsed("CometLogger")
+    put_files_in(run, [wandb, mlflow, comet])
+    assert wandb.init_args.save_dir == str(run)
+    assert (wandb.init_args.id, wandb.dict_kwargs) == ("qwen-2026-11-23_10-00-00", {"resume": "allow"})
+    assert mlflow.init_args.tracking_uri == f"sqlite:///{run}/mlflow.db"
+    assert comet.dict_kwargs == {"offline_directory": str(run / "comet")}
+    chosen = parsed("WandbLogger", save_dir="/data", id="mine"), parsed("MLFlowLogger", tracking_uri="http://host:5000")
+    put_files_in(run, list(chosen))
+    assert (chosen[0].init_args.save_dir, chosen[0].init_args.id) == ("/data", "mine")
+    assert chosen[1].init_args.tracking_uri == "http://host:5000"
+    for nothing in (None, True, False, []):
+        put_files_in(run, nothing)
+
+
+def test_loggers_of_the_recipe_are_beside_the_defaults(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    mine, csv = LitLogger.__new__(LitLogger), lightning_loggers.CSVLogger(tmp_path)
+    assert [type(one) for one in beside_defaults(True, run, 0, True)] == [MetricsCSV, StepEvents]
+    assert [type(one) for one in beside_defaults([mine], run, 0, True)] == [MetricsCSV, StepEvents, LitLogger]
+    assert [type(one) for one in beside_defaults(csv, run, 0, True)] == [StepEvents, type(csv)]
