@@ -28,6 +28,8 @@ def texts_of(run: RunFolder) -> Texts:
     def texts(kind: Kind, trainer: Trainer, module: LightningModule) -> Mapping[str, str]:
         if not isinstance(module, CausalLM):
             return {}
+        for logger in trainer.loggers:
+            logger.save()  # metrics.csv has all that was logged
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         data = datamodule_of(trainer)
         return run_texts(kind, run, module, logged, samples_of(data) if isinstance(data, TextDataModule) else {})

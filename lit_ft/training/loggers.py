@@ -152,7 +152,9 @@ class StepEvents(TensorBoardLogger):
             self._write(metrics, step)
 
     @rank_zero_only
-    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None, step: int | None = None) -> None:
+    def log_hyperparams(  # type: ignore[override]
+        self, params: Mapping[str, object], metrics: Mapping[str, object] | None = None, step: int | None = None
+    ) -> None:
         """Write options for TensorBoard's HPARAMS page, beside the last ``val/loss`` and ``train/loss`` of the run.
 
         Args:
@@ -188,9 +190,9 @@ class LitLogger(lightning_loggers.LitLogger, Logger):
     """Lightning's logger for lightning.ai, as a subclass of the class that ``trainer.logger`` admits."""
 
 
-def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(options: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:
     """Options without nesting, as numbers, booleans and text; those that are not set are left out."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, bool | int | float | str] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{name}/")

@@ -151,6 +151,8 @@ def test_quickstart(tmp_path: Path) -> None:
     for name in ("adapter", "merged", "config.yaml"):
         assert (run_dir / name).exists()
     assert "next: python -m lit_ft predict" in done.stderr
+    card = (run_dir / "merged" / "README.md").read_text(encoding="utf-8")
+    assert f"| val/exact_match | {float(scores[1][1]) / 100:.4g} |" in card
 
 
 @pytest.mark.parametrize("recipe", ["qwen", "full"])

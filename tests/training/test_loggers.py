@@ -10,7 +10,6 @@ from jsonargparse import Namespace
 from lightning.pytorch import loggers as lightning_loggers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lit_ft.run.folder import RunFolder
