@@ -16,7 +16,8 @@ DEEPEST = 100
 LONG_TEXT = 1_000
 """Length in characters above which a string is checked as YAML too: jsonargparse parses strings again."""
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Loader of plain values: libyaml's where PyYAML has it."""
 
 
 def load_yaml(text: str) -> Any:
@@ -27,7 +28,7 @@ def load_yaml(text: str) -> Any:
         yaml.YAMLError: it is not valid YAML.
     """
     check_size(text)
-    return yaml.load(text, Loader=_LOADER)
+    return yaml.load(text, Loader=SAFE_LOADER)
 
 
 def bounded(load: Callable[[str], _Value]) -> Callable[[str], _Value]:
@@ -53,7 +54,7 @@ def check_size(text: str, strings_within: int = 3) -> None:
     sizes: dict[str, int] = {}  # by anchor
     open_values: list[tuple[str | None, int]] = [(None, 0)]  # anchor and size, outermost first
     try:
-        for event in yaml.parse(text, Loader=_LOADER):
+        for event in yaml.parse(text, Loader=SAFE_LOADER):
             if isinstance(event, yaml.CollectionStartEvent):
                 open_values.append((event.anchor, 1))
                 if len(open_values) > DEEPEST:

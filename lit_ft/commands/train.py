@@ -49,15 +49,18 @@ from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
 from lit_ft.export.folder_texts import texts_of
 from lit_ft.internals.jsonargparse import allow_untyped
+from lit_ft.internals.lightning import callbacks_of
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import check_unpickling
-from lit_ft.recipe.checks import allow_one_loader, check_files, check_values
+from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
+from lit_ft.recipe.files import check_files, in_order
 from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, shortened, unwrap_class_error
 from lit_ft.run.folder import RunFolder, new_run, newest_run, unfinished_run
 from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.state import RunState
+from lit_ft.training.callback_checks import check_callbacks
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
 from lit_ft.training.loggers import beside_defaults, put_files_in
@@ -141,7 +144,7 @@ class TrainingCLI(LightningCLI):
             trainer_defaults={"enable_model_summary": False},
             seed_everything_default=42,
             parser_class=RecipeParser,
-            args=arguments,
+            args=in_order([str(argument) for argument in arguments or []]),
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
@@ -168,6 +171,8 @@ class TrainingCLI(LightningCLI):
         except OSError as error:  # jsonargparse reads a value that names a file
             raise RecipeError(f"a value of the recipe names a file that cannot be read ({error})") from error
         check_values(self.config[self.config.subcommand])
+        if self.config.subcommand == "fit":
+            check_something_trains(self.config.fit.trainer)
 
     @property
     def options(self) -> Namespace:
@@ -391,6 +396,10 @@ class TrainingCLI(LightningCLI):
                     "leave merge out, and after training: python -m lit_ft export --run RUN --merge --quantized-base "
                     "dequantize (or keep)"
                 )
+            if stage == "fit":
+                data, limit = self.datamodule, self.trainer.limit_val_batches
+                has_data = data.validates if isinstance(data, TextDataModule) else True
+                check_callbacks(callbacks_of(self.trainer), bool(has_data and limit))
             allow_one_loader(self.datamodule)
         if isinstance(self.datamodule, TextDataModule):
             self.datamodule.load(tokenizer_of(self.model), stage)

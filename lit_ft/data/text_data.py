@@ -322,6 +322,11 @@ class TextDataModule(LightningDataModule):
         per_unit = self.packing if self.packing is not None else self.max_length
         return None if per_unit is None else per_unit * self.micro_batch_size
 
+    @property
+    def validates(self) -> bool:
+        """Whether there is validation data."""
+        return bool(self.sources["val"] or self.val_fraction)
+
     def plan(self, replicas: int = 1) -> BatchPlan:
         """Plan that distributes training samples to ``replicas`` data-parallel ranks."""
         return BatchPlan(

@@ -2,11 +2,9 @@
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import Namespace
@@ -18,26 +16,6 @@ from lit_ft.errors import RecipeError
 _Loaders = TypeVar("_Loaders")
 
 LARGEST_SEED = 2**32 - 1
-
-
-def check_files(arguments: Sequence[str]) -> None:
-    """Refuse files of ``--config`` that are not UTF-8 text.
-
-    Raises:
-        RecipeError: a file cannot be read; the message names it.
-    """
-    given = [b for a, b in pairwise(arguments) if a in ("--config", "-c")]
-    given += [one.split("=", 1)[1] for one in arguments if one.startswith(("--config=", "-c="))]
-    for path in (Path(name) for name in given if "\x00" not in name):
-        try:
-            if path.is_file():
-                path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise RecipeError(
-                f"--config {path}: is not UTF-8 (byte {error.start}); save the recipe as UTF-8 text"
-            ) from error
-        except OSError as error:
-            raise RecipeError(f"--config {path}: cannot be read ({error.strerror}); name another file") from error
 
 
 def check_values(options: Namespace) -> None:
@@ -60,10 +38,33 @@ def check_values(options: Namespace) -> None:
     if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed <= LARGEST_SEED:
         raise RecipeError(f"seed_everything={seed} must be 0 to {LARGEST_SEED}")
     _check_nulls(trainer, Trainer, "trainer")
+    _check_numbers(trainer)
     for key in ("model", "data"):
         _check_classes(options.get(key), key)
     for key in ("callbacks", "logger", "strategy", "plugins"):
         _check_classes(trainer.get(key), f"trainer.{key}")
+
+
+_LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0}
+"""Smallest values of options that Lightning takes as they are."""
+
+
+def _check_numbers(trainer: Namespace) -> None:
+    for name, least in _LEAST.items():
+        value = trainer.get(name)
+        if isinstance(value, int | float) and not value >= least:
+            raise RecipeError(f"trainer.{name}={value} must be {least} or more")
+
+
+def check_something_trains(trainer: Namespace) -> None:
+    """Refuse options of ``fit`` that train nothing.
+
+    Raises:
+        RecipeError: the run would have no step.
+    """
+    for name in ("max_steps", "max_epochs", "limit_train_batches"):
+        if (value := trainer.get(name)) == 0 and value is not None:
+            raise RecipeError(f"trainer.{name}={value} would train nothing; give more, or use the command validate")
 
 
 def _key_of_null_character(value: object, key: str = "") -> str | None:

@@ -31,6 +31,7 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.internals.jsonargparse import option_names
 from lit_ft.recipe import allowed_code
+from lit_ft.recipe.other_trainers import CLASSES, OPTIONS
 from lit_ft.training.causal_lm import CausalLM
 
 DEFAULT_CLASSES: dict[str, type] = {"model": CausalLM, "data": TextDataModule}
@@ -182,11 +183,24 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
         name = next(group for group in unknown.groups() if group)
         options = _options(message, parser)
         # The full name, or its first section: `optimiser.class_path` is a misspelled `optimizer`.
+        if (ours := OPTIONS.get(name.rpartition(".")[2])) is not None and ours != name:
+            return (f"{key}: " if key else "") + f"unknown option {name!r}; here it is {ours}"
         near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
         advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
         return (f"{key}: " if key else "") + f"unknown option {shortened(name, 100)!r}; {advice}"
     if (missing := re.search(r"No module named '([\w.]+)'", message)) is not None:
         return (f"{key}: " if key else "") + _how_to_install(missing[1])
+    if (short := re.search(r"Expected a dot import path string: (\w+)", message)) is not None:
+        ours = CLASSES.get(short[1].lower())
+        advice = f"write {ours}" if ours else "write the module and the class, e.g. torch.optim.AdamW"
+        return f"{key}: {short[1]!r} is no class path; {advice}"
+    if (absent := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)) is not None:
+        near = get_close_matches(absent[2], dir(import_module(absent[1])), n=1)
+        advice = f"did you mean {absent[1]}.{near[0]}?" if near else "fix the class_path"
+        return f"{key}: there is no {absent[1]}.{absent[2]}; {advice}"
+    if (needed := re.search(r"following arguments are required: ([\w., ]+)", message)) is not None:
+        names = " and ".join(sorted(name.rpartition(".")[2] for name in needed[1].split(", ")))
+        return f"{names}: the recipe names the section without options; give them, or leave the name out"
     reasons = _reasons(re.sub(r'Parser key "[\w.]+":', "\n", message))
     return f"{key}.{reasons}" if key and re.match(r"[\w.]+: ", reasons) else f"{key}: {reasons}" if key else reasons
 

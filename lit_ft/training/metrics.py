@@ -10,6 +10,12 @@ from torchmetrics import Metric
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 
 
+def metric_names(split: str) -> list[str]:
+    """Names of the metrics that ``CausalLM`` logs of a split (train, val, test), apart from losses of sources."""
+    names = [f"{split}/{name}" for name in ("loss", "perplexity", "token_accuracy", "router_aux_loss")]
+    return [*names, "train/learning_rate", "train/grad_norm", "train/regularization"] if split == "train" else names
+
+
 class TokenMean(Metric):
     """Mean of a quantity per token, over all batches and ranks.
 

@@ -56,6 +56,8 @@ class TrainingSpec:
             )
         if self.liger and self.compile:
             raise RecipeError("model.liger and model.compile both fuse norms and MLPs; set one of them to false")
+        if self.neftune_alpha is not None and not self.neftune_alpha > 0:
+            raise RecipeError(f"model.neftune_alpha={self.neftune_alpha} must be above 0, e.g. 5; null adds no noise")
         if isinstance(self.compile, str) and self.compile not in (names := _compile_backends()):
             raise RecipeError(f"model.compile={self.compile!r} is no backend of torch.compile; use true or {names}")
         if self.router_aux_loss is not None and self.compile:

@@ -154,12 +154,17 @@ def check_ranks(model: PeftModel) -> None:
     """Refuse LoRA with a rank above a layer's smaller dimension, which is the largest rank that its weight can have.
 
     Raises:
-        RecipeError: a rank is too large; the message names the layer.
+        RecipeError: a rank is too large, or the scale is 0; the message names the layer.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or not isinstance(layer.get_base_layer(), nn.Linear):
             continue
         size, rank = min(layer.in_features, layer.out_features), layer.r.get("default", 0)
+        if layer.lora_alpha.get("default", 1) <= 0:
+            raise RecipeError(
+                f"model.peft: lora_alpha={layer.lora_alpha['default']} must be above 0: the adapter's output is scaled "
+                "by lora_alpha / r; r or 2 r is usual"
+            )
         if rank > size:
             raise RecipeError(
                 f"model.peft: rank {rank} is above the size of {name.removeprefix('base_model.model.')} "

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from lit_callbacks.distributed.gather import full_shape
 from lit_callbacks.protocols import KeepsTwoWeightSets
@@ -94,6 +94,11 @@ def configure_optimizers(
                 "data has a length"
             )
         scheduler.total_steps = int(steps)
+        if scheduler.warmup_steps >= scheduler.total_steps:
+            rank_zero_warn(
+                f"the warm-up takes {scheduler.warmup_steps:,} optimizer steps and the run {scheduler.total_steps:,}: "
+                "the learning rate never reaches its full value; lower lr_scheduler.warmup, or train longer"
+            )
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
@@ -106,7 +111,7 @@ def try_out(optimizer: OptimizerCallable, skeleton: nn.Module, takes_step: bool)
         takes_step: also take a step, with small gradients; some optimizers check their arguments only then.
 
     Raises:
-        ValueError: a step results in weights that are not finite.
+        ValueError: the learning rate is 0, or a step results in weights that are not finite.
     """
     matrices = hidden_matrices(skeleton)
     kinds = dict.fromkeys((p in matrices, p.dim()) for p in skeleton.parameters() if p.requires_grad)
@@ -115,6 +120,8 @@ def try_out(optimizer: OptimizerCallable, skeleton: nn.Module, takes_step: bool)
     _logger.setLevel(logging.WARNING)  # the optimizer of the run prints what it trains
     try:
         built: Any = optimizer(groups)
+        if not any(group["lr"] for group in built.param_groups):
+            raise ValueError("a learning rate of 0 trains nothing")
         if takes_step:
             for group in groups:
                 group["params"][0].grad = torch.full_like(group["params"][0], 1e-3)  # type: ignore[index]
