@@ -202,6 +202,18 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["--trainer.val_check_interval", "1000"],
         "trainer.val_check_interval=1000 is more than the 11 micro-batches of an epoch; make it smaller, ",
     ),
+    "a trainer's word": (["--learning_rate", "1e-4"], "unknown option 'learning_rate'; here it is optimizer.lr"),
+    "a word in its section": (["--trainer.num_train_epochs", "1"], "here it is trainer.max_epochs"),
+    "a short name": (["--optimizer", "adamw"], "optimizer: 'adamw' is no class path; write torch.optim.AdamW"),
+    "a short schedule": (["--lr_scheduler", "cosine"], "write lit_ft.schedules.CosineWithWarmup"),
+    "a class that there is not": (
+        ["--trainer.callbacks", "lit_callbacks.LossLeger"],
+        "there is no lit_callbacks.LossLeger; did you mean lit_callbacks.LossLedger?",
+    ),
+    "a negative learning rate": (["--optimizer.lr", "-1e-3"], "optimizer: ValueError: Invalid learning rate: -0.001"),
+    "no GPU": (["--trainer.accelerator", "gpu"], "torch sees no accelerator here: leave trainer.accelerator out"),
+    "a negative seed": (["--seed_everything", "-3"], "seed_everything=-3 must be 0 to 4294967295"),
+    "a strategy that there is not": (["--trainer.strategy", "zero3"], "invalid strategy name: `strategy='zero3'`"),
     "rank above the layer": (["--model.peft.r", "49"], "rank 49 is above the size of model.layers.0.self_attn.q_proj"),
     "another task": (["--model.peft.task_type", "SEQ_CLS"], "task_type=SEQ_CLS is not for causal language models"),
     "prompt method to be merged": (

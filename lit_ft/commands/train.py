@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+import torch
 from jsonargparse import ActionYesNo, Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
@@ -325,7 +326,9 @@ class TrainingCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:  # raised by Trainer for bad arguments
-            raise RecipeError(f"trainer: {shortened(str(error), 400)}") from error
+            is_absent = given.accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
+            advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu" if is_absent else ""
+            raise RecipeError(f"trainer: {shortened(str(error), 400)}{advice}") from error
 
     def _resumed_step(self) -> tuple[int, bool]:
         """Optimizer steps of the checkpoint that the run resumes from, and whether the last one was logged."""

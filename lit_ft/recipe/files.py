@@ -62,7 +62,7 @@ def _check_yaml(path: Path, text: str) -> None:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         line = mark.line if mark is not None else 0
         reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-        is_tab = "\t" in (text.splitlines() or [""])[min(line, text.count("\n"))]
+        is_tab = "\t" in text.split("\n")[min(line, text.count("\n"))]
         advice = "indent with spaces, not with a tab" if is_tab else "correct it there, or in the line before"
         raise RecipeError(f"{path}:{line + 1}: is no YAML ({reason}); {advice}") from error
     if root is None:

@@ -183,7 +183,12 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
         name = next(group for group in unknown.groups() if group)
         options = _options(message, parser)
         # The full name, or its first section: `optimiser.class_path` is a misspelled `optimizer`.
-        if (ours := OPTIONS.get(name.rpartition(".")[2])) is not None and ours != name:
+        section, _, word = name.rpartition(".")
+        ours = OPTIONS.get(word) if section in ("", "model", "data", "trainer") else None
+        part = (ours or "").rpartition(".")[0]
+        if ours == f"{part}.{name}" and part in CLASSES and not message.startswith("unrecognized"):
+            return f"{name} is an option of a class, and none is named; name one, e.g. --{part} {CLASSES[part]}"
+        if ours is not None:
             return (f"{key}: " if key else "") + f"unknown option {name!r}; here it is {ours}"
         near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
         advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"

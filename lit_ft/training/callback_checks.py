@@ -49,9 +49,8 @@ def _check_monitor(monitor: str, who: str, has_validation: bool) -> None:
 
 def _check_filename(filename: str) -> None:
     if (metric := re.search(r"\{(\w+/[^:}]*)[^}]*\}", filename)) is not None:
-        short = metric[1].rpartition("/")[2]
+        better = filename.replace(metric[0], f"{metric[1].rpartition('/')[2]}={metric[0]}")
         raise RecipeError(
             f"trainer.callbacks: ModelCheckpoint's filename {filename!r} would be a folder, because the name "
-            f"{metric[1]!r} is put before its value; write {filename.replace(metric[0], f'{short}={metric[0]}')!r} with "
-            "auto_insert_metric_name: false"
+            f"{metric[1]!r} is put before its value; write {better!r} with auto_insert_metric_name: false"
         )

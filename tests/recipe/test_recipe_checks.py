@@ -67,6 +67,46 @@ CASES: dict[str, tuple[str, str]] = {
         "model.peft: TypeError: ",
     ),
     "a name that is none": ("model: {tokenizer: '{}'}", "no hub id can be spelt so"),
+    "a negative clip value": ("trainer: {gradient_clip_val: -1}", "trainer.gradient_clip_val=-1 must be 0 or more"),
+    "no micro-batch": ("trainer: {accumulate_grad_batches: 0}", "accumulate_grad_batches=0 must be 1 or more"),
+    "no epoch between": ("trainer: {check_val_every_n_epoch: 0}", "check_val_every_n_epoch=0 must be 1 or more"),
+    "no step": ("trainer: {max_steps: 0}", "trainer.max_steps=0 would train nothing; give more, or use the command"),
+    "no epoch": ("trainer: {max_epochs: 0}", "trainer.max_epochs=0 would train nothing"),
+    "no batch": ("trainer: {limit_train_batches: 0}", "trainer.limit_train_batches=0 would train nothing"),
+    "no learning rate": (
+        "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0}}",
+        "optimizer: ValueError: a learning rate of 0 trains nothing",
+    ),
+    "no scale": ("model: {peft: {init_args: {lora_alpha: 0}}}", "model.peft: lora_alpha=0 must be above 0: the adap"),
+    "negative noise": ("model: {neftune_alpha: -5}", "model.neftune_alpha=-5.0 must be above 0, e.g. 5; null adds no"),
+    "a duration": ("trainer: {max_time: 1 hour}", "Expected a string in the format DD:HH:MM:SS"),
+    "a misspelt metric": (
+        "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {monitor: val_loss}}]}\n"
+        "data: {val_fraction: 0.2}",
+        "ModelCheckpoint monitors 'val_loss', which is not logged; did you mean 'val/loss'? There are train/loss, ",
+    ),
+    "a metric without data": (
+        "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/loss}}]}",
+        "EarlyStopping monitors 'val/loss', and there is no validation; set data.val_path or data.val_fraction",
+    ),
+    "a folder for a file name": (
+        "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {filename: '{step}-{val/loss:.2f}'}}]}",
+        "write '{step}-loss={val/loss:.2f}' with auto_insert_metric_name: false",
+    ),
+    "a section without options": ("data:\nmodel:", "data and model: the recipe names the section without options"),
+    "a key twice": (
+        "trainer: {max_steps: 3}\ndata: {path: a}\ntrainer: {max_epochs: 1}",
+        ":3: 'trainer' stands in line 1",
+    ),
+    "an inner key twice": ("data:\n  path: a\n  path: b", "more.yaml:3: 'path' stands in line 2 already"),
+    "nothing": ("", "more.yaml: is empty; a recipe names at least a model and data"),
+    "a list": ("- a\n- b", "more.yaml: holds a list; a recipe is a mapping"),
+    "one value": ("3", "more.yaml: holds one value; a recipe is a mapping"),
+    "an open bracket": ("model:\n  pretrained: [a\n", "more.yaml:3: is no YAML (did not find expected ',' or ']')"),
+    "a tab": (
+        "model:\n\tpretrained: a\n",
+        "more.yaml:2: is no YAML (found character that cannot start any token); indent",
+    ),
     "escapes": ('data: {path: "./\\e]0;no.json"}', r"'./\x1b]0;no.json' does not exist"),
 }
 
@@ -79,7 +119,8 @@ def test_a_line_before_any_weights(
     text, message = CASES[name]
     path = tmp_path / "more.yaml"
     path.write_text(text)
-    arguments = [*recipe(tmp_path, model_folder, write_rows(), max_steps=1), "--run_dir", str(tmp_path / "run")]
+    arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=1)
+    arguments += [] if "run_dir" in text else ["--run_dir", str(tmp_path / "run")]
     lines = run(capsys, *arguments, "--config", str(path), code=2)
     last = lines.strip().splitlines()[-1]
     assert last.startswith("lit_ft: error: ")

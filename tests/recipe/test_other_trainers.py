@@ -1,0 +1,42 @@
+"""What stands for another trainer's words exists here."""
+
+import inspect
+from importlib import import_module
+
+import peft
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lit_ft import CausalLM, TextDataModule, schedules
+from lit_ft.recipe.other_trainers import CLASSES, OPTIONS
+
+SECTIONS = {
+    "model.peft": peft.LoraConfig,
+    "model": CausalLM,
+    "data": TextDataModule,
+    "trainer": Trainer,
+    "optimizer": torch.optim.AdamW,
+    "lr_scheduler": schedules.CosineWithWarmup,
+}
+
+
+@pytest.mark.parametrize(
+    "word", [word for word, ours in OPTIONS.items() if ours.startswith(tuple(f"{s}." for s in SECTIONS))]
+)
+def test_options_exist(word: str) -> None:
+    option = OPTIONS[word].split()[0].strip(",;:()")
+    section = next(name for name in SECTIONS if option.startswith(f"{name}."))
+    assert option.removeprefix(f"{section}.") in inspect.signature(SECTIONS[section]).parameters
+
+
+@pytest.mark.parametrize(
+    "path", sorted({path.split()[0].strip(";") for path in CLASSES.values() if "." in path.split()[0]})
+)
+def test_classes_exist(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    assert isinstance(getattr(import_module(module), name), type)
+
+
+def test_thirty_words() -> None:
+    assert len(OPTIONS) > 60

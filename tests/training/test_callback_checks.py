@@ -1,0 +1,34 @@
+"""Monitors and file names of callbacks."""
+
+import pytest
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from lit_ft import RecipeError
+from lit_ft.training.callback_checks import check_callbacks
+
+
+@pytest.mark.parametrize("monitor", ["val/loss", "train/grad_norm", "val/loss/tools", "throughput/tokens_per_second"])
+def test_what_is_logged_is_monitored(monitor: str) -> None:
+    check_callbacks([EarlyStopping(monitor), ModelCheckpoint(monitor=monitor, filename="{step}")], has_validation=True)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "has_validation", "message"),
+    [
+        ("eval_loss", True, "did you mean 'val/loss'"),
+        ("loss", True, "is not logged"),
+        ("val/accuracy", True, "did you mean 'val/token_accuracy'"),
+        ("val/loss/tools", False, "there is no validation"),
+        ("val_loss", False, "There are train/loss, .*train/regularization$"),
+    ],
+)
+def test_what_is_not_logged_is_refused(monitor: str, has_validation: bool, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        check_callbacks([ModelCheckpoint(monitor=monitor)], has_validation)
+
+
+def test_file_names() -> None:
+    with pytest.raises(RecipeError, match="'loss={val/loss}' with auto_insert_metric_name: false"):
+        check_callbacks([ModelCheckpoint(filename="{val/loss}")], has_validation=True)
+    check_callbacks([ModelCheckpoint(filename="loss={val/loss}", auto_insert_metric_name=False)], has_validation=True)
+    check_callbacks([ModelCheckpoint(filename="{epoch}-{step}"), ModelCheckpoint()], has_validation=False)
