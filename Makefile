@@ -8,7 +8,13 @@ WORKERS ?= 2
 .PHONY: quickstart test tiny-qwen2 clean
 
 $(VENV)/.installed: pyproject.toml callbacks/pyproject.toml
+	@echo "Installing lit_ft and what it needs into $(VENV): 1.8 GB with torch for CPUs, 7 GB with torch for CUDA."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -e ./callbacks -e .
+	touch $@
+
+# The tools of CONTRIBUTING.md too.
+$(VENV)/.installed-dev: $(VENV)/.installed
 	$(RUN) -m pip install -q -e ./callbacks -e ".[dev]"
 	touch $@
 
@@ -17,7 +23,7 @@ quickstart: $(VENV)/.installed
 	$(RUN) -m lit_ft fit --config recipes/quickstart.yaml
 
 # Everything that .ci/run checks: lint, types, layers, unit and multi-process tests, recipes, quickstart.
-test: $(VENV)/.installed
+test: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
