@@ -54,6 +54,7 @@ from lit_ft.internals.lightning import callbacks_of
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import check_unpickling
+from lit_ft.recipe.callback_checks import check_callbacks
 from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
 from lit_ft.recipe.files import check_files, in_order
 from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, shortened, unwrap_class_error
@@ -61,7 +62,6 @@ from lit_ft.run.folder import RunFolder, new_run, newest_run, unfinished_run
 from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.state import RunState
-from lit_ft.training.callback_checks import check_callbacks
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
 from lit_ft.training.loggers import beside_defaults, put_files_in

@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lit_ft import RecipeError
-from lit_ft.training.callback_checks import check_callbacks
+from lit_ft.recipe.callback_checks import check_callbacks
 
 
 @pytest.mark.parametrize("monitor", ["val/loss", "train/grad_norm", "val/loss/tools", "throughput/tokens_per_second"])
