@@ -2,7 +2,7 @@
 
 Registered with transformers' ``AttentionInterface`` under ``PACKED``, so that models stay unmodified.
 No mask is built: causal attention is computed within each sample (segment) of the packed batch. On CUDA this
-is one variable-length flash-attention call; elsewhere one SDPA call per segment.
+is one variable-length flash-attention call where it applies (``takes_varlen``); elsewhere one SDPA call per segment.
 
 Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, result ``(1, T, heads, head_dim)``.
 """
@@ -72,7 +72,7 @@ def packed_attention(
     if isinstance(module, AttendsToAllRanks):
         mesh = module.context_mesh
         return attend_to_all_ranks(query, key, value, mesh, segment_lengths, dropout, scaling, sliding_window), None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
+    if takes_varlen(query, value, dropout):
         return _varlen(query, key, value, segment_lengths, scaling, sliding_window), None
     segments = zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [_segment(q, k, v, dropout, scaling, sliding_window) for q, k, v in segments]
@@ -114,11 +114,29 @@ def attend_to_all_ranks(
                 q = query[:, :, taken : taken + last - first]
                 taken += last - first
                 pieces.append((q, keys[:, :, start:last], values[:, :, start:last]))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
+    if takes_varlen(query, value, dropout):
         joined_q, joined_k, joined_v = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
         own_lengths, key_lengths = [q.shape[2] for q, _, _ in pieces], [k.shape[2] for _, k, _ in pieces]
         return _varlen(joined_q, joined_k, joined_v, own_lengths, scaling, window, key_lengths)
     return torch.cat([_segment(*piece, dropout, scaling, window) for piece in pieces], dim=2).transpose(1, 2)
+
+
+def takes_varlen(query: Tensor, value: Tensor, dropout: float = 0.0) -> bool:
+    """Whether ``varlen_attn`` computes these inputs: FlashAttention-2 does, in half precision, from Ampere on.
+
+    Heads narrower than a multiple of 8 (SDPA pads them), wider than 256, or with values of another width (multi-head
+    latent attention) go segment by segment (``mha_varlen_fwd``, torch 2.11 to 2.13).
+    """
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and not dropout
+        and width % 8 == 0
+        and width <= 256
+        and value.shape[-1] == width
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
 
 
 def own_ranges(tokens: int, ranks: int, rank: int) -> list[range]:

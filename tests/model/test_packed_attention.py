@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 from architectures import OWN, save_model
+from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_ft import CausalLM
 from lit_ft.errors import RecipeError
-from lit_ft.model.packed_attention import PACKED
+from lit_ft.model.packed_attention import PACKED, takes_varlen
 from lit_ft.packed_batch import pack_samples
 
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text", "granite", "olmo2", "phi3", "cohere"]
@@ -89,3 +90,29 @@ def test_llama_4_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     for build in (module.check, module.configure_model):
         with pytest.raises(RecipeError, match=r"llama4_text \(Llama 4\) has chunked attention"):
             build()
+
+
+@pytest.mark.parametrize(
+    ("widths", "options", "fits"),
+    [
+        ((64, 64), {}, True),
+        ((256, 256), {"dtype": torch.float16}, True),
+        ((12, 12), {}, False),  # not a multiple of 8
+        ((320, 320), {}, False),
+        ((192, 128), {}, False),  # multi-head latent attention
+        ((64, 64), {"dtype": torch.float32}, False),
+        ((64, 64), {"dropout": 0.1}, False),
+        ((64, 64), {"device": "cpu"}, False),
+        ((64, 64), {"capability": (7, 5)}, False),  # Turing
+    ],
+)
+def test_inputs_that_flash_attention_takes(
+    widths: tuple[int, int], options: dict[str, object], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensors that only say that they are on CUDA; tests/cuda runs the kernels."""
+    given = {"dtype": torch.bfloat16, "device": "cuda", "dropout": 0.0, "capability": (9, 0), **options}
+    capability, dropout = given.pop("capability"), given.pop("dropout")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        query, value = (torch.empty(1, 4, 9, width, **given) for width in widths)
+    assert takes_varlen(query, value, dropout) == fits
