@@ -270,3 +270,9 @@ def test_slow_tokenization_outlasts_the_process_groups_timeout(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.stdout.count("TRAINED") == 2, done.stderr[-2000:]
     assert done.stdout.count("TOKENIZES") == 1
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    assert token_cache.version_of("numpy").count(".") == 2
+    with pytest.raises(RecipeError, match="no-such-package is not installed, .*; pip install no-such-package"):
+        token_cache.version_of("no-such-package")

@@ -327,10 +327,21 @@ def test_layers_without_a_true_gradient_are_found() -> None:
             return super().forward(input).detach()
 
     check_gradient(nn.Linear(8, 4), torch.float32)
+    with torch.device("meta"):  # as Lightning builds models: under the device of the run
+        check_gradient(nn.Linear(8, 4, device="cpu"), torch.float32)
     with pytest.raises(RecipeError, match="it is 50% of what it should be"):
         check_gradient(Half(8, 4), torch.float32)
     with pytest.raises(RecipeError, match="does not require grad"):
         check_gradient(Detached(8, 4), torch.float32)
+
+
+def test_too_little_memory_is_not_taken_for_a_wrong_gradient() -> None:
+    class TooLarge(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        check_gradient(TooLarge(8, 4), torch.float32)
 
 
 def test_the_command_line_says_it_in_one_line(

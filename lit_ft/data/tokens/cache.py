@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -59,10 +59,24 @@ def fingerprint(source_digest: str, tokenization: Tokenization, **more: object) 
         "tokenizer": [type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template],
         "special tokens": tokenizer.special_tokens_map,
         "code": [inspect.getsource(module) for module in code],
-        "libraries": [version(name) for name in ("transformers", "tokenizers", "jinja2", "datasets", "numpy")],
+        "libraries": [version_of(name) for name in ("transformers", "tokenizers", "jinja2", "datasets", "numpy")],
     }
     text = json.dumps(ingredients, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def version_of(package: str) -> str:
+    """Version of an installed package, which decides what tokens rows become.
+
+    Raises:
+        RecipeError: it is not installed.
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError as error:
+        raise RecipeError(
+            f"{package} is not installed, whose version names the entries of the token cache; pip install {package}"
+        ) from error
 
 
 def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:

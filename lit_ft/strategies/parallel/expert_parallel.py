@@ -14,11 +14,11 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.torch import all_to_all_single_autograd, own_parameters, wait_tensor
 from lit_ft.model.architecture import Architecture
+from lit_ft.model.parameter_patterns import layers_by_wildcard
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Outputs of a layer's experts, from hidden states, indices of each token's experts, and weights of their outputs."""
@@ -28,7 +28,7 @@ def experts_of(base: PreTrainedModel) -> list[nn.Module]:
     """Modules that each hold the experts of one layer, from Hugging Face's ``base_model_ep_plan``."""
     plan = Architecture.of(base.config).expert_plan
     names = {f"{base.base_model_prefix}.{name}" for name, style in plan.items() if style == "ep_dispatch_experts"}
-    return [module for name, module in base.named_modules() if replace_layer_number_by_wildcard(name) in names]
+    return [module for name, module in base.named_modules() if layers_by_wildcard(name) in names]
 
 
 def expert_count(experts: nn.Module) -> int | None:

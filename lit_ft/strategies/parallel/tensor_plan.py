@@ -6,11 +6,11 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.torch import own_parameters
 from lit_ft.model.architecture import Architecture
+from lit_ft.model.parameter_patterns import layers_by_wildcard
 
 COLUMNS, ROWS = "colwise", "rowwise"
 WHOLE_OUT, WHOLE_IN = "colwise_gather_output", "rowwise_split_input"
@@ -54,7 +54,7 @@ class Plan:
             )
         self.styles: dict[nn.Module, str] = {}
         for name, module in base.named_modules():
-            style = _STYLES.get(styles.get(replace_layer_number_by_wildcard(name), ""))
+            style = _STYLES.get(styles.get(layers_by_wildcard(name), ""))
             if style is not None:
                 self.styles[module] = style
         edges = {base.get_input_embeddings(), base.get_output_embeddings()}
