@@ -73,7 +73,7 @@ class CountBytes(TorchDispatchMode):
         return result
 
     def _count(self, name: str, args: Sequence[Any]) -> None:
-        if (ranks := _ranks(args)) is None:
+        if (ranks := ranks_of(args)) is None:
             return
         tensors = [size for arg in args for size in _sizes(arg)]
         if name in ("all_reduce", "allreduce"):
@@ -88,7 +88,8 @@ class CountBytes(TorchDispatchMode):
             self.sent[ranks] += sum(tensors)
 
 
-def _ranks(args: Sequence[Any]) -> tuple[int, ...] | None:
+def ranks_of(args: Sequence[Any]) -> tuple[int, ...] | None:
+    """Ranks of the process group among an operation's arguments; None if there is none."""
     for arg in args:
         if isinstance(arg, str):
             try:

@@ -20,8 +20,11 @@ from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.distributed.gather import full_tensor, full_weights
 from peft import LoraConfig
 from ranks import LiveRanks, on_ranks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.parallel.parallel_bytes import ranks_of
 from lit_ft import CausalLM, ExactMatch, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.cli import main
@@ -245,6 +248,37 @@ def _needs_torch(request: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_same_numbers(check_same: Any, qwen2: Any, layout: str, way: str) -> None:
     check_same(qwen2(LAYOUTS[layout].layers), Run(WAYS[way]), LAYOUTS[layout])
+
+
+class FirstCalls(TorchDispatchMode):
+    """The first call of each process group, by its ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[tuple[int, ...], str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace == "c10d" and (ranks := ranks_of(args)) is not None:
+            self.names.setdefault(ranks, func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def first_calls(*arguments: Any) -> dict[tuple[int, ...], str]:
+    with FirstCalls() as calls:
+        fit(*arguments)
+    return calls.names
+
+
+def test_a_pipelines_first_call_is_one_of_all_its_ranks(
+    make_trainer: Any, qwen2: Any, rows: str, live_ranks: LiveRanks
+) -> None:
+    """What NCCL asks for: messages between two ranks may hang otherwise."""
+    layout = LAYOUTS["dp2xpp2"]
+    calls = live_ranks(4, first_calls, make_trainer, qwen2(layout.layers), rows, Run(WAYS["LoRA"]), layout)
+    first = [names[ranks] for names, ranks in zip(calls, [(0, 2), (1, 3)] * 2, strict=True)]
+    assert first == ["c10d::allreduce_"] * 4
 
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)

@@ -219,8 +219,8 @@ class _Stage(PipelineStage):
         if not self.is_within_window:
             super().perform_reduce_grad(grad_scale_factor)
 
-    # torch 2.11 warms up connections, also of a rank with itself, which gloo does not support; and it compares shapes
-    # with those that a stage was created with.
+    # torch 2.11 warms up connections, also of a rank with itself, which gloo does not support (`Pipeline` does it by a
+    # collective); and it compares shapes with those that a stage was created with.
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
@@ -309,6 +309,9 @@ class Pipeline:
             loss_fn=lambda loss, _: loss,
             scale_grads=False,
         )
+        # On NCCL a group's first call must be one of all its ranks, or a batch of messages among some of them may hang
+        # (torch.distributed.batch_isend_irecv). torch's own warm-up does not do this for stages with known shapes.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=mesh.get_group())
 
     def __call__(self, row: PackedBatch) -> TokenLoss:
         """Compute the loss of a packed batch, on every rank of the pipeline.
