@@ -52,13 +52,13 @@ Run = dict[str, Any]
 """``contestant``, ``setting``, ``round``, and the measurements or ``error``."""
 
 
-def run_contestant(contestant: Contestant, job: Job, environments: Path, log: Path, limit_seconds: float) -> Run:
+def run_contestant(contestant: Contestant, job: Job, environments: Path | None, log: Path, limit_seconds: float) -> Run:
     """Run a contestant in a new process.
 
     Args:
         contestant: contestant to run.
         job: work to do; folder, start time and options are replaced.
-        environments: folder of the peers' environments.
+        environments: folder of the peers' environments; None runs them with this interpreter.
         log: file for the output of the process.
         limit_seconds: seconds after which the process is ended.
 
@@ -66,7 +66,7 @@ def run_contestant(contestant: Contestant, job: Job, environments: Path, log: Pa
         The measurements, or the reason of a failure as ``error``.
     """
     python = sys.executable
-    if contestant.environment is not None:
+    if contestant.environment is not None and environments is not None:
         if (reason := reason_of(environments, contestant.environment)) is not None:
             return {"error": reason}
         python = str(python_of(environments, contestant.environment))
@@ -76,12 +76,12 @@ def run_contestant(contestant: Contestant, job: Job, environments: Path, log: Pa
         return _run_module(python, contestant.runner, asked, log, limit_seconds)
 
 
-def run_peak(asked: dict[str, Any], log: Path) -> Run:
+def run_peak(asked: dict[str, Any], log: Path, limit_seconds: float = 600) -> Run:
     """Measure the peak of a model's matrix products in a new process; ``asked``: arguments of ``matrix_peak.peaks``."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peak.json"
         path.write_text(json.dumps(asked), encoding="utf-8")
-        return _run_module(sys.executable, PEAK, path, log, 600)
+        return _run_module(sys.executable, PEAK, path, log, limit_seconds)
 
 
 def _run_module(python: str, module: str, asked: Path, log: Path, limit_seconds: float) -> Run:

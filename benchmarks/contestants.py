@@ -22,15 +22,17 @@ class Contestant(NamedTuple):
     """Whether it packs samples itself, so that its steps have other samples than the job's."""
 
 
-def contestants(device: str, row_tokens: int) -> list[Contestant]:
+def contestants(device: str, row_tokens: int, attention: str = "sdpa") -> list[Contestant]:
     """All contestants for a device.
 
     Args:
         device: ``cpu`` or ``cuda``; the best settings differ.
         row_tokens: length limit of a packed sequence in tokens, about the tokens of an optimizer step.
+        attention: attention function of transformers for the peers' best settings on CUDA. ``sdpa`` needs no package
+            and takes cuDNN's kernel on Hopper; ``flash_attention_2`` needs one, or a kernel from the hub.
     """
     is_cuda = device == "cuda"
-    flash = {"attn_implementation": "flash_attention_2"} if is_cuda else {}
+    flash = {"attn_implementation": attention} if is_cuda else {}
     liger = {"use_liger_kernel": True} if is_cuda else {}
     compiled = {"arguments": ["--model.compile=true"]}
     return [
@@ -47,7 +49,7 @@ def contestants(device: str, row_tokens: int) -> list[Contestant]:
         ),
         Contestant(
             "trainer_best",
-            "transformers.Trainer + PEFT, bf16 weights, padding-free" + ", flash, Liger" * is_cuda,
+            "transformers.Trainer + PEFT, bf16 weights, padding-free" + f", {attention}, Liger" * is_cuda,
             "transformers_trainer",
             "transformers",
             {"weights": "bfloat16", "bf16": False, "padding_free": True, **flash, **liger},
@@ -63,7 +65,7 @@ def contestants(device: str, row_tokens: int) -> list[Contestant]:
         ),
         Contestant(
             "trl_best",
-            "TRL SFTTrainer, bf16 weights, padding-free, no checkpointing" + ", flash, Liger" * is_cuda,
+            "TRL SFTTrainer, bf16 weights, padding-free, no checkpointing" + f", {attention}, Liger" * is_cuda,
             "trl_sft",
             "trl",
             {

@@ -1,13 +1,20 @@
 """Benchmarks for a GPU: TFLOP/s on a 7B shape, small models, long rows, quantized base models.
 
-    python -m benchmarks.peers.environments --root ENVIRONMENTS --cuda transformers trl
-    python -m benchmarks.gpu --data huanhuan.json --environments ENVIRONMENTS
+    python -m benchmarks.gpu
+    python -m benchmarks.gpu --measure small --data huanhuan.json --rounds 3 --minutes 30
     python -m benchmarks.gpu --shape tiny --device cpu --measure nf4
 
+Ends within ten minutes (``--minutes``), with a row printed as soon as it is known; what there was no time for is said.
+Peers run with this interpreter, or in environments of their own:
+
+    python -m benchmarks.peers.environments --root ENVIRONMENTS --cuda transformers trl
+    python -m benchmarks.gpu --environments ENVIRONMENTS
+
 Weights are random. Rows of a given length are random tokens, all supervised, each row one sample, so that every
-contestant does the same work. TFLOP/s follow the 4N count: 4 FLOPs per frozen weight and token, for the head per
-supervised token only; attention and adapters are not counted. ``--shape tiny`` uses a tiny model and short rows in all
-measurements, to try the script.
+contestant does the same work. TFLOP/s by 4N: 4 FLOPs per frozen weight and token, for the head per supervised token
+only; those with attention add 6 x layers x width x length^2 for each row (two causal products forward, four backward).
+Adapters are not counted. The peak is that of the model's own products, with weights from memory, measured in the same
+run. ``--shape tiny`` uses a tiny model and short rows in all measurements, to try the script.
 """
 
 import argparse
@@ -16,23 +23,15 @@ import random
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.compare import Run, environment, loss_difference, run_contestant
+from benchmarks.compare import Run, environment, loss_difference, run_contestant, run_peak
 from benchmarks.contestants import Contestant, contestants
 from benchmarks.peers.job import LORA, Job
 from benchmarks.workload import SHAPES, head_weights, layer_weights, prepare, texts_of, write_model
-
-SEVEN_B = {
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152_064,
-}
-"""Shape of Qwen/Qwen2.5-7B, whose output head is not tied."""
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -63,7 +62,8 @@ class Measurement(NamedTuple):
 
     title: str
     target: str
-    shape: dict[str, int]
+    shape: str
+    """Key of ``SHAPES``."""
     row_tokens: int | None
     """Tokens of each random row; None takes the rows of the data."""
     rows: int
@@ -77,40 +77,40 @@ class Measurement(NamedTuple):
 MEASUREMENTS = {
     "7b": Measurement(
         "Qwen2.5-7B shape, LoRA on all linears, rows of 4,096 tokens",
-        "500 TFLOP/s, 1.5x transformers.Trainer + PEFT, ahead of TRL + Liger",
-        SEVEN_B,
+        "500 TFLOP/s (4N), 1.5x transformers.Trainer + PEFT, 1.25x TRL + Liger",
+        "qwen2.5-7b",
         4096,
-        24,
+        12,
         1,
         ALL_LINEAR,
-        ["lit_ft", "lit_ft_compiled", "lit_ft_liger", "trainer", "trainer_bf16", "trainer_best", "trl_best"],
+        ["lit_ft", "lit_ft_compiled", "lit_ft_liger", "trainer_bf16", "trl_best"],
     ),
     "small": Measurement(
         "Qwen2.5-0.5B shape on the data, 16 samples a step",
         "4x transformers.Trainer's default",
-        SHAPES["qwen2.5-0.5b"],
+        "qwen2.5-0.5b",
         None,
-        1024,
+        640,
         16,
         LORA["target_modules"],
-        ["lit_ft", "lit_ft_compiled", "lit_ft_liger", "bare", "trainer", "trainer_best", "trl_best"],
+        ["lit_ft", "lit_ft_compiled", "trainer", "trainer_best", "trl_best"],
     ),
     "long": Measurement(
         "Qwen2.5-0.5B shape, rows of 16,384 tokens",
         "under 0.5x transformers.Trainer's peak memory",
-        SHAPES["qwen2.5-0.5b"],
+        "qwen2.5-0.5b",
         16_384,
-        8,
+        6,
         1,
         LORA["target_modules"],
-        ["lit_ft", "trainer", "trainer_bf16"],
+        ["lit_ft", "trainer_bf16"],
     ),
     "nf4": Measurement(
         "Qwen2.5-7B shape, NF4 base beside a bf16 one, rows of 4,096 tokens",
         "NF4 within 1.3x of bf16's step time",
-        SEVEN_B,
+        "qwen2.5-7b",
         4096,
-        12,
+        8,
         1,
         ALL_LINEAR,
         ["lit_ft", "lit_ft_nf4"],
@@ -119,8 +119,10 @@ MEASUREMENTS = {
 
 
 def rows_of(measurement: Measurement, model: Path) -> Path:
-    """Write a file of random rows for the model; returns its path."""
-    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    """Write a file of random rows for the model's tokenizer, whose ids are fewer than the model's; returns its path."""
+    from lit_ft.model.loading import load_tokenizer
+
+    vocabulary = len(load_tokenizer(str(model)))
     draw = random.Random(0)
     rows = [[draw.randrange(vocabulary) for _ in range(measurement.row_tokens or 0)] for _ in range(measurement.rows)]
     path = model.parent / f"{model.name}-{measurement.rows}x{measurement.row_tokens}.json"
@@ -128,89 +130,167 @@ def rows_of(measurement: Measurement, model: Path) -> Path:
     return path
 
 
-def measure(measurement: Measurement, options: argparse.Namespace) -> str:
-    """Run all contestants of a measurement in turn; returns a Markdown table."""
-    if options.shape == "tiny":
-        measurement = measurement._replace(
-            title=f"With a tiny model and short rows: {measurement.title}",
-            shape=SHAPES["tiny"],
-            row_tokens=measurement.row_tokens and 64,
-            rows=min(measurement.rows, 6 * measurement.samples),
-        )
-    data = json.loads(Path(options.data).read_text(encoding="utf-8"))
-    if measurement.row_tokens is None:
-        work = prepare(options.folder, options.shape or "qwen2.5-0.5b", options.data, measurement.rows)
-        model, path, lengths = work.model, work.rows, work.lengths
-    else:
-        model = options.folder / f"{measurement.shape['num_hidden_layers']}x{measurement.shape['hidden_size']}"
-        write_model(model, measurement.shape, texts_of(data), is_tied=measurement.shape is not SEVEN_B)
-        path = rows_of(measurement, model)
-        lengths = [(measurement.row_tokens, measurement.row_tokens - 1)] * measurement.rows
-    everyone = [*contestants(options.device, row_tokens=measurement.row_tokens or 0), *OWN]
-    chosen = [one for key in measurement.keys for one in everyone if one.key == key]
-    job = Job(
-        model=str(model),
-        rows=str(path),
-        micro_batch_size=measurement.samples,
-        accumulate=1,
-        device=options.device,
-        max_length=max(tokens for tokens, _ in lengths),
-        lora={**LORA, "target_modules": measurement.lora_targets},
-    )
-    runs: dict[str, list[Run]] = {one.key: [] for one in chosen}
-    for number in range(options.rounds):
-        for one in chosen if number % 2 == 0 else chosen[::-1]:
-            runs[one.key].append(
-                run_contestant(one, job, options.environments, options.folder / f"{one.key}.txt", options.limit)
+class Steps(NamedTuple):
+    """Tokens and model FLOPs of all optimizer steps but the first, and how many they are."""
+
+    steps: int
+    tokens: int
+    supervised: int
+    flops: int
+    """By the 4N formula."""
+    attention_flops: int
+
+
+def steps_of(shape: dict[str, int], lengths: Sequence[tuple[int, int]], samples: int) -> Steps:
+    """Work of the steps that are timed.
+
+    Args:
+        shape: config values of the model.
+        lengths: tokens and supervised tokens of each row.
+        samples: rows of an optimizer step.
+    """
+    timed = lengths[samples:]
+    tokens, supervised = (sum(numbers) for numbers in zip(*timed, strict=True))
+    weights = layer_weights(shape) * tokens + head_weights(shape) * supervised
+    squares = sum(length**2 for length, _ in timed)
+    attention = 6 * shape["num_hidden_layers"] * shape["hidden_size"] * squares
+    return Steps(-(-len(timed) // samples), tokens, supervised, 4 * weights, attention)
+
+
+class Benchmark:
+    """One measurement: its files, and the runs of its contestants."""
+
+    def __init__(self, measurement: Measurement, options: argparse.Namespace, deadline: float) -> None:
+        """Write the files.
+
+        Args:
+            measurement: what to measure.
+            options: options of the command line.
+            deadline: ``time.monotonic()`` after which no run starts, and at which a run is ended.
+        """
+        if options.shape is not None:
+            measurement = measurement._replace(
+                title=f"With a tiny model and short rows: {measurement.title}",
+                shape=options.shape,
+                row_tokens=measurement.row_tokens and 64,
+                rows=min(measurement.rows, 6 * measurement.samples),
             )
-            print(f"round {number + 1}: {one.key}: {runs[one.key][-1].get('error', 'ran')}", file=sys.stderr)
-    return f"{measurement.title} (target: {measurement.target})\n\n{table(measurement, chosen, runs, lengths)}\n"
-
-
-def table(
-    measurement: Measurement, chosen: list[Contestant], runs: dict[str, list[Run]], lengths: list[tuple[int, int]]
-) -> str:
-    """Markdown table of medians; the ratios are relative to the first contestant."""
-    lines = [
-        "| trainer | ms a step | tokens/s | TFLOP/s (4N) | takes | peak memory | needs | loss differs by |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    timed, supervised = (sum(numbers) for numbers in zip(*lengths[measurement.samples :], strict=True))
-    flops = 4 * (layer_weights(measurement.shape) * timed + head_weights(measurement.shape) * supervised)
-    first: list[Run] = []
-    for one in chosen:
-        if failed := [run["error"] for run in runs[one.key] if "error" in run]:
-            lines.append(f"| {one.name} | did not run: {failed[0]} | | | | | | |")
-            continue
-        first = first or runs[one.key]
-        seconds, own = (statistics.median(r["ends"][-1] - r["ends"][0] for r in of) for of in (runs[one.key], first))
-        memory, least = (statistics.median(r["peak_memory_bytes"] for r in of) for of in (runs[one.key], first))
-        steps = len(first[0]["ends"]) - 1
-        lines.append(
-            f"| {one.name} | {seconds / steps * 1e3:.1f} | {timed / seconds:.0f} "
-            f"| {flops / seconds / 1e12:.3g} | {seconds / own:.2f}x | {memory / 2**30:.2f} GiB "
-            f"| {memory / least:.2f}x | {loss_difference(runs[one.key], first[0]['losses'])} |"
+        if options.rows is not None:
+            measurement = measurement._replace(rows=options.rows)
+        self.measurement, self.options, self.deadline = measurement, options, deadline
+        self.shape = SHAPES[measurement.shape]
+        model, rows, lengths = self._files()
+        self.lengths = lengths
+        self.steps = steps_of(self.shape, lengths, measurement.samples)
+        everyone = [
+            *contestants(options.device, row_tokens=measurement.row_tokens or 0, attention=options.attention),
+            *OWN,
+        ]
+        keys = options.only.split(",") if options.only else measurement.keys
+        self.chosen = [one for key in keys for one in everyone if one.key == key]
+        self.job = Job(
+            model=str(model),
+            rows=str(rows),
+            micro_batch_size=measurement.samples,
+            accumulate=1,
+            device=options.device,
+            max_length=max(tokens for tokens, _ in lengths),
+            lora={**LORA, "target_modules": measurement.lora_targets},
         )
-    return "\n".join(lines)
+        self.runs: dict[str, list[Run]] = {one.key: [] for one in self.chosen}
+
+    def _files(self) -> tuple[Path, Path, list[tuple[int, int]]]:
+        """Folder of the model, file of rows, and the rows' tokens and supervised tokens."""
+        measurement, options = self.measurement, self.options
+        if measurement.row_tokens is None:
+            work = prepare(options.folder, measurement.shape, options.data, measurement.rows, options.device)
+            return work.model, work.rows, work.lengths
+        model = options.folder / f"{measurement.shape}-random-rows"
+        texts = texts_of(json.loads(Path(options.data).read_text(encoding="utf-8")))
+        write_model(model, self.shape, texts, options.device)
+        lengths = [(measurement.row_tokens, measurement.row_tokens - 1)] * measurement.rows
+        return model, rows_of(measurement, model), lengths
+
+    def run(self) -> None:
+        """Measure, and print the peak and each contestant's row as soon as it is known."""
+        print(f"{self.measurement.title} (target: {self.measurement.target})\n\n{self.peak()}\n")
+        print(HEADER, flush=True)
+        for number in reversed(range(self.options.rounds)):
+            # The last round is in order, so that the first contestant, which others are compared with, is complete.
+            for one in self.chosen if number % 2 == 0 else self.chosen[::-1]:
+                log = self.options.folder / f"{one.key}.txt"
+                self.runs[one.key].append(self._run_once(one, log))
+                if number == 0:
+                    print(self.row(one), flush=True)
+        print(flush=True)
+
+    def _run_once(self, one: Contestant, log: Path) -> Run:
+        if (seconds := self.deadline - time.monotonic()) <= 0:
+            return {"error": f"no time left (--minutes {self.options.minutes:g})"}
+        print(f"{one.key} ...", file=sys.stderr, flush=True)
+        return run_contestant(one, self.job, self.options.environments, log, seconds)
+
+    def peak(self) -> str:
+        """Sustained rate of the model's products, at the tokens of a step."""
+        steps = self.steps
+        asked: dict[str, Any] = {"shape": self.measurement.shape, "device": self.options.device, "seconds": 0.05}
+        asked |= {"tokens": steps.tokens // steps.steps, "supervised": max(steps.supervised // steps.steps, 1)}
+        seconds = max(self.deadline - time.monotonic(), 1)
+        result = run_peak(asked, self.options.folder / "matrix_peak.txt", seconds)
+        if "error" in result:
+            return f"Peak of the products: {result['error']}"
+        rates = (result[name] / 1e12 for name in ("streamed_flops_per_second", "flops_per_second"))
+        return "Peak of the products: {:.3g} TFLOP/s with weights from memory, {:.3g} each by itself".format(*rates)
+
+    def row(self, one: Contestant) -> str:
+        """Markdown row of medians; the ratios are relative to the first contestant that ran."""
+        if failed := [run["error"] for run in self.runs[one.key] if "error" in run]:
+            return f"| {one.name} | did not run: {failed[0]} | | | | | | | |"
+        runs, steps = self.runs[one.key], self.steps
+        first = next(of for of in self.runs.values() if of and not any("error" in run for run in of))
+        seconds, own = (statistics.median(run["ends"][-1] - run["ends"][0] for run in of) for of in (runs, first))
+        memory, least = (statistics.median(run["peak_memory_bytes"] for run in of) for of in (runs, first))
+        return (
+            f"| {one.name} | {seconds / steps.steps * 1e3:.1f} | {steps.tokens / seconds:.0f} "
+            f"| {steps.flops / seconds / 1e12:.3g} | {(steps.flops + steps.attention_flops) / seconds / 1e12:.3g} "
+            f"| {seconds / own:.2f}x | {memory / 2**30:.2f} GiB | {memory / least:.2f}x "
+            f"| {loss_difference(runs, first[0]['losses'])} |"
+        )
+
+
+HEADER = (
+    "| trainer | ms a step | tokens/s | TFLOP/s (4N) | with attention | takes | peak memory | needs "
+    "| loss differs by |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", choices=MEASUREMENTS, help="one of them; by default all")
+    parser.add_argument("--only", help="contestants, by key, with commas; by default those of each measurement")
+    parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
+    parser.add_argument("--shape", choices=SHAPES, help="in place of each measurement's own")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--rows", type=int, help="in place of each measurement's own number")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=9.5, help="time for all runs together")
+    parser.add_argument("--attention", default="sdpa", help="attention of the peers' best settings on CUDA")
+    folder = Path(tempfile.gettempdir()) / "lit_ft_benchmarks"
+    parser.add_argument("--folder", type=Path, default=folder, help="where models and rows are kept")
+    parser.add_argument("--environments", type=Path, help="folder of the peers'; by default they run with this Python")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the measurements and print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", choices=MEASUREMENTS, help="one of them; by default all")
-    parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
-    parser.add_argument("--shape", choices=["tiny"], help="in place of each measurement's own")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=900, help="seconds that a run may take")
-    folder = Path(tempfile.gettempdir()) / "lit_ft_benchmarks"
-    parser.add_argument("--folder", type=Path, default=folder, help="where models and rows are kept")
-    parser.add_argument("--environments", type=Path, default=folder / "environments", help="folder of the peers'")
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
+    deadline = time.monotonic() + 60 * options.minutes
     options.folder.mkdir(parents=True, exist_ok=True)
+    print(f"{environment()}\n", flush=True)
     for name in [options.measure] if options.measure else MEASUREMENTS:
-        print(measure(MEASUREMENTS[name], options), flush=True)
-    print(environment())
+        Benchmark(MEASUREMENTS[name], options, deadline).run()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SHAPES: dict[str, dict[str, int]] = {
+    "qwen2.5-7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "tie_word_embeddings": False,
+    },
     "qwen2.5-0.5b": {
         "hidden_size": 896,
         "intermediate_size": 4864,
@@ -30,7 +39,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 1024,
     },
 }
-"""Model shapes: that of Qwen/Qwen2.5-0.5B, a smaller one for machines with less memory, and one for tests."""
+"""Model shapes: those of Qwen/Qwen2.5-7B and 0.5B, a smaller one for machines with less memory, and one for tests."""
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -56,15 +65,23 @@ class Work(NamedTuple):
     head_weights: int
 
 
-def prepare(folder: Path, shape: str, data: str, rows: int) -> Work:
-    """Write a model with random weights, unless it exists, and the first rows of a data set, tokenized."""
+def prepare(folder: Path, shape: str, data: str, rows: int, device: str = "cpu") -> Work:
+    """Write a model with random weights, unless it exists, and the first rows of a data set, tokenized.
+
+    Args:
+        folder: folder for all files.
+        shape: key of ``SHAPES``.
+        data: alpaca-style JSON file.
+        rows: number of rows of the file.
+        device: device that the weights are drawn on.
+    """
     from lit_ft import TextDataModule
     from lit_ft.model.loading import load_tokenizer
 
     source = json.loads(Path(data).read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / f"{shape}-{Path(data).stem}"
-    write_model(model, SHAPES[shape], texts_of(source))
+    write_model(model, SHAPES[shape], texts_of(source), device)
     chosen, tokens = (folder / f"{model.name}-{rows}{kind}.json" for kind in ("", "-tokens"))
     chosen.write_text(json.dumps(source[:rows], ensure_ascii=False), encoding="utf-8")
     module = TextDataModule(str(chosen), max_length=MAX_LENGTH)
@@ -123,14 +140,14 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
     )
 
 
-def write_model(folder: Path, shape: dict[str, int], texts: list[str], is_tied: bool = True) -> None:
+def write_model(folder: Path, shape: dict[str, int], texts: list[str], device: str = "cpu") -> None:
     """Write a model with random weights in bf16, and a tokenizer trained on the texts, unless they exist.
 
     Args:
         folder: folder of the model.
         shape: config values of the model, as in ``SHAPES``.
         texts: training texts of the tokenizer.
-        is_tied: whether the output head and the embedding are tied.
+        device: device that the weights are drawn on; drawing 7 billion takes minutes on a CPU.
     """
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
@@ -140,8 +157,7 @@ def write_model(folder: Path, shape: dict[str, int], texts: list[str], is_tied: 
     tokenizer = train_tokenizer(texts, vocab_size=min(16_000, shape["vocab_size"]))
     torch.manual_seed(0)
     config = Qwen2Config(
-        **shape,
-        tie_word_embeddings=is_tied,
+        **{"tie_word_embeddings": True, **shape},
         max_position_embeddings=32_768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         eos_token_id=tokenizer.eos_token_id,
@@ -149,4 +165,6 @@ def write_model(folder: Path, shape: dict[str, int], texts: list[str], is_tied: 
         bos_token_id=None,
     )
     tokenizer.save_pretrained(folder)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import compare, gpu
+from benchmarks import compare
 from benchmarks.compare import Comparison, loss_difference, parse
 from benchmarks.peers.environments import REQUIREMENTS, python_of, reason_of
 from benchmarks.peers.job import Job
@@ -162,20 +162,6 @@ def test_step_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     rows = set(times)
     assert {"aten::mm N x 64 x 1024", "aten::mm N x 64 x 128", "aten::silu", "all products", "all"} <= rows
     assert 0 < float(times["all products"]) < float(times["all"])
-
-
-def test_gpu_script_on_a_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--shape", "tiny", "--device", "cpu", "--measure", "nf4", "--rounds", "1", "--data", DATA]
-    import deepspeed  # noqa: F401 (its first import prints)
-
-    capsys.readouterr()
-    gpu.main([*options, "--folder", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("With a tiny model and short rows: Qwen2.5-7B shape, NF4 base beside a bf16 one")
-    bf16, nf4 = ([cell.strip() for cell in line.split("|")] for line in lines[4:6])
-    assert (bf16[1], nf4[1]) == ("lit_ft", "lit_ft, NF4 base")
-    assert bf16[8] == "0.0000"
-    assert 0 < float(nf4[8]) < 0.1  # four bits are not sixteen, and not noise either
 
 
 def test_job_travels_as_a_file(tmp_path: Path) -> None:
