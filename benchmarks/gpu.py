@@ -19,7 +19,6 @@ run. ``--shape tiny`` uses a tiny model and short rows in all measurements, to t
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import tempfile
@@ -30,10 +29,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.compare import Run, environment, loss_difference, run_contestant, run_peak
 from benchmarks.contestants import Contestant, contestants
-from benchmarks.peers.job import LORA, Job
-from benchmarks.workload import SHAPES, head_weights, layer_weights, prepare, texts_of, write_model
-
-ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+from benchmarks.peers.job import ALL_LINEAR, LORA, Job
+from benchmarks.workload import SHAPES, head_weights, layer_weights, prepare, texts_of, write_model, write_random_rows
 
 NF4 = json.dumps(
     {
@@ -118,18 +115,6 @@ MEASUREMENTS = {
 }
 
 
-def rows_of(measurement: Measurement, model: Path) -> Path:
-    """Write a file of random rows for the model's tokenizer, whose ids are fewer than the model's; returns its path."""
-    from lit_ft.model.loading import load_tokenizer
-
-    vocabulary = len(load_tokenizer(str(model)))
-    draw = random.Random(0)
-    rows = [[draw.randrange(vocabulary) for _ in range(measurement.row_tokens or 0)] for _ in range(measurement.rows)]
-    path = model.parent / f"{model.name}-{measurement.rows}x{measurement.row_tokens}.json"
-    path.write_text(json.dumps([{"input_ids": ids, "labels": ids} for ids in rows]), encoding="utf-8")
-    return path
-
-
 class Steps(NamedTuple):
     """Tokens and model FLOPs of all optimizer steps but the first, and how many they are."""
 
@@ -209,7 +194,7 @@ class Benchmark:
         texts = texts_of(json.loads(Path(options.data).read_text(encoding="utf-8")))
         write_model(model, self.shape, texts, options.device)
         lengths = [(measurement.row_tokens, measurement.row_tokens - 1)] * measurement.rows
-        return model, rows_of(measurement, model), lengths
+        return model, write_random_rows(model, measurement.rows, measurement.row_tokens), lengths
 
     def run(self) -> None:
         """Measure, and print the peak and each contestant's row as soon as it is known."""

@@ -1,6 +1,7 @@
 """Workload of every contestant: one model folder and one list of tokenized rows."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +139,24 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHATML,
     )
+
+
+def write_random_rows(model: Path, rows: int, tokens: int) -> Path:
+    """Write rows of random ids, all supervised, as ``lit_ft`` and its peers read them; returns the file's path.
+
+    Args:
+        model: folder of a model; ids are its tokenizer's, which are fewer than the model's.
+        rows: number of rows.
+        tokens: tokens of each row.
+    """
+    from lit_ft.model.loading import load_tokenizer
+
+    vocabulary = len(load_tokenizer(str(model)))
+    draw = random.Random(0)
+    ids = [[draw.randrange(vocabulary) for _ in range(tokens)] for _ in range(rows)]
+    path = model.parent / f"{model.name}-{rows}x{tokens}.json"
+    path.write_text(json.dumps([{"input_ids": row, "labels": row} for row in ids]), encoding="utf-8")
+    return path
 
 
 def write_model(folder: Path, shape: dict[str, int], texts: list[str], device: str = "cpu") -> None:

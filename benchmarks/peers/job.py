@@ -27,6 +27,9 @@ LORA: dict[str, Any] = {
 }
 """LoRA of recipes/qwen.yaml without dropout, which would make losses incomparable."""
 
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""LoRA's targets: all linear layers of a decoder layer."""
+
 
 @dataclass(frozen=True)
 class Job:

@@ -12,7 +12,6 @@ from benchmarks.compare import Comparison, loss_difference, parse
 from benchmarks.peers.environments import REQUIREMENTS, python_of, reason_of
 from benchmarks.peers.job import Job
 from benchmarks.peers.matrix_peak import peaks
-from benchmarks.speed import step_profile
 from benchmarks.workload import SHAPES, Work, head_weights, layer_weights, prepare
 
 pytestmark = pytest.mark.slow
@@ -149,19 +148,6 @@ def test_lit_ft_bare_loop_and_a_peer_do_the_same_work(tmp_path: Path, monkeypatc
     again = Comparison(comparison.work, options)
     again.run("1x2")
     assert again.table("1x2") == comparison.table("1x2")
-
-
-def test_step_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert step_profile.product({64, 128}, [[30, 64], [64, 128]]) == ("N x 64 x 128", 2 * 30 * 64 * 128)
-    step_profile.main(["--model", "tiny", "--data", DATA, "--rows", "32", "--folder", str(tmp_path), "--top", "100"])
-    times = {
-        cells[1].strip(): cells[2].strip()
-        for line in capsys.readouterr().out.splitlines()
-        if (cells := line.split("|"))[1:]
-    }
-    rows = set(times)
-    assert {"aten::mm N x 64 x 1024", "aten::mm N x 64 x 128", "aten::silu", "all products", "all"} <= rows
-    assert 0 < float(times["all products"]) < float(times["all"])
 
 
 def test_job_travels_as_a_file(tmp_path: Path) -> None:

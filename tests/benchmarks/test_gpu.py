@@ -1,11 +1,12 @@
 """``benchmarks.gpu``: its code runs on a CPU with a tiny model, and its counts are worked out by hand."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu
-from benchmarks.workload import SHAPES, layer_weights, write_model
+from benchmarks.workload import SHAPES, layer_weights, write_model, write_random_rows
 from lit_ft.model.loading import load_tokenizer
 
 DATA = "recipes/data/quickstart_train.json"
@@ -33,9 +34,9 @@ def test_random_rows_are_of_the_tokenizers_ids(tmp_path: Path) -> None:
     """A model has more ids than a tokenizer that little text trained; lit_ft refuses rows with the others."""
     write_model(tmp_path / "model", SHAPES["tiny"], ["red green blue"])
     tokens = len(load_tokenizer(str(tmp_path / "model")))
-    rows = gpu.rows_of(gpu.MEASUREMENTS["nf4"]._replace(row_tokens=400, rows=3), tmp_path / "model").read_text()
-    ids = [int(number) for number in rows.replace("]", ",").replace("[", ",").split(",") if number.strip().isdigit()]
-    assert max(ids) == tokens - 1 < SHAPES["tiny"]["vocab_size"] - 1
+    rows = json.loads(write_random_rows(tmp_path / "model", rows=3, tokens=1000).read_text())
+    assert [len(row["input_ids"]) for row in rows] == [1000] * 3
+    assert max(max(row["input_ids"]) for row in rows) == tokens - 1 < SHAPES["tiny"]["vocab_size"] - 1
 
 
 def test_a_measurement_on_a_tiny_shape(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
