@@ -2,10 +2,13 @@
 VENV   ?= .venv
 PYTHON ?= python3
 RUN    := $(VENV)/bin/python
+# Where test-lowest gets torch from: by default the lowest declared version, from torch's index of CPU builds.
+# With another one: make test-lowest TORCH="--find-links wheels --override torch.txt", where torch.txt has a version.
+TORCH  ?= --torch-backend cpu
 # Processes that run tests beside each other; 0 is the one that collects them.
 WORKERS ?= 2
 
-.PHONY: quickstart test tiny-qwen2 clean
+.PHONY: quickstart test test-lowest test-cuda tiny-qwen2 clean
 
 $(VENV)/.installed: pyproject.toml callbacks/pyproject.toml
 	@echo "Installing lit_ft and what it needs into $(VENV): 1.8 GB with torch for CPUs, 7 GB with torch for CUDA."
@@ -29,6 +32,21 @@ test: $(VENV)/.installed-dev
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) -m pytest -q -n $(WORKERS) --dist loadgroup --durations=10
+
+# The quick tests with the lowest declared version of each dependency, and imports of every module.
+test-lowest: .venv-lowest/.installed
+	.venv-lowest/bin/python tests/import_all.py
+	.venv-lowest/bin/python -m pytest -q -m "not processes and not slow"
+
+.venv-lowest/.installed: pyproject.toml callbacks/pyproject.toml
+	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install -q uv
+	.venv-lowest/bin/uv pip install --python .venv-lowest/bin/python --resolution lowest-direct $(TORCH) -e ./callbacks -e ".[test]"
+	touch $@
+
+# What needs a GPU (docs/gpu.md), from a plain checkout: PYTHON is one with the dependencies.
+test-cuda:
+	PYTHONPATH=.:callbacks $(PYTHON) -m pytest -q -m cuda tests/cuda
 
 # Pretrain checkpoints/tiny-qwen2 anew: generate the text, train, replace the weights in git.
 tiny-qwen2: $(VENV)/.installed

@@ -74,7 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let workers of ``pytest -n`` start with what takes long, so that no long test is the last one."""
+    """Skip what needs a GPU where there is none, and let workers of ``pytest -n`` start with what takes long."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none (docs/gpu.md)"))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not any(map(item.get_closest_marker, ("processes", "slow"))))
 

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import make_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lit_ft import CausalLM
 
 GROUP = 32
 Stored = tuple[dict[str, Tensor], Tensor]
@@ -132,3 +136,27 @@ def write(dense: str, format: str, folder: Path) -> tuple[str, str]:
         settings = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps({**settings, **extra}))
     return str(folder / "quantized"), str(folder / "dense")
+
+
+def dense_of(folder: str, quantization: Any, out: Path, dtype: str = "float32", tokenizer: Any = None) -> str:
+    """The requested base's weights, rounded as it has them, as a dense checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, device_map={"": "cpu"}, dtype=dtype
+    )
+    if quantization.quant_method == "bitsandbytes":
+        model = model.dequantize()
+    else:
+        packed, model = model, AutoModelForCausalLM.from_pretrained(folder)
+        for name, parameter in model.named_parameters():
+            stands_for = packed.get_parameter(name)
+            parameter.data = stands_for.dequantize() if hasattr(stands_for, "dequantize") else stands_for
+    model.save_pretrained(out)
+    (tokenizer or make_tokenizer()).save_pretrained(out)
+    return str(out)
+
+
+def give_adapter(to: CausalLM, source: CausalLM) -> None:
+    """GPTQ's layers come in another order than the dense ones, and new weights are drawn in that order."""
+    with torch.no_grad():
+        for name, parameter in to.trainable_parameters().items():
+            parameter.copy_(source.trainable_parameters()[name])

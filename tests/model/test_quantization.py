@@ -11,6 +11,7 @@ import torch
 from conftest import make_tokenizer
 from one_process import Losses
 from peft import LoraConfig
+from quantized_checkpoints import dense_of, give_adapter
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -121,30 +122,6 @@ def a_row() -> PackedBatch:
     texts = ("the cup is red", "a book under the lamp was blue and green")
     samples = [make_tokenizer()(text, return_tensors="np")["input_ids"][0] for text in texts]
     return pack_samples([(ids, ids) for ids in samples])
-
-
-def dense_of(folder: str, quantization: Any, out: Path, dtype: str = "float32") -> str:
-    """The requested base's weights, rounded as it has them, as a dense checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=quantization, device_map={"": "cpu"}, dtype=dtype
-    )
-    if quantization.quant_method == "bitsandbytes":
-        model = model.dequantize()
-    else:
-        packed, model = model, AutoModelForCausalLM.from_pretrained(folder)
-        for name, parameter in model.named_parameters():
-            stands_for = packed.get_parameter(name)
-            parameter.data = stands_for.dequantize() if hasattr(stands_for, "dequantize") else stands_for
-    model.save_pretrained(out)
-    make_tokenizer().save_pretrained(out)
-    return str(out)
-
-
-def give_adapter(to: CausalLM, source: CausalLM) -> None:
-    """GPTQ's layers come in another order than the dense ones, and new weights are drawn in that order."""
-    with torch.no_grad():
-        for name, parameter in to.trainable_parameters().items():
-            parameter.copy_(source.trainable_parameters()[name])
 
 
 def compare(quantized: CausalLM, dense: CausalLM, *, training: bool) -> tuple[torch.Tensor, float]:

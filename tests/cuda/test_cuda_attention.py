@@ -1,0 +1,114 @@
+"""Packed attention on a device against attention in fp64, segment by segment."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from devices import DEVICES, Calls, cases, relative_distance
+
+from lit_ft.model.packed_attention import packed_attention
+
+HEADS = [(14, 2, 64, 64), (28, 4, 128, 128), (6, 2, 32, 32), (8, 8, 256, 256)]
+SEGMENTS = [[1], [7, 1, 300, 64], [4096], [130] * 31]
+
+
+class Case(NamedTuple):
+    heads: tuple[int, int, int, int]
+    """Heads of queries, heads of keys, width of both, width of values."""
+    lengths: list[int]
+    window: int | None
+    dtype: torch.dtype
+
+
+def name_of(case: Case) -> str:
+    heads = "x".join(map(str, case.heads))
+    return f"{heads}-{len(case.lengths)}x{max(case.lengths)}-{case.window}-{str(case.dtype)[6:]}"
+
+
+def named(*made: Case) -> dict[str, Case]:
+    return {name_of(case): case for case in made}
+
+
+ON_CUDA = named(
+    *(
+        Case(heads, lengths, window, dtype)
+        for heads in HEADS
+        for lengths in SEGMENTS
+        for window in (None, 32)
+        for dtype in (torch.bfloat16, torch.float16)
+    )
+)
+ON_CPU = named(
+    *(
+        Case((6, 2, 32, 32), [7, 1, 30], window, dtype)
+        for window in (None, 5)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+)
+FALLBACKS = named(
+    Case((4, 2, 12, 12), [7, 1, 30], None, torch.bfloat16),  # not a multiple of 8
+    Case((4, 4, 48, 32), [7, 1, 30], 5, torch.bfloat16),  # multi-head latent attention
+    Case((4, 2, 320, 320), [7, 1, 30], None, torch.bfloat16),
+    Case((4, 2, 32, 32), [7, 1, 30], None, torch.float32),
+)
+
+
+def inputs_of(case: Case, device: str) -> list[torch.Tensor]:
+    heads, kv_heads, width, value_width = case.heads
+    shapes = [(heads, width), (kv_heads, width), (kv_heads, value_width)]
+    draw = torch.Generator().manual_seed(0)
+    tokens = sum(case.lengths)
+    drawn = [torch.randn(1, count, tokens, size, generator=draw).to(device, case.dtype) for count, size in shapes]
+    return [tensor.requires_grad_() for tensor in drawn]
+
+
+def in_fp64(inputs: list[torch.Tensor], case: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Attention with explicit masks, ``(1, T, heads, width)``, and its own copies of the inputs."""
+    own = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    outputs = []
+    for q, k, v in zip(*(tensor.split(case.lengths, dim=2) for tensor in own), strict=True):
+        groups = q.shape[1] // k.shape[1]
+        logits = q @ k.repeat_interleave(groups, 1).mT * q.shape[-1] ** -0.5
+        places = torch.arange(q.shape[2], device=q.device)
+        back = places[:, None] - places
+        seen = (back >= 0) & (back < (case.window or len(places)))
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(weights @ v.repeat_interleave(groups, 1))
+    return torch.cat(outputs, dim=2).transpose(1, 2), own
+
+
+def check(case: Case, device: str) -> Calls:
+    """Compare output and gradients, with the tolerances of half precision; returns the operators that ran."""
+    inputs = inputs_of(case, device)
+    with Calls() as calls:
+        output, _ = packed_attention(
+            torch.nn.Module(), *inputs, None, sliding_window=case.window, segment_lengths=case.lengths
+        )
+    wanted, own = in_fp64(inputs, case)
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    output.backward(gradient.to(output.dtype))
+    wanted.backward(gradient.double())
+    forward, backward = (1e-5, 1e-5) if case.dtype == torch.float32 else (5e-3, 1e-2)
+    assert relative_distance(output, wanted) < forward
+    for got, reference in zip(inputs, own, strict=True):
+        # Of one token the queries and keys have no gradient but for rounding.
+        if reference.grad.norm() > 1e-6:
+            assert relative_distance(got.grad, reference.grad) < backward
+    return calls
+
+
+@pytest.mark.parametrize(("device", "case"), cases(ON_CPU, ON_CUDA))
+def test_it_is_attention_in_fp64(device: str, case: Case) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize(("device", "case"), cases(FALLBACKS, FALLBACKS))
+def test_what_flash_attention_does_not_take_goes_segment_by_segment(device: str, case: Case) -> None:
+    assert check(case, device).count("_varlen_attn") == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_segments_are_one_call_on_a_gpu(device: str) -> None:
+    calls = check(Case((6, 2, 32, 32), [7, 1, 30], None, torch.bfloat16), device)
+    varlen, by_segment = calls.count("_varlen_attn"), calls.count("scaled_dot_product")
+    assert (varlen, by_segment) == ((1, 0) if device == "cuda" else (0, 3))

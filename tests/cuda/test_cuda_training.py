@@ -1,0 +1,280 @@
+"""Losses, gradients and resumed runs on a device, against references on a CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import CUDA, DEVICES, Calls, accelerator_of, on, relative_distance, synchronizations_are_errors
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from one_process import Losses
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from quantized_checkpoints import dense_of, give_adapter
+from transformers import AutoConfig, BitsAndBytesConfig
+
+from lit_ft import CausalLM, TextDataModule
+from lit_ft.packed_batch import PackedBatch, pack_samples
+from lit_ft.training.precision import float8_product
+
+pytestmark = pytest.mark.slow
+
+TINY = str(Path(__file__).parents[2] / "checkpoints" / "tiny-qwen2")
+LAYERS = AutoConfig.from_pretrained(TINY).num_hidden_layers
+TEXTS = (
+    "the cup is red",
+    "a book under the lamp was blue and green",
+    "red green blue " * 20,
+    "the lamp is beside the cup",
+)
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+
+
+def ids_of(folder: str = TINY) -> list[Any]:
+    tokenizer = CausalLM(folder).tokenizer
+    return [tokenizer(text, return_tensors="np")["input_ids"][0] for text in TEXTS]
+
+
+def row_of(samples: list[Any]) -> PackedBatch:
+    return pack_samples([(ids, ids) for ids in samples])
+
+
+def built(device: str, folder: str = TINY, **options: Any) -> CausalLM:
+    """A model as a run builds it: in the context of the device; with one adapter whatever the device."""
+    torch.manual_seed(0)
+    module = CausalLM(folder, peft=lora(), **options)
+    with torch.device(device):
+        module.configure_model()
+    return module.to(device).train()
+
+
+@pytest.fixture(scope="module")
+def reference() -> CausalLM:
+    """fp32 on the CPU."""
+    return built("cpu", dtype="float32")
+
+
+def gradients(module: CausalLM) -> torch.Tensor:
+    return torch.cat([p.grad.float().cpu().flatten() for _, p in sorted(module.trainable_parameters().items())])
+
+
+def passed(module: CausalLM, device: str, rows: list[PackedBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of all tokens and gradients of all adapters."""
+    module.zero_grad()
+    losses = []
+    for row in rows:
+        result = module(on(device, row))
+        result.loss_sum.backward()
+        losses.append(result.per_token.detach().float().cpu())
+    return torch.cat(losses), gradients(module)
+
+
+def alike(device: str, reference: CausalLM, **options: Any) -> CausalLM:
+    """A model with the adapter of the reference."""
+    module = built(device, **options)
+    give_adapter(module, reference)
+    return module
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp32_is_what_transformers_computes_of_each_sample(device: str, reference: CausalLM) -> None:
+    samples = ids_of()
+    losses, gradient = passed(alike(device, reference, dtype="float32"), device, [row_of(samples)])
+    base = built("cpu", dtype="float32").model
+    set_peft_model_state_dict(base, get_peft_model_state_dict(reference.model))
+    base.set_attn_implementation("sdpa")
+    wanted = []
+    for ids in samples:
+        logits = base(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0, :-1]
+        wanted.append(torch.nn.functional.cross_entropy(logits, torch.from_numpy(ids)[1:], reduction="none"))
+    torch.cat(wanted).sum().backward()
+    trained = sorted((name, p) for name, p in base.named_parameters() if p.requires_grad)
+    assert relative_distance(losses, torch.cat(wanted)) < 1e-5
+    assert relative_distance(gradient, torch.cat([p.grad.flatten() for _, p in trained])) < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bf16_is_fp32_but_for_rounding(device: str, reference: CausalLM) -> None:
+    row = [row_of(ids_of())]
+    losses, gradient = passed(alike(device, reference, dtype="bfloat16"), device, row)
+    wanted, gradient_wanted = passed(reference, "cpu", row)
+    assert abs(losses.mean() / wanted.mean() - 1) < 5e-3
+    assert relative_distance(gradient, gradient_wanted) < 3e-2
+    assert torch.cosine_similarity(gradient, gradient_wanted, dim=0) > 0.999
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_samples_are_split_over_rows_in_any_way(device: str, reference: CausalLM) -> None:
+    module, samples = alike(device, reference, dtype="float32"), ids_of()
+    losses, gradient = passed(module, device, [row_of(samples)])
+    split = passed(module, device, [row_of(samples[:1]), row_of(samples[1:])])
+    assert relative_distance(split[0], losses) < 1e-5
+    assert relative_distance(split[1], gradient) < 1e-5
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "checkpointing": {"gradient_checkpointing": True},
+    "selective": {"gradient_checkpointing": "selective"},
+    "offload": {"gradient_checkpointing": True, "activation_offload": True},
+}
+ON_CUDA: dict[str, dict[str, Any]] = {"compiled": {"compile": True}, "liger": {"liger": True}}
+"""tests/benchmarks/test_speed.py compiles on a CPU."""
+
+
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [pytest.param("cpu", options, id=f"cpu-{name}") for name, options in WAYS.items()]
+    + [pytest.param("cuda", o, id=f"cuda-{n}", marks=pytest.mark.cuda) for n, o in (WAYS | ON_CUDA).items()],
+)
+def test_ways_to_save_time_or_memory_change_no_number(
+    device: str, options: dict[str, Any], reference: CausalLM
+) -> None:
+    if "liger" in options:
+        pytest.importorskip("liger_kernel")
+    rows = [row_of(ids_of())]
+    wanted, gradient_wanted = passed(alike(device, reference, dtype="bfloat16"), device, rows)
+    module = alike(device, reference, dtype="bfloat16", **options)
+    losses, gradient = passed(module, device, rows)
+    assert relative_distance(losses, wanted) < 5e-3
+    assert relative_distance(gradient, gradient_wanted) < 2e-2
+    if "compile" not in options:
+        return
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        passed(module, device, [row_of([ids[1:] for ids in ids_of()])])  # of another length
+    finally:
+        torch.compiler.set_stance("default")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("way", "per_layer"), [(None, 1), ("checkpointing", 2), ("selective", 1), ("offload", 2)])
+def test_checkpointing_recomputes_attention_unless_it_is_selective(
+    device: str, way: str | None, per_layer: int, reference: CausalLM
+) -> None:
+    module = built(device, dtype="bfloat16", **(WAYS[way] if way else {}))
+    row = row_of(ids_of())
+    with Calls() as calls:
+        passed(module, device, [row])
+    segments = 1 if device == "cuda" else len(TEXTS)
+    kernel = "_varlen_attn" if device == "cuda" else "scaled_dot_product"
+    assert calls.count(kernel) == per_layer * LAYERS * segments
+
+
+class WithoutWaiting(Callback):
+    """Callback for which waiting for the device is an error, from forward to backward, in all steps but the first."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.steps = device, 0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.context = synchronizations_are_errors(self.device if trainer.global_step > 1 else "cpu")
+        self.context.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.context.__exit__(None, None, None)
+        self.steps += 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_warm_step_does_not_wait_for_the_device(
+    device: str, make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    follow = WithoutWaiting(device)
+    trainer = make_trainer(accelerator=accelerator_of(device), max_steps=4, log_every_n_steps=50, callbacks=[follow])
+    trainer.fit(CausalLM(model_folder, peft=lora(), dtype="bfloat16"), TextDataModule(write_rows(), micro_batch_size=4))
+    assert follow.steps == 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_resumed_run_is_bit_equal_where_it_is_deterministic(
+    device: str, dtype: str, make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    """On CUDA ``trainer.deterministic`` is needed: flash attention adds its gradients in any order otherwise."""
+    data = write_rows()
+
+    def fit(steps: int, folder: Path, resume: Path | None = None) -> CausalLM:
+        module = CausalLM(model_folder, peft=lora(), dtype=dtype)
+        trainer = make_trainer(
+            accelerator=accelerator_of(device),
+            deterministic=True,
+            max_steps=steps,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(folder, save_last=True, every_n_train_steps=3)],
+        )
+        trainer.fit(module, TextDataModule(data, micro_batch_size=4), ckpt_path=resume and str(resume))
+        return module
+
+    whole = fit(6, tmp_path / "whole")
+    fit(3, tmp_path / "half")
+    resumed = fit(6, tmp_path / "rest", tmp_path / "half" / "last.ckpt")
+    torch.use_deterministic_algorithms(False)
+    for name, parameter in whole.trainable_parameters().items():
+        assert torch.equal(resumed.trainable_parameters()[name], parameter), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_bf16_runs_reach_the_kernel_for_several_samples(
+    device: str, precision: Any, make_trainer: Any, write_rows: Any
+) -> None:
+    module = CausalLM(TINY, peft=lora(), dtype="bfloat16" if precision == "32-true" else "float32")
+    trainer = make_trainer(accelerator=accelerator_of(device), precision=precision, max_steps=1)
+    with Calls() as calls:
+        trainer.fit(module, TextDataModule(write_rows(), micro_batch_size=4))
+    varlen, by_segment = calls.count("_varlen_attn"), calls.count("scaled_dot_product")
+    assert (varlen, by_segment) == ((LAYERS, 0) if device == "cuda" else (0, 4 * LAYERS))
+
+
+FOUR_BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("scheme", "tolerance"), [(FOUR_BIT, 1e-3), ({"load_in_8bit": True}, 5e-2)], ids=["nf4", "int8"]
+)
+def test_a_quantized_base_trains_as_the_dense_weights_that_it_stands_for(
+    device: str, scheme: dict[str, Any], tolerance: float, make_trainer: Any, write_rows: Any, tmp_path: Path
+) -> None:
+    """Built by the trainer, so in the context of the device. LLM.int8 rounds activations too, on CUDA."""
+    quantization, data = BitsAndBytesConfig(**scheme), write_rows()
+    dense = dense_of(TINY, quantization, tmp_path / "dense", tokenizer=CausalLM(TINY).tokenizer)
+
+    def losses(folder: str, **options: Any) -> list[float]:
+        record = Losses()
+        torch.manual_seed(0)
+        module = CausalLM(folder, peft=lora(), dtype="float32", **options)
+        make_trainer(accelerator=accelerator_of(device), max_steps=10, callbacks=[record]).fit(
+            module, TextDataModule(data, micro_batch_size=4, shuffle=False)
+        )
+        return record.losses
+
+    got, wanted = losses(TINY, quantization=quantization), losses(dense)
+    assert len(wanted) == 10
+    assert got == pytest.approx(wanted, abs=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_float8_products_are_near_those_in_fp32(device: str, scaling: Any) -> None:
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(rows, 64, generator=draw) for rows in (32, 48))
+    got = float8_product(left.to(device, torch.bfloat16), right.to(device, torch.bfloat16), scaling, is_forward=True)
+    assert relative_distance(got, left @ right.T) < 5e-2
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_the_quickstart_learns_its_facts(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/commands runs it on a CPU."""
+    from lit_ft.cli import main
+
+    monkeypatch.chdir(Path(TINY).parents[1])
+    run = tmp_path / "run"
+    recipe = ["--config", "recipes/quickstart.yaml", "--run_dir", str(run)]
+    assert main(["fit", *recipe, "--trainer.accelerator", accelerator_of(device)]) == 0
+    scores = [line for line in (run / "metrics.csv").read_text().splitlines() if line]
+    column = scores[0].split(",").index("val/exact_match")
+    assert float([cells for line in scores[1:] if (cells := line.split(",")[column])][-1]) >= 0.9

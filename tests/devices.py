@@ -1,0 +1,65 @@
+"""Devices that the tests of ``tests/cuda`` run on: their code on a CPU in every run, and their claims on a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+DEVICES = ["cpu", CUDA]
+"""Values of a parameter ``device``."""
+
+
+def cases(on_cpu: dict[str, Any], on_cuda: dict[str, Any]) -> list[Any]:
+    """Values of ``(device, case)``: few small cases for a CPU, and those that need a GPU."""
+    small = [pytest.param("cpu", case, id=f"cpu-{name}") for name, case in on_cpu.items()]
+    large = [pytest.param("cuda", c, id=f"cuda-{name}", marks=pytest.mark.cuda) for name, c in on_cuda.items()]
+    return small + large
+
+
+def accelerator_of(device: str) -> str:
+    """Lightning's name of a device."""
+    return {"cuda": "gpu"}.get(device, device)
+
+
+def on(device: str, batch: Any) -> Any:
+    """A packed batch with its tensors on a device."""
+    return {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
+
+
+def relative_distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative L2 distance, computed in fp64 on the CPU."""
+    got, wanted = got.detach().double().cpu(), wanted.detach().double().cpu()
+    return float((got - wanted).norm() / wanted.norm())
+
+
+class Calls(TorchDispatchMode):
+    """Context manager that lists the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, *parts: str) -> int:
+        """Number of operators whose names hold all parts, and no ``backward``."""
+        return sum(all(part in name for part in parts) and "backward" not in name for name in self.names)
+
+
+@contextmanager
+def synchronizations_are_errors(device: str) -> Iterator[None]:
+    """Context in which CUDA raises where the host waits for the device; nothing on a CPU, which does not wait."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
