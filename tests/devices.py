@@ -2,12 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lit_ft import CausalLM, TextDataModule
+
+TINY = str(Path(__file__).parents[1] / "checkpoints" / "tiny-qwen2")
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 DEVICES = ["cpu", CUDA]
 """Values of a parameter ``device``."""
@@ -63,3 +69,13 @@ def synchronizations_are_errors(device: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def fit_tiny(
+    device: str, make_trainer: Any, data: str, steps: int, callbacks: list[Callback], max_length: int = 256
+) -> None:
+    """Fit LoRA on tiny-qwen2, in fp32, four rows at a time."""
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    where: dict[str, Any] = {"accelerator": accelerator_of(device), "max_steps": steps, "log_every_n_steps": 1}
+    rows = TextDataModule(data, micro_batch_size=4, shuffle=False, max_length=max_length)
+    make_trainer(**where, callbacks=callbacks).fit(CausalLM(TINY, peft=lora), rows)

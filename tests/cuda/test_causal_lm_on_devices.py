@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import CUDA, DEVICES, Calls, accelerator_of, on, relative_distance, synchronizations_are_errors
+from devices import CUDA, DEVICES, TINY, Calls, accelerator_of, on, relative_distance, synchronizations_are_errors
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from one_process import Losses
@@ -19,7 +19,6 @@ from lit_ft.training.precision import float8_product
 
 pytestmark = pytest.mark.slow
 
-TINY = str(Path(__file__).parents[2] / "checkpoints" / "tiny-qwen2")
 LAYERS = AutoConfig.from_pretrained(TINY).num_hidden_layers
 TEXTS = (
     "the cup is red",
