@@ -39,6 +39,7 @@ def test_random_rows_are_of_the_tokenizers_ids(tmp_path: Path) -> None:
     assert max(max(row["input_ids"]) for row in rows) == tokens - 1 < SHAPES["tiny"]["vocab_size"] - 1
 
 
+@pytest.mark.slow
 def test_a_measurement_on_a_tiny_shape(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--shape", "tiny", "--device", "cpu", "--measure", "nf4", "--data", DATA, "--folder", str(tmp_path)]
     gpu.main(options)
@@ -52,6 +53,7 @@ def test_a_measurement_on_a_tiny_shape(tmp_path: Path, capfd: pytest.CaptureFixt
     assert 0 < float(nf4[9]) < 0.1  # four bits are not sixteen, and not noise either
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--shape", "tiny", "--device", "cpu", "--measure", "long", "--data", DATA, "--folder", str(tmp_path)]
     gpu.main([*options, "--minutes", "0", "--only", "lit_ft,trl_best"])
