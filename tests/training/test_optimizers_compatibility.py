@@ -1,5 +1,6 @@
 """Each "no" of the table of optimizers is refused with its reason, by what a run asks before weights are read."""
 
+import tracemalloc  # noqa: F401 (pytest imports it when a DeepSpeed optimizer of `built` fails in `__del__`)
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
