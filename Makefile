@@ -56,4 +56,4 @@ tiny-qwen2: $(VENV)/.installed
 	$(RUN) -m lit_ft export --run checkpoints/runs/pretrain_tiny --merge --dtype bfloat16 --out checkpoints/tiny-qwen2
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-lowest
