@@ -23,7 +23,7 @@ from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.data.text.chat_template import set_chat_template
 from lit_ft.data.text.formats import Chat
 from lit_ft.data.text.rendering import Supervise, prompt_and_answer
-from lit_ft.data.text.sources import FormatName, Source
+from lit_ft.data.text.sources import FormatName, Source, shared_content
 from lit_ft.data.tokens.preparation import OnBadRow, Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples, join
 from lit_ft.data.tokens.truncation import Overlong
@@ -52,6 +52,7 @@ class TextDataModule(LightningDataModule):
         val_fraction: float = 0.0,
         test_path: str | None = None,
         format: FormatName = "auto",
+        columns: dict[str, str] | None = None,
         system: str | None = None,
         chat_template: str | None = None,
         template_options: dict[str, Any] | None = None,
@@ -88,6 +89,8 @@ class TextDataModule(LightningDataModule):
             test_path: data for `test` and `predict`.
             format: format of the rows; auto chooses by the columns of the first row. A format that a source names
                 itself has priority.
+            columns: column names of the data, by the names that the format needs, e.g. {instruction: question, output:
+                answer}; those that a source names itself have priority.
             system: system prompt for conversations that have none.
             chat_template: replacement for the tokenizer's chat template: Jinja text, a file of it, or chatml, llama3,
                 gemma, plain.
@@ -141,7 +144,10 @@ class TextDataModule(LightningDataModule):
             "test": _as_sources(test_path, None),
         }
         for name, members in self.sources.items():
-            self.sources[name] = [replace(s, format=format) if s.format == "auto" else s for s in members]
+            self.sources[name] = [
+                replace(s, format=format if s.format == "auto" else s.format, columns=s.columns or columns)
+                for s in members
+            ]
         self.has_names = {
             "train": sources is not None,
             "val": val_sources is not None or bool(sources and val_fraction),
@@ -196,6 +202,11 @@ class TextDataModule(LightningDataModule):
             raise RecipeError("data.path is not set; name the training data with --data.path FILE")
         if self.sources["val"]:
             self._load("val")
+            if shared := shared_content(self.sources["train"], self.sources["val"]):
+                rank_zero_info(
+                    f"training and validation data are the same in {', '.join(shared[:3])}{', ...' * (len(shared) > 3)}: "
+                    "val/loss then measures rows that are trained on; give other data, or data.val_fraction"
+                )
         if self.streaming:
             for source in self.sources["train"]:
                 self.preparation.try_out(source)

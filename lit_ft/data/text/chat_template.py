@@ -74,8 +74,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) 
             )
     elif "{" in template:
         text = template
-    elif Path(template).is_file():
-        text = Path(template).read_text(encoding="utf-8")
+    elif (file := Path(template).expanduser()).is_file():
+        text = file.read_text(encoding="utf-8")
     else:
         raise RecipeError(
             f"data.chat_template={template!r} is no file, no Jinja text, and not built in ({', '.join(BUILT_IN)}); "

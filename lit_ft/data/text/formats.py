@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from lit_callbacks.protocols import Message
 
+from lit_ft.data.text.columns import as_option, refuse_preferences, suggested_columns
 from lit_ft.data.text.sources import RawRow
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
@@ -208,15 +209,20 @@ def find_format(row: RawRow) -> str:
     turns = row.get("conversations")
     has_roles = isinstance(turns, list) and all(isinstance(turn, Mapping) and "role" in turn for turn in turns)
     if turns and has_roles and "messages" not in row:
-        raise BadRow("'conversations' has turns of role and content; set columns to {messages: conversations}")
-    for overlap in (frozenset.issubset, lambda columns, row: not columns.isdisjoint(row)):
-        for name, form in FORMATS.items():
-            if overlap(form.columns, row.keys()):
-                return name
+        raise BadRow(f"'conversations' has turns of role and content; give {as_option({'messages': 'conversations'})}")
+    complete = next((name for name, form in FORMATS.items() if form.columns <= row.keys()), None)
+    refuse_preferences(row, complete)
+    if complete is not None:
+        return complete
+    suggestion = suggested_columns(row)
+    partial = next((name for name, form in FORMATS.items() if not form.columns.isdisjoint(row)), None)
+    if partial is not None and not suggestion:
+        return partial
     needs = "; ".join(f"{name} needs {', '.join(sorted(form.columns))}" for name, form in FORMATS.items())
+    example = as_option(suggestion or {"instruction": "question", "output": "answer"})
     raise BadRow(
-        f"has the columns {', '.join(map(repr, sorted(row))) or 'none'}, which no format knows ({needs}); rename them, "
-        "or say which is which with columns, e.g. {instruction: question, output: answer}"
+        f"has the columns {', '.join(map(repr, sorted(row))) or 'none'}, which no format knows ({needs}); say which is "
+        f"which, {'' if suggestion else 'e.g. '}{example} (for one of several sources: its columns)"
     )
 
 

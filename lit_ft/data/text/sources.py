@@ -8,10 +8,11 @@ import csv
 import gzip
 import hashlib
 import json
-import sys
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from glob import escape, glob, has_magic
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from huggingface_hub import HfApi, is_offline_mode
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.printable import printable
 
+from lit_ft.data.text.json_list import LONGEST_ROW_BYTES, items_of_list
 from lit_ft.errors import BadRow, RecipeError, explained
 
 if TYPE_CHECKING:
@@ -143,7 +145,7 @@ class Source:
         if self._saved is not None or self.is_on_hub:
             rows: Iterator[tuple[str, RawRow | BadRow]] = _arrow_rows(self.path, self.dataset(streaming))
         else:
-            rows = (row for file in self.files() for row in _file_rows(file, self.document))
+            rows = (row for file in self.files() for row in _file_rows(file, self.document, self.format == "completion"))
         return islice(rows, skip, self.max_rows)
 
     def dataset(self, streaming: bool = False) -> "Dataset | IterableDataset":
@@ -183,6 +185,16 @@ class Source:
             return sorted(file for file in self._saved.rglob("*") if file.is_file() and "cache-" not in file.name)
         return self.files()
 
+    def content_names(self) -> set[str]:
+        """Names of what the rows are read from, equal for equal content of two sources: resolved paths of files."""
+        if self.is_on_hub:
+            return {f"{self.path} (subset {self.subset}, split {self.split})"}
+        if self._saved is not None:
+            return {f"{self._saved.resolve()} (split {self.split})"}
+        if self.index_prefix is not None:
+            return {f"{self.index_prefix.resolve()}.bin"}
+        return {str(file.resolve()) for file in self.files()}
+
     def digest(self) -> str:
         """Fingerprint of the rows' content."""
         digest = hashlib.blake2b(digest_size=16)
@@ -192,6 +204,12 @@ class Source:
                 while block := stream.read(2**22):
                     digest.update(block)
         return digest.hexdigest()
+
+
+def shared_content(some: Iterable[Source], others: Iterable[Source]) -> list[str]:
+    """Files that sources of both groups read, or hub data sets with subset and split, sorted."""
+    one, other = ({name for source in group for name in source.content_names()} for group in (some, others))
+    return sorted(one & other)
 
 
 def _check_saved(folder: Path) -> None:
@@ -235,14 +253,14 @@ def _without_padding_within(value: object) -> object:
 # --- files -----------------------------------------------------------------------------------------
 
 
-def _file_rows(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:
+def _file_rows(file: Path, document: str, may_be_json: bool) -> Iterator[tuple[str, RawRow | BadRow]]:
     try:
-        yield from _rows_by_suffix(file, document)
+        yield from _rows_by_suffix(file, document, may_be_json)
     except (OSError, EOFError, zlib.error) as error:
         raise RecipeError(f"{file}: cannot be read ({error}); fix or remove it") from error
 
 
-def _rows_by_suffix(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:
+def _rows_by_suffix(file: Path, document: str, may_be_json: bool) -> Iterator[tuple[str, RawRow | BadRow]]:
     if file.suffix == ".parquet":
         return _parquet_rows(file)
     if file.stat().st_size == 0:
@@ -252,7 +270,7 @@ def _rows_by_suffix(file: Path, document: str) -> Iterator[tuple[str, RawRow | B
         return _json_rows(file)
     if kind in (".csv", ".tsv"):
         return _csv_rows(file, "\t" if kind == ".tsv" else ",")
-    return _text_rows(file, document)
+    return _text_rows(file, document, may_be_json)
 
 
 def _open(file: Path) -> IO[bytes] | gzip.GzipFile:
@@ -277,30 +295,31 @@ def _json_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
     """Read a JSON list, or one object per line; the first character tells which, not the suffix."""
     with _open(file) as stream:
         start = stream.read(2**12).lstrip()[:1]
-    return _document_rows(file) if start == b"[" else _line_rows(file)
+    return _list_rows(file) if start == b"[" else _line_rows(file)
 
 
-def _document_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
+def _list_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
     with _open(file) as stream:
-        content = stream.read()
-    try:
-        document = json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise RecipeError(f"{file}:{line}: is not UTF-8 (byte {error.start}); convert the file to UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise RecipeError(f"{file}:{error.lineno}: is not JSON (column {error.colno}: {error.msg}); fix it") from error
-    except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{file}: is not JSON that can be read ({error}); fix it") from error
-    for number, row in enumerate(document, 1):
-        yield f"{file}, row {number}", _checked(row)
+        for number, row in enumerate(items_of_list(file, stream), 1):
+            yield f"{file}, row {number}", _checked(row)
 
 
 def _line_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
     with _open(file) as stream:
-        for number, line in enumerate(stream, 1):
+        for number, line in _lines(file, stream):
             if line.strip():
                 yield f"{file}:{number}", _parse_line(line)
+
+
+def _lines(file: Path, stream: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers; refuses a longer line than a row can be before it is read in full."""
+    for number, line in enumerate(iter(partial(stream.readline, LONGEST_ROW_BYTES + 1), b""), 1):
+        if len(line) > LONGEST_ROW_BYTES:
+            raise RecipeError(
+                f"{file}:{number}: is longer than {LONGEST_ROW_BYTES // 2**20} MiB, which is no row to train on; "
+                "write each row on a line of its own"
+            )
+        yield number, line
 
 
 def _parse_line(line: bytes) -> RawRow | BadRow:
@@ -333,7 +352,7 @@ def _checked(row: object) -> RawRow | BadRow:
 
 def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow]]:
     # Not with pandas or Arrow: they would read an answer of 042 as the number 42, and "NA" as a missing value.
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(LONGEST_ROW_BYTES)
     with _open(file) as stream:
         reader = csv.reader(_decoded(file, stream), delimiter=delimiter, strict=True)
         lines = (cells for cells in reader if cells)
@@ -352,7 +371,13 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow
             raise RecipeError(f"{file}:{max(reader.line_num, 1)}: is not CSV ({error}); fix the quotes") from error
 
 
-def _text_rows(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow]]:
+def _text_rows(file: Path, document: str, may_be_json: bool) -> Iterator[tuple[str, RawRow | BadRow]]:
+    with _open(file) as stream:
+        if not may_be_json and _JSON_ROWS.match(stream.read(2**12)):
+            raise RecipeError(
+                f"{file}: holds JSON, and would be read as raw text, keys and braces included; rename it to .json, or "
+                "set data.format (or format of its source) to completion if text is meant"
+            )
     with _open(file) as stream:
         if document == "file":
             yield str(file), {"text": "".join(_decoded(file, stream))}
@@ -362,8 +387,11 @@ def _text_rows(file: Path, document: str) -> Iterator[tuple[str, RawRow | BadRow
                 yield f"{file}:{number}", {"text": line.rstrip("\r\n")}
 
 
-def _decoded(file: Path, stream: Iterable[bytes]) -> Iterator[str]:
-    for number, line in enumerate(stream, 1):
+_JSON_ROWS = re.compile(rb'\s*(\[\s*)?\{\s*"')
+
+
+def _decoded(file: Path, stream: IO[bytes] | gzip.GzipFile) -> Iterator[str]:
+    for number, line in _lines(file, stream):
         try:
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:

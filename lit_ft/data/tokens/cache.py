@@ -20,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.data.text import chat_template, formats, rendering, sources
+from lit_ft.data.text import chat_template, columns, formats, json_list, placeholders, rendering, sources
 from lit_ft.data.tokens import megatron_indexed, samples, segment_encoder, truncation
 from lit_ft.data.tokens import tokenization as encoding
 from lit_ft.data.tokens.tokenization import Tokenization
@@ -35,7 +35,7 @@ _CHUNK_BYTES = 2**22
 def default_folder() -> Path:
     """Default folder of the cache: ``LIT_FT_CACHE``, or ``lit_ft`` in the user's cache folder."""
     given = os.environ.get("LIT_FT_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_ft"
+    return Path(given).expanduser() if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_ft"
 
 
 def fingerprint(source_digest: str, tokenization: Tokenization, **more: object) -> str:
@@ -44,7 +44,10 @@ def fingerprint(source_digest: str, tokenization: Tokenization, **more: object) 
     settings = {f.name: getattr(tokenization, f.name) for f in fields(tokenization) if f.name != "tokenizer"}
     code = (
         encoding,
+        columns,
         formats,
+        json_list,
+        placeholders,
         megatron_indexed,
         truncation,
         rendering,

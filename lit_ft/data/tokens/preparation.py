@@ -137,7 +137,7 @@ class Preparation:
             source.digest(),
             tokenization,
             on_bad_row=self.on_bad_row,
-            reading=[source.split, source.subset, source.max_rows, source.document],
+            reading=[source.split, source.subset, source.max_rows, source.document, source.format],
         )
         folder = Path(self.cache_dir).expanduser() if self.cache_dir else token_cache.default_folder()
 

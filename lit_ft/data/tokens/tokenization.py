@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.data.text.formats import FORMATS, THINKING_KEYS, Chat, Example, Text, Tokens, renamed
+from lit_ft.data.text.placeholders import placeholder_in
 from lit_ft.data.text.rendering import Piece, Supervise, chat_samples, text_pieces
 from lit_ft.data.text.sources import RawRow
 from lit_ft.data.tokens.segment_encoder import TextEncoder
@@ -49,6 +50,9 @@ NOTES = {
     "thinking left out": f"answers have thinking ({', '.join(THINKING_KEYS)}) that {{template}} does not show, so it "
     "is not trained; write it into the content, or take it out",
     "ends without answer": "conversations end with a turn that is not the assistant's; it was left out",
+    "begins with answer": "conversations begin with the assistant, whose first turn then answers nothing; remove that "
+    "turn, or set train: false on it",
+    "placeholders": "rows hold placeholders that nobody filled in, such as {{{{name}}}} or {{name}}; fill them in",
     "tools spelled out": "conversations have functions, calls or results, which {template} does not show; they were "
     "spelled out as text",
     "special tokens in text": "rows spell special tokens in their text, which are read as such",
@@ -175,6 +179,10 @@ class Tokenization:
                 continue
             if not own:
                 noted.append("nothing supervised")
+            if isinstance(example, Chat) and begins_with_answer(example):
+                noted.append("begins with answer")
+            if any(map(placeholder_in, contents_of(example))):
+                noted.append("placeholders")
             if any(map(self.encoder.has_special, contents_of(example))):
                 noted.append("special tokens in text")
             if noted:
@@ -197,6 +205,12 @@ def _open(
     tokens = np.array(lengths, dtype=np.int64)
     starts = (np.cumsum(tokens) - tokens)[is_text]
     return np.insert(ids, starts, opening), np.insert(labels, starts, IGNORE_INDEX), (tokens + is_text).tolist()
+
+
+def begins_with_answer(chat: Chat) -> bool:
+    """Whether an assistant turn that is supervised comes before any user turn."""
+    first = next((i for i, one in enumerate(chat.messages) if one["role"] not in ("system", "developer")), None)
+    return first is not None and chat.messages[first]["role"] == "assistant" and chat.marks.get(first) is not False
 
 
 def contents_of(example: Example) -> list[str]:
