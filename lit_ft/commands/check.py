@@ -19,7 +19,16 @@ from rich.text import Text
 from transformers import PretrainedConfig
 
 from lit_ft.commands.train import TrainingCLI
-from lit_ft.data.inspection import Report, histogram, inspect_split, steps_of, stretches
+from lit_ft.data.inspection import (
+    Report,
+    describe_lengths,
+    histogram,
+    inspect_split,
+    judge_repetition,
+    steps_of,
+    stretches,
+)
+from lit_ft.data.text.sources import shared_content
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import pack_samples
@@ -129,8 +138,10 @@ class CheckCLI(TrainingCLI):
         devices = trainer.devices if isinstance(trainer.devices, int) and trainer.devices > 0 else 1
         plan = data.plan(replicas=devices * trainer.num_nodes)
         report.facts |= steps_of(train, plan, trainer.accumulate_grad_batches)
-        if "val" in data.splits and (both := np.intersect1d(train.digests(), data.splits["val"].digests()).size):
-            report.warnings.append(f"{both:,} different samples are in the training and in the validation data")
+        report.facts |= describe_lengths(data.prepared["train"], data.max_length)
+        # With val_fraction, one source is split by rows: that both read it is as it should be.
+        shared = [] if data.val_fraction else shared_content(data.sources["train"], data.sources["val"])
+        judge_repetition(train, data.splits.get("val"), shared, report)
         if isinstance(self.model, CausalLM):
             end = tokenizer.eos_token
             report.facts["end-of-sequence token"] = f"{end!r}" if end else "none"

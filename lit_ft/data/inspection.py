@@ -8,15 +8,27 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.loaders.batching import BatchPlan
 from lit_ft.data.text.formats import Chat
+from lit_ft.data.text.placeholders import placeholder_in
 from lit_ft.data.text.rendering import chat_samples
 from lit_ft.data.tokens.preparation import Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples
-from lit_ft.data.tokens.tokenization import Tokenization, check_encodable
+from lit_ft.data.tokens.tokenization import Tokenization, check_encodable, contents_of
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
 
 ROUND_TRIP_ROWS = 200
 """Rows per source that are rendered and decoded again."""
+TRUNCATED_LIMIT = 0.03
+"""Largest fraction of truncated answers that is no problem: a truncated answer ends amid a sentence, without the
+end-of-turn token, and the model learns that too. A few very long rows are usual (99 % whole is a common choice of
+max_length); more than three in a hundred are no outliers, but a max_length that does not fit the data."""
+PLACEHOLDER_LIMIT = 0.01
+"""Largest fraction of rows with unfilled placeholders that is no problem: single ones may be about templates."""
+SHARED_LIMIT = 0.05
+"""Largest fraction of validation samples that may be in the training data too: short answers coincide, and below it the
+validation loss still measures mostly what is not trained on."""
+WHOLE = (0.95, 0.99, 1.0)
+"""Fractions of samples for which the report gives the max_length that keeps them whole."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,8 @@ class SourceReport:
     longest: int
     duplicates: int
     """Samples that equal an earlier one."""
+    repeats: int
+    """Number of times that the most frequent sample is there."""
     closed: float
     """Fraction of the samples whose last supervised token ends the turn; NaN where the format has no conversations."""
     lines: list[str]
@@ -59,7 +73,7 @@ def describe_source(
 ) -> SourceReport:
     """Compute the statistics of one source."""
     mine = samples.take(np.flatnonzero(samples.source == number))
-    digests = mine.digests()
+    _, counts = np.unique(mine.digests(), return_counts=True)
     return SourceReport(
         name=name,
         format=form,
@@ -68,7 +82,8 @@ def describe_source(
         tokens=int(mine.lengths.sum()),
         supervised=int(mine.supervised.sum()),
         longest=int(mine.lengths.max()) if len(mine) else 0,
-        duplicates=len(digests) - len(np.unique(digests)),
+        duplicates=len(mine) - len(counts),
+        repeats=int(counts.max(initial=0)),
         closed=_closed(mine, tokenizer) if form in _CONVERSATIONS else float("nan"),
         lines=prepared.lines,
     )
@@ -94,6 +109,91 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
         bounds.append(2 * bounds[-1])
     counts, _ = np.histogram(lengths, bins=[0, *(bound + 1 for bound in bounds)])
     return [(bound, int(count)) for bound, count in zip(bounds, counts, strict=True)]
+
+
+def whole_lengths(lengths: np.ndarray) -> str:
+    """Text with the ``max_length`` that keeps the fractions ``WHOLE`` of the samples whole.
+
+    Args:
+        lengths: tokens per sample before truncation, ``(samples,)``, at least one.
+    """
+    tokens = np.quantile(lengths, WHOLE, method="inverted_cdf")
+    return ", ".join(f"{share:.0%} with {int(count):,}" for share, count in zip(WHOLE, tokens, strict=True))
+
+
+def describe_lengths(prepared: list[Prepared], max_length: int | None) -> dict[str, str]:
+    """Lengths of the samples before truncation, as text by name."""
+    lengths = np.concatenate([one.full_lengths for one in prepared])
+    middle = int(np.quantile(lengths, 0.5, method="inverted_cdf"))
+    limit = "none" if max_length is None else f"{max_length:,}"
+    return {
+        "tokens per sample before truncation": f"half have up to {middle:,}, the longest {int(lengths.max()):,}",
+        "max_length that keeps samples whole": f"{whole_lengths(lengths)} (data.max_length is {limit})",
+    }
+
+
+def judge_truncation(name: str, prepared: Prepared, max_length: int | None) -> list[str]:
+    """Problem of a source of which more than ``TRUNCATED_LIMIT`` of the answers are truncated."""
+    truncated, samples = prepared.notes["truncated"], len(prepared.full_lengths)
+    if truncated <= TRUNCATED_LIMIT * samples:
+        return []
+    return [
+        f"{name}: {truncated:,} of {samples:,} answers are truncated ({truncated / samples:.1%}; up to "
+        f"{TRUNCATED_LIMIT:.0%} is fine): data.max_length={max_length} is too small for them. It keeps samples whole: "
+        f"{whole_lengths(prepared.full_lengths)}; raise it"
+    ]
+
+
+def judge_placeholders(name: str, prepared: Prepared, tokenization: Tokenization) -> list[str]:
+    """Problem of a source of which more than ``PLACEHOLDER_LIMIT`` of the rows hold unfilled placeholders."""
+    count = prepared.notes["placeholders"]
+    if count <= PLACEHOLDER_LIMIT * prepared.rows:
+        return []
+    location, placeholder = _first_placeholder(prepared, tokenization)
+    return [
+        f"{name}: {count:,} of {prepared.rows:,} rows hold placeholders that nobody filled in, e.g. {placeholder} "
+        f"({location}); fill them in, or the model learns to say them"
+    ]
+
+
+def _first_placeholder(prepared: Prepared, tokenization: Tokenization) -> tuple[str, str]:
+    for location, row in prepared.source.rows():
+        try:
+            texts = contents_of(tokenization.example(row))
+        except BadRow:
+            continue  # counted where the rows were read
+        if found := next(filter(None, map(placeholder_in, texts)), None):
+            return location, found
+    raise AssertionError("a note counts a placeholder that no row has")
+
+
+def judge_repetition(train: Samples, validation: Samples | None, shared: list[str], report: Report) -> None:
+    """Add to a report what is in the training data more than once, and in the validation data as well.
+
+    Args:
+        train: samples to train on.
+        validation: samples to validate on; None without validation.
+        shared: files that both are read from.
+        report: report, which has its sources already.
+    """
+    digests = train.digests()
+    within = sum(source.duplicates for source in report.sources["train"])
+    if across := len(digests) - len(np.unique(digests)) - within:
+        report.warnings.append(f"{across:,} of {len(train):,} training samples repeat one of another source")
+    if validation is None:
+        return
+    known = int(np.isin(validation.digests(), digests).sum())
+    files = f"; both are read from {', '.join(shared)}" if shared else ""
+    line = (
+        f"{known:,} of {len(validation):,} validation samples ({known / len(validation):.1%}) are in the training data "
+        f"too{files}"
+    )
+    if known > SHARED_LIMIT * len(validation):
+        report.problems.append(
+            f"{line}: val/loss would measure what was learned by heart; remove them from one, or set data.val_fraction"
+        )
+    elif known or shared:
+        report.warnings.append(line)
 
 
 def round_trip(tokenization: Tokenization, prepared: Prepared) -> tuple[int, int, str]:
@@ -171,7 +271,14 @@ def inspect_split(
         report.sources[split].append(source)
         report.warnings += [line for line in source.lines if line not in report.warnings]
         if source.duplicates:
-            report.warnings.append(f"{source.name}: {source.duplicates:,} of {source.samples:,} samples repeat another")
+            report.warnings.append(
+                f"{source.name}: {source.duplicates:,} of {source.samples:,} samples repeat another "
+                f"({source.duplicates / source.samples:.1%}; the most frequent is there {source.repeats:,} times)"
+            )
+        found = judge_truncation(source.name, one, preparation.max_length)
+        if tokenization is not None:
+            found += judge_placeholders(source.name, one, tokenization)
+        report.problems += [line for line in found if line not in report.problems]
         truncated_share = one.notes["truncated"] / max(source.samples, 1)
         if source.closed < 1 - truncated_share - 1e-9:
             report.problems.append(

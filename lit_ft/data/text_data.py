@@ -204,8 +204,9 @@ class TextDataModule(LightningDataModule):
             self._load("val")
             if shared := shared_content(self.sources["train"], self.sources["val"]):
                 rank_zero_info(
-                    f"training and validation data are the same in {', '.join(shared[:3])}{', ...' * (len(shared) > 3)}: "
-                    "val/loss then measures rows that are trained on; give other data, or data.val_fraction"
+                    f"training and validation read the same data ({', '.join(shared[:3])}"
+                    f"{', ...' * (len(shared) > 3)}), so val/loss measures rows that are trained on; give other data, or "
+                    "data.val_fraction"
                 )
         if self.streaming:
             for source in self.sources["train"]:

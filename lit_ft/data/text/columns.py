@@ -26,7 +26,7 @@ def suggested_columns(row: RawRow) -> dict[str, str]:
             return {kind: name}
     texts = {name.strip().lower(): name for name, value in row.items() if isinstance(value, str)}
     for wanted in _BY_PREFERENCE:
-        columns = {}
+        columns: dict[str, str] = {}
         for name in wanted:
             alike = (other for other in (name, *_ALIKE[name].split()) if other in texts)
             if (found := next((other for other in alike if texts[other] not in columns.values()), None)) is not None:
@@ -70,10 +70,9 @@ def refuse_preferences(row: RawRow, complete: str | None) -> None:
     chosen, kind = row["chosen"], _kind_of_turns(row["chosen"])
     asked = next((name for name in ("prompt", *_ALIKE["prompt"].split()) if row.get(name)), None)
     if isinstance(chosen, str) and isinstance(row.get(asked or ""), str):
-        fix = (
-            f"to train on the chosen answers, map them: {as_option({'prompt': str(asked), 'completion': 'chosen'})} for "
-            f"texts as they are, {as_option({'instruction': str(asked), 'output': 'chosen'})} for the chat template"
-        )
+        as_text = as_option({"prompt": str(asked), "completion": "chosen"})
+        as_chat = as_option({"instruction": str(asked), "output": "chosen"})
+        fix = f"to train on the chosen answers, map them: {as_text} for texts as they are, {as_chat} for the chat template"
     elif kind == "messages" and isinstance(row.get("prompt"), list):
         fix = f"to train on the chosen answers, map them: {as_option({'prompt': 'prompt', 'completion': 'chosen'})}"
     elif kind is not None:

@@ -3,11 +3,13 @@
 import re
 
 _DOUBLE = r"\{\{\s*[^\W\d]\w*\s*\}\}"
-# Not after a letter, a backslash or one of ^_$}: LaTeX and shells write these braces. Two letters or more: x in {x} is a
-# variable of mathematics.
+# Not after a letter, a backslash or one of ^_$}: LaTeX and shells write these braces. Two letters or more: {x} is
+# mathematics.
 _SINGLE = r"(?<![\w\\^$}{])\{[^\W\d]\w+\}(?!\})"
 _PLACEHOLDER = re.compile(f"{_DOUBLE}|{_SINGLE}")
-_CODE = re.compile(r"```|\bf[\"']|\.format\(|[;{]\s*\n|\\[a-z]+\{|^\s*(?:def|class|import|function|#include)\b", re.MULTILINE)
+_CODE = re.compile(
+    r"""```|\bf["']|\.format\(|[;{]\s*\n|\\[a-z]+\{|^\s*(?:def|class|import|function|#include)\b""", re.MULTILINE
+)
 
 
 def placeholder_in(text: str) -> str | None:

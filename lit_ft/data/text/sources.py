@@ -145,7 +145,9 @@ class Source:
         if self._saved is not None or self.is_on_hub:
             rows: Iterator[tuple[str, RawRow | BadRow]] = _arrow_rows(self.path, self.dataset(streaming))
         else:
-            rows = (row for file in self.files() for row in _file_rows(file, self.document, self.format == "completion"))
+            rows = (
+                row for file in self.files() for row in _file_rows(file, self.document, self.format == "completion")
+            )
         return islice(rows, skip, self.max_rows)
 
     def dataset(self, streaming: bool = False) -> "Dataset | IterableDataset":

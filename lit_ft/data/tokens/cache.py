@@ -35,7 +35,11 @@ _CHUNK_BYTES = 2**22
 def default_folder() -> Path:
     """Default folder of the cache: ``LIT_FT_CACHE``, or ``lit_ft`` in the user's cache folder."""
     given = os.environ.get("LIT_FT_CACHE")
-    return Path(given).expanduser() if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_ft"
+    return (
+        Path(given).expanduser()
+        if given
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lit_ft"
+    )
 
 
 def fingerprint(source_digest: str, tokenization: Tokenization, **more: object) -> str:

@@ -26,6 +26,8 @@ OnBadRow = Literal["error", "skip"]
 
 ROWS_PER_BATCH = 500
 """Number of rows that a process tokenizes at a time."""
+FULL_LENGTHS = "full_lengths.npy"
+"""File of a cache entry with ``Prepared.full_lengths``."""
 BAD_ROWS_NAMED = 5
 """Number of skipped rows that are named in a message; all are counted."""
 
@@ -38,6 +40,8 @@ class Prepared:
     arrays: TokenArrays
     rows: int
     """Number of rows that were read."""
+    full_lengths: np.ndarray
+    """Tokens of each sample before ``max_length`` was applied, ``(samples before it,)``, int64."""
     notes: Counter[str] = field(default_factory=Counter)
     """Counts by the names of ``tokenization.NOTES``."""
     bad: list[str] = field(default_factory=list)
@@ -147,7 +151,13 @@ class Preparation:
         folder_of_entry = token_cache.entry(folder / "tokens", key, write)
         meta = json.loads((folder_of_entry / "meta.json").read_text(encoding="utf-8"))
         prepared = Prepared(
-            source, read_arrays(folder_of_entry), meta["rows"], Counter(meta["notes"]), meta["bad"], meta["bad_rows"]
+            source,
+            read_arrays(folder_of_entry),
+            meta["rows"],
+            np.load(folder_of_entry / FULL_LENGTHS, mmap_mode="r"),
+            Counter(meta["notes"]),
+            meta["bad"],
+            meta["bad_rows"],
         )
         prepared.lines.extend(self._describe(prepared, tokenization))
         self._check_left(prepared)
@@ -185,6 +195,7 @@ class Preparation:
             np.concatenate([first + batch.rows for first, batch in zip(firsts, batches, strict=True)]),
         )
         write_arrays(folder, arrays)
+        np.save(folder / FULL_LENGTHS, np.concatenate([batch.full_lengths for batch in batches]))
         notes = sum((batch.notes for batch in batches), Counter[str]())
         meta = {"rows": rows, "notes": notes, "bad": bad, "bad_rows": bad_rows}
         (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
@@ -245,7 +256,7 @@ class Preparation:
         kept = spans[:, 1] - spans[:, 0] > 1  # one token predicts nothing
         spans, rows = spans[kept], rows[kept]
         arrays = TokenArrays(ids, ids, spans, rows, spans[:, 1] - spans[:, 0] - 1)
-        prepared = Prepared(source, arrays, len(tokens), lines=lines)
+        prepared = Prepared(source, arrays, len(tokens), tokens, lines=lines)
         self._check_left(prepared)
         return prepared
 

@@ -29,6 +29,8 @@ class Encoded:
     """Rows that cannot be used, each with the problem."""
     too_long: list[tuple[int, int]] = field(default_factory=list)
     """Rows over the limit, each with its number of tokens; filled where that is an error."""
+    full_lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Tokens of each sample before ``max_length`` was applied, ``(samples before it,)``."""
     notes: Counter[str] = field(default_factory=Counter)
     """Counts by the names of ``tokenization.NOTES``."""
 
@@ -45,6 +47,7 @@ def fit_to_length(
         fully_supervised: rows with every token supervised; they continue in further samples where others are truncated.
         bos: beginning-of-sequence id, which is kept where a prompt loses its beginning; None if there is none.
     """
+    encoded.full_lengths = encoded.lengths
     starts = np.concatenate([[0], np.cumsum(encoded.lengths)])
     is_long = encoded.lengths > max_length if max_length is not None else np.zeros(len(encoded.lengths), dtype=bool)
     notes = encoded.notes
