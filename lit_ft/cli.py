@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         arguments = take_option(arguments)
         with _exit_on_signals():
-            import_module(COMMANDS[name][0]).run(arguments)
+            _command(COMMANDS[name][0])(arguments)
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -78,6 +78,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _fail("stopped by Ctrl-C", 130)
     sys.exit(0)
+
+
+def _command(module: str) -> Callable[[list[str]], None]:
+    """Function that runs a command; a process that only runs this command gets as many threads as cores are free."""
+    is_embedded = "torch" in sys.modules  # by a program that may have set its threads
+    run: Callable[[list[str]], None] = import_module(module).run
+    if not is_embedded and "torch" in sys.modules:
+        from lit_ft.process import choose_threads
+
+        choose_threads()
+    return run
 
 
 @contextmanager

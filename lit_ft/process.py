@@ -1,6 +1,7 @@
-"""Seed of the run, and data-parallel size and rank of this process."""
+"""Seed of the run, data-parallel size and rank of this process, and its CPU cores and threads."""
 
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -52,3 +53,72 @@ def seed_micro_batch(trainer: Trainer, batch_idx: int) -> None:
     if is_seeded():
         draws = (seed(), trainer.global_step, batch_idx, data_parallel(trainer).rank)
         torch.manual_seed(hash(draws) % 2**63)
+
+
+# --- cores and threads -------------------------------------------------------------------------------
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables by which a user sets the number of threads."""
+_was_lowered = False
+
+
+def available_cores() -> int:
+    """Number of CPU cores that this process may use: its affinity, and the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, round(_quota(Path("/sys/fs/cgroup")) or cores)))
+
+
+def _quota(folder: Path) -> float | None:
+    """CPU cores that a control group (version 2 or 1) allows; None without a limit."""
+    if (version_2 := folder / "cpu.max").is_file():
+        quota, period = version_2.read_text().split()
+    elif (version_1 := folder / "cpu" / "cpu.cfs_quota_us").is_file():
+        quota, period = version_1.read_text(), (folder / "cpu" / "cpu.cfs_period_us").read_text()
+    else:
+        return None
+    return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+
+
+def free_cores(available: int, machine: int, load: float) -> int:
+    """Number of cores to compute on, at least 1: those that this process may use, and that others leave free.
+
+    Args:
+        available: cores that this process may use.
+        machine: cores of the machine, which ``load`` is about.
+        load: mean number of other processes that run or wait for a core.
+    """
+    return max(1, min(available, round(machine - load)))
+
+
+def _load_of_others() -> float:
+    """Number of other threads that run or wait for a core: the mean of the last minute, or fewer if fewer do now."""
+    if not hasattr(os, "getloadavg"):
+        return 0.0
+    mean = os.getloadavg()[0]
+    if not (now := Path("/proc/loadavg")).is_file():
+        return mean
+    # What ended just now is still in the mean: a fit after a check would find the cores busy.
+    running = int(now.read_text().split()[3].split("/")[0])
+    return min(mean, max(running - 1, 0))
+
+
+def choose_threads() -> None:
+    """Let torch use the cores that are free, unless the user sets a number; for a process that just started.
+
+    Threads that share a core wait for each other by spinning, which burns many times the computation itself. Ranks that
+    Lightning starts get their number from Lightning.
+    """
+    global _was_lowered
+    if any(name in os.environ for name in THREAD_VARIABLES):
+        return
+    available = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = min(torch.get_num_threads(), free_cores(available, os.cpu_count() or 1, _load_of_others()))
+    _was_lowered = threads < min(available, torch.get_num_threads())
+    torch.set_num_threads(threads)
+
+
+def describe_threads() -> str:
+    """Text with the number of threads that torch computes with on a CPU."""
+    count = torch.get_num_threads()
+    reason = ", as other processes use the machine" if _was_lowered else ""
+    return f"{count} thread{'s' * (count != 1)}{reason}"

@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> None:
         report = CheckCLI(["fit", *rest], options.samples).report
     show(report, Console(width=None if Console().is_terminal else 120, highlight=False))
     if options.html:
-        page = Path(options.html)
+        page = Path(options.html).expanduser()
         try:
             page.write_text(to_html(report), encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: a null character in the name

@@ -56,7 +56,7 @@ from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import check_unpickling
 from lit_ft.recipe.callback_checks import check_callbacks
 from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
-from lit_ft.recipe.files import check_files, in_order
+from lit_ft.recipe.files import check_files, expand_home, in_order
 from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, shortened, unwrap_class_error
 from lit_ft.run.folder import RunFolder, new_run, newest_run, unfinished_run
 from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero
@@ -172,6 +172,7 @@ class TrainingCLI(LightningCLI):
         except OSError as error:  # jsonargparse reads a value that names a file
             raise RecipeError(f"a value of the recipe names a file that cannot be read ({error})") from error
         check_values(self.config[self.config.subcommand])
+        expand_home(self.config[self.config.subcommand])
         if self.config.subcommand == "fit":
             check_something_trains(self.config.fit.trainer)
 

@@ -205,8 +205,8 @@ class TextDataModule(LightningDataModule):
             if shared := shared_content(self.sources["train"], self.sources["val"]):
                 rank_zero_info(
                     f"training and validation read the same data ({', '.join(shared[:3])}"
-                    f"{', ...' * (len(shared) > 3)}), so val/loss measures rows that are trained on; give other data, or "
-                    "data.val_fraction"
+                    f"{', ...' * (len(shared) > 3)}), so val/loss measures rows that are trained on; give other data, "
+                    "or data.val_fraction"
                 )
         if self.streaming:
             for source in self.sources["train"]:

@@ -1,11 +1,13 @@
 """Recipe files and the command line that names them, checked before they are parsed."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import yaml
+from jsonargparse import Namespace
 
 from lit_ft.bounded_yaml import SAFE_LOADER, check_size
 from lit_ft.errors import RecipeError
@@ -93,3 +95,20 @@ def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[tuple[str, int, 
                     yield key.value, lines[key.value], key.start_mark.line + 1
                 lines[key.value] = key.start_mark.line + 1
             yield from _repeated_keys(value, seen)
+
+
+def expand_home(value: object) -> object:
+    """Value of a recipe with ``~`` expanded at the start of its strings, at any depth; namespaces change in place.
+
+    A shell expands it only where a word begins: not in a recipe, and not after ``--run_dir=``.
+    """
+    if isinstance(value, str):
+        return os.path.expanduser(value)
+    if isinstance(value, Namespace):
+        for name, inner in vars(value).items():
+            setattr(value, name, expand_home(inner))
+    elif isinstance(value, dict):
+        return {name: expand_home(inner) for name, inner in value.items()}
+    elif isinstance(value, list):
+        return [expand_home(inner) for inner in value]
+    return value

@@ -4,6 +4,7 @@ It knows no strategy. One rule holds everywhere: the loss of an optimizer step i
 supervised tokens of all its micro-batches and ranks (``token_window.loss_weight``).
 """
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -114,7 +115,8 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         """
         super().__init__()
         added = added_tokens or [], added_special_tokens or []
-        base = ModelSpec(pretrained, tokenizer or pretrained, *added, init, dtype, attn_implementation, quantization)
+        pretrained, tokenizer = (os.path.expanduser(name) for name in (pretrained, tokenizer or pretrained))
+        base = ModelSpec(pretrained, tokenizer, *added, init, dtype, attn_implementation, quantization)
         tuning = TuningSpec(peft, adapter_dtype, trainable)
         self.spec = TrainingSpec(
             base, tuning, gradient_checkpointing, activation_offload, compile, liger, neftune_alpha, router_aux_loss

@@ -15,6 +15,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
 from lit_ft.data.loaders.batching import PackedBatchLoader
 from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.internals.transformers import attention_implementation
+from lit_ft.process import describe_threads
 from lit_ft.run.folder import RunFolder
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.tuning import prompt_learning
@@ -125,9 +126,12 @@ def describe_metrics(trainer: Trainer) -> str:
 
 
 def describe_devices(trainer: Trainer) -> str:
-    """Text with devices, strategy and precision."""
+    """Text with devices, threads on a CPU, strategy and precision."""
     device = trainer.strategy.root_device.type
-    return f"{trainer.world_size} x {device} ({type(trainer.strategy).__name__}, precision {trainer.precision})"
+    threads = f"{describe_threads()}, " if device == "cpu" else ""
+    return (
+        f"{trainer.world_size} x {device} ({threads}{type(trainer.strategy).__name__}, precision {trainer.precision})"
+    )
 
 
 def describe_steps(trainer: Trainer) -> str:

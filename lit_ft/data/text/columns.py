@@ -72,7 +72,7 @@ def refuse_preferences(row: RawRow, complete: str | None) -> None:
     if isinstance(chosen, str) and isinstance(row.get(asked or ""), str):
         as_text = as_option({"prompt": str(asked), "completion": "chosen"})
         as_chat = as_option({"instruction": str(asked), "output": "chosen"})
-        fix = f"to train on the chosen answers, map them: {as_text} for texts as they are, {as_chat} for the chat template"
+        fix = f"to train on the chosen answers, map them: {as_text} for bare texts, {as_chat} for the chat template"
     elif kind == "messages" and isinstance(row.get("prompt"), list):
         fix = f"to train on the chosen answers, map them: {as_option({'prompt': 'prompt', 'completion': 'chosen'})}"
     elif kind is not None:

@@ -1,7 +1,6 @@
 """Preparation of one source for training: reading, checks, tokenization, caching, and messages about changed rows."""
 
 import json
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +20,7 @@ from lit_ft.data.tokens.segment_encoder import TextEncoder
 from lit_ft.data.tokens.tokenization import Tokenization, encode_batches
 from lit_ft.data.tokens.truncation import Encoded, Overlong
 from lit_ft.errors import BadRow, RecipeError
+from lit_ft.process import available_cores
 
 OnBadRow = Literal["error", "skip"]
 
@@ -259,11 +259,6 @@ class Preparation:
         prepared = Prepared(source, arrays, len(tokens), tokens, lines=lines)
         self._check_left(prepared)
         return prepared
-
-
-def available_cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_pieces(spans: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
