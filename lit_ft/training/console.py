@@ -128,10 +128,9 @@ def describe_metrics(trainer: Trainer) -> str:
 def describe_devices(trainer: Trainer) -> str:
     """Text with devices, threads on a CPU, strategy and precision."""
     device = trainer.strategy.root_device.type
-    threads = f"{describe_threads()}, " if device == "cpu" else ""
-    return (
-        f"{trainer.world_size} x {device} ({threads}{type(trainer.strategy).__name__}, precision {trainer.precision})"
-    )
+    parts = [describe_threads()] if device == "cpu" else []
+    parts += [type(trainer.strategy).__name__, f"precision {trainer.precision}"]
+    return f"{trainer.world_size} x {device} ({', '.join(parts)})"
 
 
 def describe_steps(trainer: Trainer) -> str:

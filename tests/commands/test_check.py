@@ -51,7 +51,7 @@ def test_good_data(run: Any, tmp_path: Path, model_folder: str, write_rows: Any)
     rows = [*make_rows(30), make_rows(1)[0]]
     data = {
         "sources": [{"path": write_rows(rows), "name": "one"}, {"path": write_rows(make_rows(9, 5), name="two.json")}],
-        "val_path": write_rows(make_rows(3), name="val.json"),
+        "val_path": write_rows([make_rows(1)[0], *make_rows(24, 7)], name="val.json"),
         "packing": 128,
         "max_length": 128,
     }
@@ -59,12 +59,13 @@ def test_good_data(run: Any, tmp_path: Path, model_folder: str, write_rows: Any)
     output = run("check", *arguments, "--samples", "2", "--html", str(tmp_path / "report.html"))
     assert re.search(r"train: one +alpaca +31 +31 +[\d,]+ +[\d.]+% +\d+ +1 +100.0%", output)
     assert re.search(r"train: two +alpaca +9 +9 ", output)
-    assert re.search(r"val: val +alpaca +3 +3 ", output)
+    assert re.search(r"val: val +alpaca +25 +25 ", output)
     assert "template round trip, one: 31 of 31 conversations" in output
     assert "a sample's losses move by 0 when its neighbor in the packed batch changes" in output
     assert re.search(r"packing: \d+ packed sequences of 128 tokens, \d\d.\d\d% full", output)
-    assert "note: one: 1 of 31 samples repeat another" in output
-    assert "note: 3 different samples are in the training and in the validation data" in output
+    assert "note: one: 1 of 31 samples repeat another (3.2%; the most frequent is there 2 times)" in output
+    assert "note: 1 of 25 validation samples (4.0%) are in the training data too" in output
+    assert re.search(r"max_length that keeps samples whole: 95% with \d+, 99% with \d+, 100% with \d+", output)
     assert output.count("»") == 1 + 2 * 1 + 1  # in each of two headings, around each of two answers
     assert "nothing would train wrong" in output
     page = (tmp_path / "report.html").read_text()
@@ -100,6 +101,28 @@ def test_rows_that_are_too_long_to_train_on(run: Any, tmp_path: Path, model_fold
     rows = [*make_rows(3), {"instruction": "a", "output": "red " * 80}]
     data = {"path": write_rows(rows), "max_length": 60, "overlong": "error"}
     assert "wrong: 1 rows are too long" in run("check", *recipe(tmp_path, model_folder, data), code=1)
+
+
+def test_one_file_for_training_and_validation(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    path = write_rows(make_rows(12))
+    data = {"path": str(tmp_path / "*.json"), "val_path": path}
+    output = run("check", *recipe(tmp_path, model_folder, data), code=1)
+    assert f"12 of 12 validation samples (100.0%) are in the training data too; both are read from {path}" in output
+    held_out = recipe(tmp_path, model_folder, {"path": path, "val_fraction": 0.3})
+    assert "validation samples" not in run("check", *held_out)
+
+
+def test_answers_that_are_mostly_truncated(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    rows = [{"instruction": "a", "output": "red " * n} for n in range(30, 60)]
+    output = run("check", *recipe(tmp_path, model_folder, {"path": write_rows(rows), "max_length": 20}), code=1)
+    assert "wrong: rows: 30 of 30 answers are truncated (100.0%; up to 3% is fine): data.max_length=20" in output
+    assert "something would train wrong" in output
+
+
+@pytest.mark.skipif(not (DATA / "identity.json").is_file(), reason="LIT_FT_TEST_DATA does not name the data")
+def test_real_placeholders(run: Any, tmp_path: Path, model_folder: str) -> None:
+    output = run("check", *recipe(tmp_path, model_folder, {"path": str(DATA / "identity.json")}), code=1)
+    assert "wrong: identity: 85 of 91 rows hold placeholders that nobody filled in, e.g. {{name}}" in output
 
 
 def test_a_stream_is_looked_at_from_its_top(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:

@@ -411,8 +411,8 @@ def test_a_row_nested_as_deep_as_json_can_be() -> None:
         ("messages input_ids labels", "tokenized"),
         ("conversations system text", "sharegpt"),
         ("conversations messages", "messages"),
-        ("instruction answer", "alpaca"),
-        ("completion question", "prompt_completion"),
+        ("instruction history", "alpaca"),
+        ("completion id", "prompt_completion"),
     ],
 )
 def test_the_format_follows_from_the_columns(columns: str, form: str) -> None:
@@ -423,11 +423,11 @@ def test_the_format_follows_from_the_columns(columns: str, form: str) -> None:
     ("row", "message"),
     [
         (
-            {"question": "q", "answer": "a"},
-            "has the columns 'answer', 'question', which no format knows (tokenized needs",
+            {"id": 3, "score": 1},
+            "has the columns 'id', 'score', which no format knows (tokenized needs",
         ),
         ({}, "has the columns none, which no format knows"),
-        ({"conversations": [ASK, SAY]}, "has turns of role and content; set columns to {messages: conversations}"),
+        ({"conversations": [ASK, SAY]}, "has turns of role and content; give --data.columns '{messages: conv"),
     ],
 )
 def test_no_format_fits(row: Any, message: str) -> None:

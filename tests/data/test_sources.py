@@ -11,6 +11,7 @@ import pytest
 from conftest import make_tokenizer
 
 from lit_ft import RecipeError, TextDataModule
+from lit_ft.data.text import sources
 from lit_ft.data.text.sources import Source
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
@@ -365,3 +366,29 @@ def test_a_row_nested_too_deep_is_bad_in_either_file(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         ((_, row),) = Source(str(tmp_path / name)).rows()
         assert str(row) == "is nested more than 100 deep, which no format is; fix the row"
+
+
+# --- JSON under another name, and rows that are none -------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.md", "rows.txt.gz"])
+@pytest.mark.parametrize("content", [LINES, LIST, BOM + b" \n[\n  {\n" + LIST[2:]])
+def test_json_is_not_read_as_text(write: Any, name: str, content: bytes) -> None:
+    path = write(name, content)
+    with pytest.raises(RecipeError, match=r"holds JSON, and would be read as raw text.*rename it to \.json, or set"):
+        list(Source(str(path)).rows())
+    assert [row for _, row in Source(str(path), format="completion").rows()]
+
+
+def test_text_with_braces_is_text(write: Any) -> None:
+    path = write("a.txt", b"{red} book\n[blue] {}\n")
+    assert [row["text"] for _, row in read(path)] == ["{red} book", "[blue] {}"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt", "rows.csv", "rows.jsonl.gz"])
+def test_a_line_that_does_not_end_is_refused(write: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LONGEST_ROW_BYTES", 2**20)
+    path = write(name, b'text\n{"text": "' + b"x" * 2**21)
+    with pytest.raises(RecipeError, match=r":2: is longer than 1 MiB, which is no row to train on; write each"):
+        for _ in Source(str(path)).rows():
+            pass

@@ -216,3 +216,58 @@ def test_json_of_a_cell(write_rows: Any) -> None:
     data = load(write_rows, rows)
     text = make_tokenizer().decode(data.splits["train"][0][0])
     assert text == '<|im_start|>user\n红\n"书"<|im_end|>\n<|im_start|>assistant\n{"杯子": 1}<|im_end|>'
+
+
+# --- mistakes ----------------------------------------------------------------------------------------
+
+
+def test_columns_of_all_sources_unless_one_names_its_own(write_rows: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer\nred,blue\ncup,book\n")
+    (tmp_path / "b.csv").write_text("q,a\nlamp,cup\n")
+    columns = {"instruction": "question", "output": "answer"}
+    own = Source(str(tmp_path / "b.csv"), columns={"instruction": "q", "output": "a"})
+    data = TextDataModule(sources=[Source(str(tmp_path / "a.csv")), own], columns=columns)
+    data.load(make_tokenizer())
+    assert len(data.splits["train"]) == 3
+    with pytest.raises(RecipeError, match=r"a\.csv:2: .* --data\.columns '\{instruction: question, output: answer"):
+        TextDataModule(str(tmp_path / "a.csv")).load(make_tokenizer())
+
+
+def test_conversations_that_begin_with_the_assistant_are_counted(
+    write_rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    ask, say = {"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}
+    first = [{"role": "system", "content": "cup"}, say, ask, say]
+    rows = [{"messages": first}, {"messages": [{**say, "train": False}, ask, say]}, {"messages": [ask, say]}]
+    data = load(write_rows, rows)
+    assert len(data.splits["train"]) == 3
+    assert "1 of 3 conversations begin with the assistant, whose first turn then answers nothing" in caplog.text
+
+
+def test_data_that_is_trained_and_validated_on_is_named(
+    write_rows: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    path = write_rows()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "link.json").symlink_to(path)
+    for train, val in ((path, path), (str(tmp_path / "*.json"), path), (path, str(tmp_path / "more"))):
+        caplog.clear()
+        TextDataModule(train, val_path=val).load(make_tokenizer())
+        assert f"training and validation read the same data ({path}), so val/loss" in caplog.text
+    caplog.clear()
+    TextDataModule(path, val_path=write_rows(make_rows(3, 5), name="val.json")).load(make_tokenizer())
+    assert "the same data" not in caplog.text
+
+
+def test_a_home_folder_in_paths(write_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_rows()
+    (tmp_path / "a.jinja").write_text("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
+    data = TextDataModule("~/rows.json", val_path="~/*.json", cache_dir="~/cache", chat_template="~/a.jinja")
+    data.load(make_tokenizer())
+    assert (tmp_path / "cache" / "tokens").is_dir()
+    monkeypatch.setenv("LIT_FT_CACHE", "~/other")
+    TextDataModule("~/rows.json").load(make_tokenizer())
+    assert (tmp_path / "other" / "tokens").is_dir()

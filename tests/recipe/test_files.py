@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 from command_line import recipe
+from jsonargparse import Namespace
 
 from lit_ft.cli import main
-from lit_ft.recipe.files import check_files, in_order
+from lit_ft.recipe.files import check_files, expand_home, in_order
 
 
 def test_options_override_files_wherever_they_stand(
@@ -45,3 +46,15 @@ def test_a_file_that_refers_to_itself_ends(tmp_path: Path) -> None:
     (tmp_path / "loop.yaml").write_text("a: &a [*a]\n")
     with pytest.raises(ValueError, match="refers to itself"):
         check_files([f"--config={tmp_path / 'loop.yaml'}"])
+
+
+def test_the_home_folder_in_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    data = Namespace(path="~/a.json", sources=[{"path": "~/b"}], system="a ~/c")
+    options = Namespace(run_dir="~/runs", data=data, n=3)
+    expand_home(options)
+    assert options == Namespace(
+        run_dir="/home/me/runs",
+        data=Namespace(path="/home/me/a.json", sources=[{"path": "/home/me/b"}], system="a ~/c"),
+        n=3,
+    )

@@ -218,11 +218,16 @@ def find_format(row: RawRow) -> str:
     partial = next((name for name, form in FORMATS.items() if not form.columns.isdisjoint(row)), None)
     if partial is not None and not suggestion:
         return partial
+    listed = ", ".join(map(repr, sorted(row))) or "none"
+    if suggestion:
+        raise BadRow(
+            f"has the columns {listed}, which no format knows; say which is which, e.g. {as_option(suggestion)} (where "
+            "there are several sources: columns in the source)"
+        )
     needs = "; ".join(f"{name} needs {', '.join(sorted(form.columns))}" for name, form in FORMATS.items())
-    example = as_option(suggestion or {"instruction": "question", "output": "answer"})
     raise BadRow(
-        f"has the columns {', '.join(map(repr, sorted(row))) or 'none'}, which no format knows ({needs}); say which is "
-        f"which, {'' if suggestion else 'e.g. '}{example} (for one of several sources: its columns)"
+        f"has the columns {listed}, which no format knows ({needs}); rename them, or say which is which, e.g. "
+        f"{as_option({'instruction': 'question', 'output': 'answer'})}"
     )
 
 

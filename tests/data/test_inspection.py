@@ -1,0 +1,99 @@
+"""What ``check`` judges: truncated answers, placeholders, repeated rows, validation rows that are trained on."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import make_rows, make_tokenizer
+
+from lit_ft import TextDataModule
+from lit_ft.data.inspection import (
+    Report,
+    describe_lengths,
+    inspect_split,
+    judge_repetition,
+    judge_truncation,
+    whole_lengths,
+)
+from lit_ft.data.text.sources import Source
+from lit_ft.data.tokens.preparation import Prepared
+from lit_ft.data.tokens.samples import collect
+
+
+def inspected(data: TextDataModule) -> Report:
+    data.load(make_tokenizer())
+    report = Report()
+    for split, samples in data.splits.items():
+        inspect_split(split, data.prepared[split], samples, data.preparation, report)
+    judge_repetition(data.splits["train"], data.splits.get("val"), [], report)
+    return report
+
+
+def prepared(truncated: int, lengths: list[int]) -> Prepared:
+    arrays = collect(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
+    return Prepared(Source("a.json"), arrays, len(lengths), np.array(lengths), Counter(truncated=truncated))
+
+
+def test_the_max_length_that_keeps_samples_whole() -> None:
+    assert whole_lengths(np.arange(1, 1001)) == "95% with 950, 99% with 990, 100% with 1,000"
+    assert whole_lengths(np.array([7])) == "95% with 7, 99% with 7, 100% with 7"
+
+
+def test_lengths_are_those_before_truncation(write_rows: Any) -> None:
+    path = write_rows([{"instruction": "a", "output": "red " * n} for n in (1, 2, 3, 4, 50)])
+    whole, cut = (TextDataModule(path, max_length=limit) for limit in (None, 20))
+    for data in (whole, cut):
+        data.load(make_tokenizer())
+    longest = int(whole.splits["train"].lengths.max())
+    (one,) = cut.prepared["train"]
+    assert one.full_lengths.tolist() == whole.splits["train"].lengths.tolist()
+    assert cut.splits["train"].lengths.max() == 20
+    facts = describe_lengths(cut.prepared["train"], 20)
+    middle = int(np.sort(whole.splits["train"].lengths)[2])
+    assert facts["tokens per sample before truncation"] == f"half have up to {middle}, the longest {longest}"
+    assert f"100% with {longest} (data.max_length is 20)" in facts["max_length that keeps samples whole"]
+
+
+def test_a_few_truncated_answers_are_no_problem() -> None:
+    assert judge_truncation("a", prepared(3, [9] * 100), 8) == []
+    (problem,) = judge_truncation("a", prepared(4, [9] * 100), 8)
+    assert problem.startswith("a: 4 of 100 answers are truncated (4.0%; up to 3% is fine): data.max_length=8 is too")
+
+
+def test_truncated_answers_are_a_problem(write_rows: Any) -> None:
+    rows = [{"instruction": "a", "output": "red " * 60}] * 3 + make_rows(7)
+    report = inspected(TextDataModule(write_rows(rows), max_length=64))
+    assert any("rows: 3 of 10 answers are truncated (30.0%" in line for line in report.problems)
+    assert not inspected(TextDataModule(write_rows(rows), max_length=None)).problems
+
+
+@pytest.mark.parametrize(("filled", "is_problem"), [(50, True), (300, False)])
+def test_placeholders(write_rows: Any, filled: int, is_problem: bool) -> None:
+    rows = [{"instruction": "a", "output": "I am {{name}}."}, *make_rows(filled)]
+    report = inspected(TextDataModule(write_rows(rows)))
+    problem = f"rows: 1 of {filled + 1} rows hold placeholders that nobody filled in, e.g. {{{{name}}}} ("
+    assert any(line.startswith(problem) for line in report.problems) == is_problem
+    assert any(f"1 of {filled + 1} rows hold placeholders" in line for line in report.warnings)
+
+
+def test_repeated_rows_are_counted_within_and_across_sources(write_rows: Any) -> None:
+    rows = make_rows(10)
+    sources = [
+        Source(write_rows([*rows, rows[0], rows[0]], name="one.json")),
+        Source(write_rows([*rows[:2], *make_rows(3, 5)], name="two.json")),
+    ]
+    report = inspected(TextDataModule(sources=sources))
+    assert "one: 2 of 12 samples repeat another (16.7%; the most frequent is there 3 times)" in report.warnings
+    assert "2 of 17 training samples repeat one of another source" in report.warnings
+
+
+@pytest.mark.parametrize(("both", "is_problem"), [(0, False), (1, False), (2, True)])
+def test_validation_rows_that_are_trained_on(write_rows: Any, both: int, is_problem: bool) -> None:
+    rows = make_rows(30)
+    own = make_rows(25, 5)[both:]
+    val = write_rows([*rows[:both], *own], name="val.json")
+    report = inspected(TextDataModule(write_rows(rows), val_path=val))
+    line = f"{both} of 25 validation samples ({both / 25:.1%}) are in the training data too"
+    assert any(one.startswith(line) for one in report.problems) == is_problem
+    assert (line in report.warnings) == (both == 1)

@@ -1,0 +1,100 @@
+"""Cores and threads: what a process may use, and what others leave free."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_ft import process
+from lit_ft.process import available_cores, choose_threads, describe_threads, free_cores
+
+
+@pytest.mark.parametrize(
+    ("available", "machine", "load", "cores"),
+    [
+        (2, 2, 0.0, 2),
+        (2, 2, 0.4, 2),
+        (2, 2, 1.2, 1),
+        (2, 2, 7.0, 1),
+        (4, 64, 60.0, 4),  # a container with four cores on a busy host that has four left
+        (4, 64, 62.0, 2),
+        (64, 64, 16.3, 48),
+    ],
+)
+def test_free_cores(available: int, machine: int, load: float, cores: int) -> None:
+    assert free_cores(available, machine, load) == cores
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
+        ({}, None),
+    ],
+)
+def test_the_quota_of_a_control_group(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert process._quota(tmp_path) == cores
+
+
+def test_available_cores_are_within_the_affinity() -> None:
+    assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    monkeypatch.setattr(process, "available_cores", lambda: 8)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(process, "_was_lowered", False)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_threads_are_lowered_to_what_is_free_and_never_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in process.THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(process, "_load_of_others", lambda: 0.0)
+    choose_threads()
+    assert describe_threads() == "3 threads"
+    monkeypatch.setattr(process, "_load_of_others", lambda: 7.2)
+    choose_threads()
+    assert describe_threads() == "1 thread, as other processes use the machine"
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("name", process.THREAD_VARIABLES)
+def test_a_number_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for other in process.THREAD_VARIABLES:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "3")
+    monkeypatch.setattr(process, "_load_of_others", lambda: 7.2)
+    choose_threads()
+    assert describe_threads() == "3 threads"
+
+
+@pytest.mark.slow
+def test_a_program_that_runs_a_command_keeps_its_threads() -> None:
+    program = (
+        "import os, sys\n"
+        "os.getloadavg = lambda: (99.0, 99.0, 99.0)\n"
+        "import lit_ft.process\n"
+        "lit_ft.process._load_of_others = lambda: 99.0\n"
+        "import torch; torch.set_num_threads(3)\n"
+        "from lit_ft.cli import main\n"
+        "try: main(['verify', '--help'])\n"
+        "except SystemExit: print('threads', torch.get_num_threads())\n"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in process.THREAD_VARIABLES}
+    done = subprocess.run([sys.executable, "-c", program], env=kept, capture_output=True, text=True, check=True)
+    assert "threads 3" in done.stdout
