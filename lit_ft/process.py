@@ -117,6 +117,12 @@ def choose_threads() -> None:
     torch.set_num_threads(threads)
 
 
+def resume_threads(threads: int | None) -> None:
+    """Compute with the threads of the stopped run, unless the user sets a number: sums are rounded by their number."""
+    if threads is not None and not any(name in os.environ for name in THREAD_VARIABLES):
+        torch.set_num_threads(min(threads, available_cores()))
+
+
 def describe_threads() -> str:
     """Text with the number of threads that torch computes with on a CPU."""
     count = torch.get_num_threads()

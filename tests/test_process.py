@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from lit_ft import process
-from lit_ft.process import available_cores, choose_threads, describe_threads, free_cores
+from lit_ft.process import (
+    THREAD_VARIABLES,
+    available_cores,
+    choose_threads,
+    describe_threads,
+    free_cores,
+    resume_threads,
+)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +111,19 @@ for number in (None, 3):
     kept = {name: value for name, value in os.environ.items() if name not in process.THREAD_VARIABLES}
     done = subprocess.run([sys.executable, "-c", program], env=kept, capture_output=True, text=True, check=True)
     assert re.findall(r"^threads \d+", done.stdout, re.MULTILINE) == ["threads 1", "threads 3"]
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_resumed_run_has_the_threads_of_the_stopped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    resume_threads(2)
+    assert torch.get_num_threads() == 2
+    resume_threads(None)  # a checkpoint of a GPU, or of an earlier version
+    assert torch.get_num_threads() == 2
+    monkeypatch.setattr(process, "available_cores", lambda: 1)
+    resume_threads(2)
+    assert torch.get_num_threads() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    resume_threads(2)
+    assert torch.get_num_threads() == 1

@@ -42,6 +42,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import (
     saved_data,
     saved_shapes,
     saved_start,
+    saved_threads,
     trainable_shapes,
 )
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
@@ -52,6 +53,7 @@ from lit_ft.export.folder_texts import texts_of
 from lit_ft.internals.jsonargparse import allow_untyped
 from lit_ft.internals.lightning import callbacks_of
 from lit_ft.model.files.fingerprint import check_same_base
+from lit_ft.process import resume_threads
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import check_unpickling
 from lit_ft.recipe.callback_checks import check_callbacks
@@ -384,6 +386,8 @@ class TrainingCLI(LightningCLI):
             self._check_base(self.model)
             if self.options.ckpt_path is not None:
                 self.model.start = saved_start(self.options.ckpt_path)
+                if stage == "fit" and self.trainer.world_size == 1:
+                    resume_threads(saved_threads(self.options.ckpt_path))
             skeleton = self.model.check()
             self._try_optimizer(skeleton)
             if isinstance(strategy, ChecksModel):

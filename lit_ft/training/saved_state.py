@@ -1,5 +1,6 @@
 """Contents of a checkpoint besides Lightning's own: trainable weights, state of the tuning method, base model."""
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
@@ -48,6 +49,8 @@ class SavedState:
         checkpoint["method_state"] = method_hooks.state_of(self.forward.model)
         checkpoint["adapter_start"] = self.start
         checkpoint["base"] = self.base
+        if self.module.device.type == "cpu":
+            checkpoint["threads"] = torch.get_num_threads()
         if self.replay is not None:
             checkpoint["validated_until"] = self.replay.until
 

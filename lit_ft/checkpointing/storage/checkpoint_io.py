@@ -122,6 +122,16 @@ def saved_base(ckpt_path: str) -> Any:
     return _read(ckpt_path).get("base")
 
 
+def saved_threads(ckpt_path: str) -> int | None:
+    """Number of CPU threads that a checkpoint was computed with; None if it does not say, as on other devices.
+
+    Raises:
+        RecipeError: the file is no Lightning checkpoint.
+    """
+    threads: int | None = _read(ckpt_path).get("threads")
+    return threads
+
+
 def saved_data(ckpt_path: str, data_class: str) -> LoaderState:
     """State of a data module in a checkpoint; empty if it saved none.
 
