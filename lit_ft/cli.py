@@ -22,6 +22,7 @@ from lit_ft.recipe.allowed_code import take_option
 
 COMMANDS = {
     "fit": ("lit_ft.commands.train", "train a model"),
+    "sweep": ("lit_ft.commands.sweep", "train with several values of some options, and compare the runs"),
     "validate": ("lit_ft.commands.train", "measure loss and accuracy on the validation data"),
     "test": ("lit_ft.commands.train", "measure loss and accuracy on the test data"),
     "predict": ("lit_ft.commands.train", "answer the prompts of the test data"),

@@ -1,0 +1,1 @@
+"""Sweeps: the options of each trial, its process and its result."""
