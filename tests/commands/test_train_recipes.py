@@ -21,13 +21,15 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
-FRAGMENTS = sorted((REPOSITORY / "recipes").glob("*/*.yaml"))
+EXAMPLES = sorted((REPOSITORY / "recipes" / "examples").glob("*.yaml"))
+"""Recipes to copy, for models and machines that are not here."""
+FRAGMENTS = [path for path in sorted((REPOSITORY / "recipes").glob("*/*.yaml")) if path not in EXAMPLES]
 """Laid on top of a recipe."""
 HUANHUAN = Path(os.environ.get("LIT_FT_TEST_DATA", ".")) / "huanhuan.json"
 """A real data set, used in place of generated rows where that folder has it."""
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES + EXAMPLES, ids=lambda path: path.stem)
 def test_parses_and_opens_with_its_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^# .*(python -m lit_ft fit --config|make) ?", path.read_text(), re.MULTILINE)
     with pytest.raises(SystemExit) as stop:
@@ -167,3 +169,76 @@ def test_qwen_recipes_run_on_another_model(tmp_path: Path, model_folder: str, wr
     )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "run" / "checkpoints").glob("epoch=0-step=*.ckpt"))
+
+
+RANKS = {"long_context": 2}
+"""Ranks of examples whose strategy needs several; the others run on one."""
+SMALL = {
+    "long_context": ["--trainer.strategy.context_parallel_size", "2"],
+    "two_nodes": ["--trainer.num_nodes", "1"],
+}
+TOOL_ROWS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"is cup {number} red"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "cup"}}}],
+            },
+            {"role": "tool", "name": "look", "content": "red"},
+            {"role": "assistant", "content": "the cup is red"},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "look",
+                    "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+                },
+            }
+        ],
+    }
+    for number in range(20)
+]
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls | default([]) %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def fit_example(path: Path, *options: str) -> Any:
+    """Exit code of a run of an example's recipe."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", str(path), *options])
+    return stop.value.code
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run_small(
+    path: Path, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of each example on a small model, with its own tuning method, optimizer, precision and strategy."""
+    monkeypatch.setenv("LIT_FT_RUN_DIR", "")
+    command = re.search(r"^# .*python -m lit_ft fit --config (\S+) --data.path (\S+)", path.read_text(), re.MULTILINE)
+    assert command is not None
+    assert command[1] == str(path.relative_to(REPOSITORY))
+    texts = [{"text": f"{number} {'the red cup is over the lamp ' * 9}"} for number in range(20)]
+    rows = {"tools.jsonl": TOOL_ROWS, "texts.jsonl": texts}.get(command[2])
+    template = tmp_path / "tools.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    chat = ["--data.chat_template", str(template)] if rows is TOOL_ROWS else []
+    ranks = RANKS.get(path.stem, 1)
+    done = on_ranks(
+        *(ranks, fit_example, path, "--model.pretrained", model_folder, "--data.path", write_rows(rows), *chat),
+        *("--data.max_length", "384", "--data.packing", "512", "--data.val_fraction", "0.2"),
+        *("--trainer.accelerator", "cpu", "--trainer.devices", str(ranks), *SMALL.get(path.stem, [])),
+        *("--trainer.max_steps", "2", "--trainer.accumulate_grad_batches", "1", "--trainer.log_every_n_steps", "1"),
+        *("--trainer.callbacks", "[]", "--run_dir", str(tmp_path / "run")),
+    )
+    assert done == [0] * ranks
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        assert [float(row["train/loss"]) > 0 for row in csv.DictReader(file) if row["train/loss"]] == [True, True]
+    assert any((tmp_path / "run" / name).is_file() for name in ("adapter/adapter_config.json", "merged/config.json"))
