@@ -1,9 +1,22 @@
 """Fine-tune Hugging Face causal language models with Lightning.
 
-Public names are imported lazily (PEP 562), so that ``python -m lit_ft --help`` answers without importing torch.
+``CausalLM`` is the ``LightningModule``, ``TextDataModule`` the ``LightningDataModule``, ``Source`` one data set of its
+mixture, ``ExactMatch`` a callback that compares answers, ``RecipeError`` the error that a user can correct. LoRA::
+
+    from lightning.pytorch import Trainer
+    from peft import LoraConfig
+    from lit_ft import CausalLM, TextDataModule
+
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = CausalLM("Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16", peft=lora)
+    data = TextDataModule("huanhuan.json", val_fraction=0.05, max_length=384)
+    Trainer(max_epochs=3).fit(model, data)
+
+More: docs/python.md; ``help(lit_ft.CausalLM)``; on the command line, ``python -m lit_ft --help``.
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_ft import old_names
@@ -15,6 +28,7 @@ if TYPE_CHECKING:
     from lit_ft.training.causal_lm import CausalLM
     from lit_ft.training.exact_match import ExactMatch
 
+# Public names are imported lazily (PEP 562), so that ``python -m lit_ft --help`` answers without importing torch.
 __version__ = "0.1.0"
 __all__ = ["CausalLM", "ExactMatch", "RecipeError", "Source", "TextDataModule"]
 
@@ -32,4 +46,18 @@ old_names.install()
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'lit_ft' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    try:
+        return getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith(__name__):
+            raise
+        repository = Path(__file__).resolve().parents[1]
+        raise ModuleNotFoundError(
+            f"lit_ft.{name} needs {error.name!r}, which is not installed; pip install -e {repository}/callbacks -e "
+            f"{repository}",
+            name=error.name,
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
