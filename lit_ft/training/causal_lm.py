@@ -71,6 +71,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         activation_offload: bool = False,
         compile: bool | str = False,
         liger: bool = False,
+        fused_lora: bool = True,
         init_rows: int = 64,
         neftune_alpha: float | None = None,
         router_aux_loss: RouterAuxLoss = None,
@@ -102,6 +103,8 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
             compile: let torch.compile fuse each decoder layer, for rows of any length (attention stays as it is); the
                 first steps take a minute; a name is that of another backend than inductor.
             liger: compute norms, rotary embeddings and MLPs with Liger's kernels (extra `liger`). For CUDA.
+            fused_lora: compute plain LoRA on linear layers in one function, with products in the base's dtype and the
+                adapter's weights in theirs; false leaves it to PEFT, which computes all other methods and variants.
             init_rows: micro-batches of training data that inits of LoRA look at (EVA, CorDA, LoRA-GA).
             neftune_alpha: noise on embeddings in training, e.g. 5; null for none (Jain et al. 2023, arXiv:2310.05914).
             router_aux_loss: factor on the loss that keeps the experts of a mixture-of-experts model equally busy, or
@@ -118,9 +121,8 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         pretrained, tokenizer = (os.path.expanduser(name) for name in (pretrained, tokenizer or pretrained))
         base = ModelSpec(pretrained, tokenizer, *added, init, dtype, attn_implementation, quantization)
         tuning = TuningSpec(peft, adapter_dtype, trainable)
-        self.spec = TrainingSpec(
-            base, tuning, gradient_checkpointing, activation_offload, compile, liger, neftune_alpha, router_aux_loss
-        )
+        passes = gradient_checkpointing, activation_offload, compile, liger, fused_lora, neftune_alpha, router_aux_loss
+        self.spec = TrainingSpec(base, tuning, *passes)
         self.init_rows, self.max_new_tokens, self.lr_factors = init_rows, max_new_tokens, lr_factors or {}
         self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-4)
         self.lr_scheduler = lr_scheduler

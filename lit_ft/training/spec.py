@@ -22,7 +22,7 @@ from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import GivesFirstBatches
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.packed_forward import PackedForward
-from lit_ft.tuning import compatibility, lora_init
+from lit_ft.tuning import compatibility, fused_lora, lora_init
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
 
@@ -41,6 +41,7 @@ class TrainingSpec:
     activation_offload: bool = False
     compile: bool | str = False
     liger: bool = False
+    fused_lora: bool = True
     neftune_alpha: float | None = None
     router_aux_loss: router_loss.RouterAuxLoss = None
 
@@ -127,6 +128,8 @@ class TrainingSpec:
         forward = PackedForward(model, self.activation_offload, self.router_aux_loss)
         if self.neftune_alpha is not None:
             forward.add_embedding_noise(self.neftune_alpha)
+        if self.fused_lora:
+            fused_lora.fuse(model, keeps_products=self.gradient_checkpointing == "selective")
         if self.compile:
             for layer in loading.decoder_layers(forward.base):
                 layer.compile(dynamic=True, backend="inductor" if self.compile is True else self.compile)

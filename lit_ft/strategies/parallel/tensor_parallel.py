@@ -170,7 +170,7 @@ class TensorParallel:
             # The ranks' outputs are summed, so each rank adds 1 / size of the bias.
             share = 1 / self.size if style == ROWS else 1.0
             if own:
-                _compute_on_local(part, Partial(), {"bias": share})
+                _compute_on_local(part, Partial(), {"bias": share}, call_of=linear)
 
     # --- experts ---------------------------------------------------------------------------------
 
@@ -365,15 +365,22 @@ def _on_hidden(function: Callable[[Tensor], Tensor]) -> Before:
     return apply
 
 
-def _compute_on_local(module: nn.Module, gradient: Placement, factors: Mapping[str, float] | None = None) -> None:
+def _compute_on_local(
+    module: nn.Module,
+    gradient: Placement,
+    factors: Mapping[str, float] | None = None,
+    call_of: nn.Module | None = None,
+) -> None:
     """Replace a module's own parameters by their local tensors during ``forward``.
 
     Args:
         module: module whose parameters are ``DTensor``.
         gradient: placement of the gradients of replicated parameters.
         factors: factors that parameters are multiplied by, by name.
+        call_of: module whose ``forward`` it is, if not the module's own: a layer that reads its parts' weights.
     """
-    forward = module.forward
+    called = module if call_of is None else call_of
+    forward = called.forward
 
     def wrapped(*args: object, **kwargs: object) -> object:
         parameters = own_parameters(module)
@@ -389,7 +396,7 @@ def _compute_on_local(module: nn.Module, gradient: Placement, factors: Mapping[s
         finally:
             parameters.update(own)
 
-    module.forward = wrapped
+    called.forward = wrapped
 
 
 def _wrap_lookup(table: nn.Module, start: int, rows: int, total: Callable[[Tensor], Tensor]) -> None:

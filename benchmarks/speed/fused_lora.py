@@ -1,0 +1,91 @@
+"""Time and kept activations of LoRA's forward and backward passes, with `model.fused_lora` and as PEFT computes them.
+
+    python -m benchmarks.speed.fused_lora --data huanhuan.json
+
+Packed batches of benchmarks.compare's workload, bf16 base, adapter in fp32. Both ways take turns on every batch, with
+the same weights. Times are processor time of the process, which other work on the machine changes less. Kept are the
+tensors that autograd saves for the backward pass, each storage once, without the model's weights.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from peft.tuners import lora
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from benchmarks.compare import environment
+from benchmarks.peers.bare_loop import windows
+from benchmarks.peers.job import Job
+from benchmarks.speed.step_profile import pass_over
+from benchmarks.workload import MAX_LENGTH, SHAPES, prepare
+from lit_ft import CausalLM
+from lit_ft.packed_batch import PackedBatch
+from lit_ft.tuning.fused_lora import FusedLinear
+
+
+def let_compute(module: nn.Module, layer_class: type[lora.Linear]) -> None:
+    """Let another class compute the module's plain LoRA layers."""
+    for layer in module.modules():
+        if isinstance(layer, FusedLinear) or type(layer) is lora.Linear:
+            layer.__class__ = layer_class
+
+
+def kept_gib(module: CausalLM, batch: PackedBatch) -> float:
+    """Size in GiB of what autograd keeps of a forward pass over a packed batch."""
+    storages: dict[int, int] = {}
+    weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = module(batch).loss_sum
+    del loss
+    return sum(storages.values()) / 2**30
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure both ways for two choices of target modules, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="qwen2.5-0.5b", help="shape; the weights are random")
+    parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
+    parser.add_argument("--rows", type=int, default=96, help="rows of the file, 16 in a batch")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the base's weights")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "lit_ft_benchmarks")
+    options = parser.parse_args(arguments)
+    work = prepare(options.folder, options.model, options.data, options.rows)
+    job = Job(str(work.model), str(work.rows), 16, 1, "cpu", MAX_LENGTH)
+    print("| adapter on | computed by | ms a step (least to most) | tokens/s | kept, GiB |\n|---|---|---|---|---|")
+    for targets in (["q_proj", "v_proj"], "all-linear"):
+        module = CausalLM(job.model, dtype=options.dtype, peft=LoraConfig(**{**job.lora, "target_modules": targets}))
+        module.configure_model()
+        ways: dict[str, type[lora.Linear]] = {"PEFT": lora.Linear, "fused_lora": FusedLinear}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        first, *others = windows(job)
+        tokens = sum(batch["input_ids"].numel() for step in others for batch in step) / len(others)
+        for step in (first, *others):
+            for way, layer_class in ways.items():
+                let_compute(module, layer_class)
+                started = time.process_time()
+                pass_over(module, step)
+                seconds[way].append(time.process_time() - started)
+        for way, times in seconds.items():
+            let_compute(module, ways[way])
+            kept = kept_gib(module, first[0])
+            mean, spread = statistics.mean(times[1:]), f"{min(times[1:]) * 1e3:,.0f} to {max(times[1:]) * 1e3:,.0f}"
+            name = targets if isinstance(targets, str) else ", ".join(targets)
+            print(f"| {name} | {way} | {mean * 1e3:,.0f} ({spread}) | {tokens / mean:,.0f} | {kept:.2f} |")
+    print(f"\n{environment()}; {torch.get_num_threads()} threads, {options.dtype} base, r={job.lora['r']}")
+
+
+if __name__ == "__main__":
+    main()

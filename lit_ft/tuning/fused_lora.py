@@ -1,0 +1,171 @@
+"""LoRA linear layers computed by one autograd function: weights in float32, products in the dtype of the inputs.
+
+PEFT computes ``x W^T + scaling (x A^T) B^T`` operator by operator. Where the adapter is in float32 and the base in
+bfloat16, it casts the inputs of every layer to float32, keeps that copy for the backward pass, and multiplies in
+float32. Here the adapter's matrices are cast, which are small, and both products add up in one buffer. The backward
+pass keeps the inputs as they are and ``x A^T``, which has only the rank's columns.
+
+Modules, parameters, saving and merging stay PEFT's: a layer changes its class, which overrides ``forward`` alone.
+
+Legend: T tokens, I inputs and O outputs of a layer, R rank.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from peft.tuners import lora
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lit_ft.internals.torch import forward_hooks
+
+
+def fuse(model: nn.Module, keeps_products: bool = False) -> None:
+    """Let plain LoRA linear layers of a model compute their products in one autograd function.
+
+    Layers with another base layer than ``nn.Linear`` (quantized bases), embeddings and variants of LoRA (DoRA, ...)
+    keep PEFT's ``forward``; a notice gives their number.
+
+    Args:
+        model: model with any tuning method, or none; changed in place.
+        keeps_products: whether activation checkpointing keeps the results of matrix products (``selective``).
+    """
+    left: Counter[str] = Counter()
+    reported: set[str] = set()
+    for layer in model.modules():
+        if not isinstance(layer, lora.LoraLayer):
+            continue
+        if reason := _unlike_plain_lora(layer):
+            left[reason] += 1
+            continue
+        layer.__class__ = FusedLinear
+        layer.keeps_products, layer.reported = keeps_products, reported
+    for reason, count in left.items():
+        rank_zero_info(f"model.fused_lora: PEFT computes {count} LoRA layers itself ({reason})")
+
+
+def _unlike_plain_lora(layer: lora.LoraLayer) -> str | None:
+    if type(layer) is not lora.Linear:
+        return type(layer).__name__
+    if layer.lora_variant:
+        return " and ".join(sorted({type(variant).__name__ for variant in layer.lora_variant.values()}))
+    if type(base := layer.get_base_layer()) is not nn.Linear or base is not layer.base_layer:
+        return f"a layer on {type(layer.base_layer).__name__}"
+    return None
+
+
+class FusedLinear(lora.Linear):
+    """PEFT's LoRA linear layer with a fused ``forward``; where that does not apply, PEFT's own computes the layer."""
+
+    keeps_products: bool
+    reported: set[str]
+    """Reasons that a notice was printed for; all layers of a model share it."""
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Apply layer and adapter, ``(..., I) -> (..., O)``, in the dtype of ``x`` or of autocast."""
+        if args or kwargs or self.disable_adapters or self.merged:
+            return super().forward(x, *args, **kwargs)
+        adapters = [name for name in self.active_adapters if name in self.lora_A]
+        reason = f"{len(adapters)} adapters are active" if len(adapters) != 1 else self._obstacle(x, adapters[0])
+        if reason is not None:
+            self._report(reason)
+            return super().forward(x)
+        return self._fused(x, adapters[0])
+
+    def _obstacle(self, x: Tensor, adapter: str) -> str | None:
+        """Reason why weights cannot be multiplied directly at this call; None if they can."""
+        for part in (self.base_layer, self.lora_A[adapter], self.lora_B[adapter]):
+            if type(part) is not nn.Linear:
+                return f"a part of them is a {type(part).__name__}"
+            if type(part.weight) not in (nn.Parameter, Tensor):
+                return f"a weight of theirs is a {type(part.weight).__name__}"
+            if any(forward_hooks(part)) or "forward" in vars(part):
+                return "their parts have hooks, or a forward pass of their own"  # ZeRO-3 gathers weights there
+        if self.base_layer.weight.requires_grad:
+            return "their base weights train"
+        if not torch.is_autocast_enabled(x.device.type) and x.dtype != self.base_layer.weight.dtype:
+            return f"inputs are {x.dtype} and base weights {self.base_layer.weight.dtype}"
+        return None
+
+    def _report(self, reason: str) -> None:
+        if not torch.compiler.is_compiling() and reason not in self.reported:
+            self.reported.add(reason)
+            rank_zero_info(f"model.fused_lora: PEFT computes LoRA layers itself: {reason}")
+
+    def _fused(self, x: Tensor, adapter: str) -> Tensor:
+        base, down, up = self.base_layer, self.lora_A[adapter], self.lora_B[adapter]
+        dropout, scaling, bias = self.lora_dropout[adapter], self.scaling[adapter], base.bias
+        if up.bias is not None:
+            bias = scaling * up.bias + (0 if bias is None else bias)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        dropped = dropout(x) if dropout.training and isinstance(dropout, nn.Dropout) else None
+        inputs = x, dropped, base.weight, bias, down.weight, up.weight
+        output: Tensor = _LoraProducts.apply(*inputs, scaling, self.keeps_products)
+        return output
+
+
+class _LoraProducts(torch.autograd.Function):
+    """``x W^T + bias + scaling (x A^T) B^T``, with ``dropped`` in place of the second ``x`` if there is dropout."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scaling: float,
+        keeps_products: bool,
+    ) -> Tensor:
+        source = x if dropped is None else dropped
+        weight_OI, a_RI, scaled_b_OR = weight_OI.to(x.dtype), a_RI.to(x.dtype), (b_OR * scaling).to(x.dtype)
+        x_TI = x.reshape(-1, x.shape[-1])
+        h_TR = source.reshape(x_TI.shape) @ a_RI.T
+        ctx.save_for_backward(source, h_TR, weight_OI, a_RI, scaled_b_OR)
+        ctx.scaling = scaling
+
+        # The small product first: it is rounded to bfloat16 once more, and a rounding of the sum would cost more.
+        # With `out`, selective checkpointing does not keep it, but the sum alone.
+        out_TO = x.new_empty(len(x_TI), len(weight_OI))
+        if bias_O is None:
+            torch.mm(h_TR, scaled_b_OR.T, out=out_TO)
+        else:
+            torch.addmm(bias_O.to(x.dtype), h_TR, scaled_b_OR.T, out=out_TO)
+        if keeps_products:
+            out_TO = torch.addmm(out_TO, x_TI, weight_OI.T)
+        else:
+            out_TO.addmm_(x_TI, weight_OI.T)
+        return out_TO.view(*x.shape[:-1], len(weight_OI))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        source, h_TR, weight_OI, a_RI, scaled_b_OR = ctx.saved_tensors
+        for_x, for_dropped, _, for_bias, for_a, for_b, *_ = ctx.needs_input_grad
+        grad_TO = grad.reshape(-1, grad.shape[-1])
+        grad_h_TR = grad_TO @ scaled_b_OR
+        grad_x = grad_dropped = grad_bias = grad_a = grad_b = None
+        if for_dropped:
+            grad_dropped = (grad_h_TR @ a_RI).view(source.shape)
+            grad_x = (grad_TO @ weight_OI).view(source.shape)
+        elif for_x:
+            grad_x = (grad_h_TR @ a_RI).addmm_(grad_TO, weight_OI).view(source.shape)
+        if for_bias:
+            grad_bias = grad_TO.sum(0, dtype=torch.float32)
+        if for_a:
+            grad_a = _product_in_float32(grad_h_TR.T, source.reshape(-1, source.shape[-1]))
+        if for_b:
+            grad_b = _product_in_float32(h_TR.T, grad_TO).T * ctx.scaling
+        return grad_x, grad_dropped, None, grad_bias, grad_a, grad_b, None, None
+
+
+def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Product of two matrices, a sum over tokens, that is not rounded to float16 or bfloat16."""
+    if a.dtype.itemsize >= torch.float32.itemsize:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
