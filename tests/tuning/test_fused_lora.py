@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.model.activations import checkpointing
-from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.tuning.fused_lora import FusedLinear, fuse
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -310,21 +310,22 @@ def test_runs_are_those_with_peft(make_trainer: Any, model_folder: str, write_ro
         torch.testing.assert_close(tensor, wanted, rtol=1e-4, atol=1e-6)
 
 
-STRATEGIES: dict[str, Any] = {
-    "ddp": lambda: "ddp",
-    "fsdp": FSDPStrategy,
-    "tp2": lambda: ModelParallelStrategy(tensor_parallel_size=2),
-    "pp2": lambda: ModelParallelStrategy(pipeline_parallel_size=2),
+HOOKS = "their parts have hooks, or a forward pass of their own"
+STRATEGIES: dict[str, tuple[Any, set[str]]] = {
+    "ddp": (lambda: "ddp", set()),
+    "fsdp": (FSDPStrategy, set()),
+    "tp2": (lambda: ModelParallelStrategy(tensor_parallel_size=2), set()),
+    "pp2": (lambda: ModelParallelStrategy(pipeline_parallel_size=2), set()),
+    "zero3": (lambda: DeepSpeedStrategy(stage=3), {HOOKS}),
 }
+"""What makes a strategy, and the notices that a run with it prints."""
 
 
 def notices(make_trainer: Any, model_folder: str, data: str, strategy: str) -> set[str]:
     module = CausalLM(model_folder, peft=LoraConfig(r=4, target_modules="all-linear"))
-    trainer = make_trainer(max_steps=1, devices=2, strategy=STRATEGIES[strategy](), use_distributed_sampler=False)
+    trainer = make_trainer(max_steps=1, devices=2, strategy=STRATEGIES[strategy][0](), use_distributed_sampler=False)
     trainer.fit(module, TextDataModule(data, micro_batch_size=2))
-    layers = [layer for layer in module.modules() if isinstance(layer, FusedLinear)]
-    assert layers
-    return set.union(*(layer.reported for layer in layers))
+    return set.union(*(layer.reported for layer in module.modules() if isinstance(layer, FusedLinear)))
 
 
 @pytest.mark.processes
@@ -333,4 +334,4 @@ def test_strategies_compute_the_function(
     make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str
 ) -> None:
     found = live_ranks(2, notices, make_trainer, model_folder, write_rows(), strategy)
-    assert found == [set(), set()]
+    assert found == [STRATEGIES[strategy][1]] * 2
