@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
             kept = kept_gib(module, first[0])
             mean, spread = statistics.mean(times[1:]), f"{min(times[1:]) * 1e3:,.0f} to {max(times[1:]) * 1e3:,.0f}"
             name = targets if isinstance(targets, str) else ", ".join(targets)
-            print(f"| {name} | {way} | {mean * 1e3:,.0f} ({spread}) | {tokens / mean:,.0f} | {kept:.2f} |")
+            print(f"| {name} | {way} | {mean * 1e3:,.0f} ({spread}) | {tokens / mean:,.0f} | {kept:.3f} |")
     print(f"\n{environment()}; {torch.get_num_threads()} threads, {options.dtype} base, r={job.lora['r']}")
 
 

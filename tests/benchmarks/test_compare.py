@@ -12,6 +12,7 @@ from benchmarks.compare import Comparison, loss_difference, parse
 from benchmarks.peers.environments import REQUIREMENTS, python_of, reason_of
 from benchmarks.peers.job import Job
 from benchmarks.peers.matrix_peak import peaks
+from benchmarks.speed import fused_lora
 from benchmarks.workload import SHAPES, Work, head_weights, layer_weights, prepare
 
 pytestmark = pytest.mark.slow
@@ -148,6 +149,15 @@ def test_lit_ft_bare_loop_and_a_peer_do_the_same_work(tmp_path: Path, monkeypatc
     again = Comparison(comparison.work, options)
     again.run("1x2")
     assert again.table("1x2") == comparison.table("1x2")
+
+
+def test_fused_lora_beside_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fused_lora.main(["--model", "tiny", "--data", DATA, "--rows", "32", "--folder", str(tmp_path)])
+    lines = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[2:6]]
+    assert [line[1:3] for line in lines] == [
+        [targets, way] for targets in ("q_proj, v_proj", "all-linear") for way in ("PEFT", "fused_lora")
+    ]
+    assert all(float(line[4].replace(",", "")) > 0 for line in lines)
 
 
 def test_job_travels_as_a_file(tmp_path: Path) -> None:
