@@ -64,7 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     work = prepare(options.folder, options.model, options.data, options.rows)
     job = Job(str(work.model), str(work.rows), 16, 1, "cpu", MAX_LENGTH)
-    print("| adapter on | computed by | ms a step (least to most) | tokens/s | kept, GiB |\n|---|---|---|---|---|")
+    print("| adapter on | computed by | ms a step | tokens/s | speed in the same step (least to most) | kept, GiB |")
+    print("|---|---|---|---|---|---|")
     for targets in (["q_proj", "v_proj"], "all-linear"):
         module = CausalLM(job.model, dtype=options.dtype, peft=LoraConfig(**{**job.lora, "target_modules": targets}))
         module.configure_model()
@@ -81,9 +82,11 @@ def main(arguments: list[str] | None = None) -> None:
         for way, times in seconds.items():
             let_compute(module, ways[way])
             kept = kept_gib(module, first[0])
-            mean, spread = statistics.mean(times[1:]), f"{min(times[1:]) * 1e3:,.0f} to {max(times[1:]) * 1e3:,.0f}"
+            mean = statistics.mean(times[1:])
+            speeds = [before / now for before, now in zip(seconds["PEFT"][1:], times[1:], strict=True)]
+            spread = f"{statistics.median(speeds):.2f}x ({min(speeds):.2f} to {max(speeds):.2f})"
             name = targets if isinstance(targets, str) else ", ".join(targets)
-            print(f"| {name} | {way} | {mean * 1e3:,.0f} ({spread}) | {tokens / mean:,.0f} | {kept:.3f} |")
+            print(f"| {name} | {way} | {mean * 1e3:,.0f} | {tokens / mean:,.0f} | {spread} | {kept:.3f} |")
     print(f"\n{environment()}; {torch.get_num_threads()} threads, {options.dtype} base, r={job.lora['r']}")
 
 

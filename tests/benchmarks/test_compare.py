@@ -158,6 +158,7 @@ def test_fused_lora_beside_peft(tmp_path: Path, capsys: pytest.CaptureFixture[st
         [targets, way] for targets in ("q_proj, v_proj", "all-linear") for way in ("PEFT", "fused_lora")
     ]
     assert all(float(line[4].replace(",", "")) > 0 for line in lines)
+    assert lines[0][5] == "1.00x (1.00 to 1.00)"
 
 
 def test_job_travels_as_a_file(tmp_path: Path) -> None:
