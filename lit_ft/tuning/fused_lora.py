@@ -160,7 +160,7 @@ class _LoraProducts(torch.autograd.Function):
         if for_a:
             grad_a = _product_in_float32(grad_h_TR.T, source.reshape(-1, source.shape[-1]))
         if for_b:
-            grad_b = _product_in_float32(h_TR.T, grad_TO).T * ctx.scaling
+            grad_b = _product_in_float32(grad_TO.T, h_TR) * ctx.scaling
         return grad_x, grad_dropped, None, grad_bias, grad_a, grad_b, None, None
 
 
