@@ -109,8 +109,9 @@ def times_of(events: Any, sizes: set[int], rank: int, device: str) -> Times:
             continue
         microseconds = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
         name = event.key
-        if name == "aten::mm":
-            dimensions, work = product(sizes, event.input_shapes)
+        if name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            matrices = event.input_shapes[0 if name == "aten::mm" else 1 :]  # the first of addmm's is added
+            dimensions, work = product(sizes, matrices)
             name = f"{name} {dimensions}"
             found.flops[name] += work * event.count
         found.operators[name] += microseconds
