@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +20,28 @@ Checkpoint = dict[str, Any]
 """Lightning's checkpoint: ``state_dict``, ``optimizer_states``, ``loops``, and what modules and callbacks add."""
 LoaderState = dict[str, Any]
 """Saved position of a data module or loader, as its ``state_dict`` returns it."""
+
+
+class Question(TypedDict):
+    """A row of the data that ``predict`` answers."""
+
+    row: int
+    """Number of the row, from 0, in all that is asked."""
+    id: str | int
+    """``id`` of the row; without one, its file and line."""
+    question: str
+    """Turn before the answer."""
+    prompt: str
+    """All that the model sees, with special tokens as text and the opening of the assistant's turn."""
+    expected: str | None
+    """Answer of the row; None if it has none."""
+
+
+class Answer(Question):
+    """A question with what the model answers."""
+
+    answer: str
+
 
 # --- modules -----------------------------------------------------------------------------------------
 

@@ -141,7 +141,53 @@ def test_validate_test_and_predict(capsys: Any, tmp_path: Path, model_folder: st
     run(capsys, "predict", *arguments, "--ckpt_path", "last", "--model.max_new_tokens", "4")
     answers = [json.loads(line) for line in (run_dir / "predictions.jsonl").read_text().splitlines()]
     assert [answer["expected"] for answer in answers] == [row["output"] for row in make_rows(5)]
-    assert all(set(answer) == {"prompt", "question", "expected", "answer"} for answer in answers)
+    assert all(set(answer) == {"id", "prompt", "question", "expected", "answer"} for answer in answers)
+
+
+def test_predict_answers_questions_and_overwrites_nothing(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    rows = [{"id": f"q{i}", "instruction": row["instruction"]} for i, row in enumerate(make_rows(5))]
+    run_dir, out = tmp_path / "run", tmp_path / "new" / "sampled.jsonl"
+    arguments = ["predict", *recipe(tmp_path, model_folder, None)[1:], "--run_dir", str(run_dir)]
+    arguments += ["--data.test_path", write_rows(rows, "asked.json"), "--max_new_tokens", "6"]
+
+    def answers(path: Path) -> list[tuple[str, None, str]]:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [(line["id"], line["expected"], line["answer"]) for line in lines]
+
+    run(capsys, *arguments)
+    greedy = answers(run_dir / "predictions.jsonl")
+    assert [(name, expected) for name, expected, _ in greedy] == [(f"q{i}", None) for i in range(5)]
+    run(capsys, *arguments, "--temperature", "5", "--top_k", "1")
+    assert answers(run_dir / "predictions-2.jsonl") == greedy  # of one token to draw from
+    sampled = ["--temperature", "5", "--top_p", "0.9", "--seed", "4", "--out", str(out)]
+    run(capsys, *arguments, *sampled)
+    assert answers(out) != greedy
+    assert "exists, and is not overwritten; name another file" in run(capsys, *arguments, *sampled, code=2)
+    other = tmp_path / "other.jsonl"
+    run(capsys, *arguments, *sampled[:-1], str(other), "--data.micro_batch_size", "5")
+    assert answers(other) == answers(out)  # whatever the batches are
+    assert "top_p=0.9 has no effect at temperature=0" in run(capsys, *arguments, "--top_p", "0.9", code=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--temperature", "-1"], "temperature=-1 must be 0 (greedy) or more"),
+        (["--temperature", "1", "--top_p", "2"], "top_p=2 must be over 0 and at most 1"),
+        (["--temperature", "1", "--top_k", "0"], "top_k=0 must be 1 token or more"),
+        (["--seed", "5"], "seed=5 has no effect at temperature=0"),
+        (["--out", "/proc/answers.jsonl"], "cannot be written"),
+        ([], "there are no rows to answer; name them with --data.test_path FILE"),
+    ],
+)
+def test_predict_refuses(
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, option: list[str], message: str
+) -> None:
+    arguments = ["predict", *recipe(tmp_path, model_folder, None)[1:], "--run_dir", str(tmp_path / "run")]
+    arguments += ["--data.test_path", write_rows([{"instruction": "a lamp"}])] if option else []
+    assert message in run(capsys, *arguments, *option, code=2)
 
 
 def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,17 @@
 """The commands ``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with lit_ft's defaults."""
 
-import json
 import os
 import sys
 from contextlib import suppress
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, get_type_hints
 
 import torch
 from jsonargparse import ActionYesNo, Namespace, set_parsing_settings
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
@@ -53,6 +54,7 @@ from lit_ft.export.folder_texts import texts_of
 from lit_ft.internals.jsonargparse import allow_untyped
 from lit_ft.internals.lightning import callbacks_of
 from lit_ft.model.files.fingerprint import check_same_base
+from lit_ft.model.generation import GREEDY, Sampling
 from lit_ft.process import resume_threads
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import check_unpickling
@@ -60,10 +62,12 @@ from lit_ft.recipe.callback_checks import check_callbacks
 from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
 from lit_ft.recipe.files import check_files, expand_home, in_order
 from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, shortened, unwrap_class_error
+from lit_ft.run import predictions
 from lit_ft.run.folder import RunFolder, new_run, newest_run, unfinished_run
 from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.state import RunState
+from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
 from lit_ft.training.loggers import beside_defaults, put_files_in
@@ -104,6 +108,17 @@ _HELP = {
     "lr_scheduler": "Schedule class and its arguments, e.g. lit_ft.schedules.CosineWithWarmup. Default: constant.",
 }
 
+_PREDICT_HELP = {
+    "out": "File of the answers, which must not exist. Default: predictions.jsonl in the run folder, or, where that "
+    "exists, predictions-2.jsonl, ...",
+    "max_new_tokens": "Longest answer, in tokens. Default: that of the model, model.max_new_tokens.",
+    "temperature": "Divisor of the logits; 0 is greedy: always the most probable token.",
+    "top_p": "Draw among the most probable tokens that together have this probability; needs a temperature.",
+    "top_k": "Draw among this many most probable tokens; needs a temperature.",
+    "seed": "Seed of the draws. The answer to a row depends on it and on the number of the row alone, not on batches "
+    "or ranks.",
+}
+
 
 def _missing(defaults: list[Callback], given: list[Callback]) -> list[Callback]:
     return [default for default in defaults if not any(isinstance(one, type(default)) for one in given)]
@@ -129,6 +144,8 @@ class TrainingCLI(LightningCLI):
     """LightningCLI whose ``model`` and ``data`` may be any classes and default to lit_ft's."""
 
     _is_named_by_time = False  # check and plan choose no run folder
+    answers_path: Path | None = None
+    """File of the answers of ``predict``, on rank 0."""
 
     def __init__(self, arguments: ArgsType) -> None:
         """Parse the recipe and run the command.
@@ -165,6 +182,21 @@ class TrainingCLI(LightningCLI):
             parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})
         for name in ("optimizer", "lr_scheduler"):
             parser.link_arguments(name, f"model.init_args.{name}")
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Parser of a subcommand: Lightning has no public way to give one of them options of its own."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "predict":
+            parser.add_argument("--out", type=Optional[str], default=None, help=_PREDICT_HELP["out"])
+            parser.add_argument(
+                "--max_new_tokens", type=Optional[PositiveInt], default=None, help=_PREDICT_HELP["max_new_tokens"]
+            )
+            for option in fields(Sampling):
+                kind = get_type_hints(Sampling)[option.name]
+                parser.add_argument(
+                    f"--{option.name}", type=kind, default=option.default, help=_PREDICT_HELP[option.name]
+                )
+        return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse and check the recipe; the base class would warn about arguments that are passed from Python."""
@@ -375,8 +407,25 @@ class TrainingCLI(LightningCLI):
         self._check("test")
 
     def before_predict(self) -> None:
-        """Check model and data before weights are loaded."""
+        """Check model, data and the path of the answers before weights are loaded."""
+        self._take_sampling()
         self._check("predict")
+        if self.options.ckpt_path is None:
+            rank_zero_info("ckpt_path is not set: the model answers as it is before training")
+        if self.trainer.is_global_zero:
+            self.answers_path = predictions.free_path(self.run_folder.root, self.options.out)
+
+    def _take_sampling(self) -> None:
+        sampling = Sampling(**{option.name: self.options[option.name] for option in fields(Sampling)})
+        longest = self.options.max_new_tokens
+        if isinstance(self.model, AnsweringModule):
+            self.model.sampling = sampling
+            self.model.max_new_tokens = longest or self.model.max_new_tokens
+        elif sampling != GREEDY or longest:
+            raise RecipeError(
+                f"temperature and max_new_tokens are for lit_ft.CausalLM, and model is a {type(self.model).__name__}; "
+                "leave them out"
+            )
 
     def _check(self, stage: str) -> None:
         strategy: object = self.trainer.strategy
@@ -440,10 +489,9 @@ class TrainingCLI(LightningCLI):
                 lr_scheduler(built)
 
     def predict(self, **kwargs: Any) -> None:
-        """Generate answers to the prompts and write them to ``predictions.jsonl`` in the run folder."""
+        """Answer questions, and write the answers to a new file: ``out``, or one in the run folder."""
         batches: Any = self.trainer.predict(**kwargs)
-        rank = "" if self.trainer.world_size == 1 else f".{self.trainer.global_rank}"
-        path = self.trainer.strategy.broadcast(self.run_folder.root) / f"predictions{rank}.jsonl"
-        rows = [row for batch in batches for row in batch]
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        rank_zero_info(f"{len(rows):,} answers: {path}")
+        answers = predictions.gather([answer for batch in batches or [] for answer in batch])
+        if self.answers_path is not None:
+            predictions.write(self.answers_path, answers)
+            rank_zero_info(f"{len(answers):,} answers: {self.answers_path}")

@@ -20,6 +20,7 @@ from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader, batch_geo
 from lit_ft.data.loaders.mixing import Strategy, check_weights
 from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
 from lit_ft.data.loaders.streaming import StreamLoader
+from lit_ft.data.questions import questions_of
 from lit_ft.data.text.chat_template import set_chat_template
 from lit_ft.data.text.formats import Chat
 from lit_ft.data.text.rendering import Supervise, prompt_and_answer
@@ -29,7 +30,7 @@ from lit_ft.data.tokens.samples import Samples, join
 from lit_ft.data.tokens.truncation import Overlong
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch
-from lit_ft.protocols import Checkpoint, LoaderState
+from lit_ft.protocols import Checkpoint, LoaderState, Question
 
 MOST_WORKERS = 256
 """Maximum number of processes that load or tokenize data: a larger number is a mistake that would stop the machine."""
@@ -86,7 +87,7 @@ class TextDataModule(LightningDataModule):
             val_sources: several validation data sets, in place of val_path, each with its own loss.
             val_fraction: fraction of each source's rows that is held out for validation, 0 to 1; equal rows stay
                 together.
-            test_path: data for `test` and `predict`.
+            test_path: data for `test`, and questions for `predict`, with answers or without.
             format: format of the rows; auto chooses by the columns of the first row. A format that a source names
                 itself has priority.
             columns: column names of the data, by the names that the format needs, e.g. {instruction: question, output:
@@ -167,6 +168,8 @@ class TextDataModule(LightningDataModule):
         """Tokenized sources by split."""
         self.splits: dict[str, Samples] = {}
         """Samples by split (train, val, test)."""
+        self.questions: list[Question] | None = None
+        """Rows that ``predict`` answers, once they are read."""
         self.resume_data: Literal["same", "changed"] = "same"
         """Treatment of a checkpoint that was written on other data: same refuses it, changed restarts its epoch."""
         self._order_compared: list[object] = []
@@ -194,8 +197,10 @@ class TextDataModule(LightningDataModule):
             self._load_training()
         elif stage == "validate" and "val" not in self.splits:
             self._load_training() if self.val_fraction else self._load("val")
-        elif stage in ("test", "predict") and "test" not in self.splits:
+        elif stage == "test" and "test" not in self.splits:
             self._load("test")
+        elif stage == "predict" and self.questions is None:
+            self.questions = self._read_questions()
 
     def _load_training(self) -> None:
         if not self.sources["train"]:
@@ -235,6 +240,22 @@ class TextDataModule(LightningDataModule):
         for line in (line for prepared in self.prepared[split] for line in prepared.lines):
             rank_zero_info(line)
         self.splits[split] = join([prepared.arrays for prepared in self.prepared[split]], self._names(split))
+
+    def _read_questions(self) -> list[Question]:
+        sources, held_out = self.sources["test"] or self.sources["val"], None
+        if not sources and self.val_fraction:
+            self._load_training()
+            sources, held_out = self.sources["train"], self.splits["val"]
+        if not sources:
+            raise RecipeError("there are no rows to answer; name them with --data.test_path FILE")
+        found: list[Question] = []
+        for number, source in enumerate(sources):
+            rows = None if held_out is None else frozenset(held_out.rows[held_out.source == number].tolist())
+            found += questions_of(self.preparation, source, rows)
+        if not found:
+            paths = ", ".join(source.path for source in sources)
+            raise RecipeError(f"{paths}: there is no question to answer; set data.test_path to rows that ask one")
+        return [{**question, "row": number} for number, question in enumerate(found)]
 
     def _names(self, split: str) -> tuple[str, ...]:
         """Names of the split's loss curves; empty for a single data set without a name."""
@@ -501,16 +522,14 @@ class TextDataModule(LightningDataModule):
         return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> "_Batches":
-        """This rank's prompts and expected answers, ``micro_batch_size`` per batch.
+        """This rank's questions, ``micro_batch_size`` per batch.
 
         Every rank has the same number of batches, some of them empty: sharded weights need all ranks in each batch.
         """
-        prompts = self.prompts("test")
-        if not prompts:
-            raise RecipeError("there are no conversations to predict on; set data.test_path to data that has some")
+        assert self.questions is not None, "they are read by setup"
         replicas, rank = process.data_parallel(self.trainer)
-        share, size = prompts[rank::replicas], self.micro_batch_size
-        return _Batches([share[start : start + size] for start in range(0, -(-len(prompts) // replicas), size)])
+        share, size = self.questions[rank::replicas], self.micro_batch_size
+        return _Batches([share[start : start + size] for start in range(0, -(-len(self.questions) // replicas), size)])
 
     def _evaluation_loader(self, split: str) -> PackedBatchLoader:
         samples = self.splits[split]
@@ -539,10 +558,10 @@ class TextDataModule(LightningDataModule):
 class _Batches:
     """Loader of ready batches: Lightning reads a list as several loaders, and re-shards a ``DataLoader``."""
 
-    def __init__(self, batches: list[list[dict[str, str]]]) -> None:
+    def __init__(self, batches: list[list[Question]]) -> None:
         self._batches = batches
 
-    def __iter__(self) -> Iterator[list[dict[str, str]]]:
+    def __iter__(self) -> Iterator[list[Question]]:
         return iter(self._batches)
 
     def __len__(self) -> int:

@@ -1,18 +1,103 @@
-"""Greedy generation with a model that trains on packed batches."""
+"""Generation of answers, greedy or sampled, with a model that trains on packed batches."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from lit_callbacks.distributed.gather import is_split
 from peft import PeftModel
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model.packed_attention import PACKED
 from lit_ft.model.render_limits import render_chat
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token of an answer is chosen; the default is greedy.
+
+    Each row of the data draws from a generator of its own, seeded by ``seed`` and the number of the row. So its answer
+    depends neither on the rows that share its batch nor on the number of ranks.
+    """
+
+    temperature: float = 0.0
+    """Divisor of the logits; 0 is greedy."""
+    top_p: float | None = None
+    """Draw among the most probable tokens that together have this probability."""
+    top_k: int | None = None
+    """Draw among this many most probable tokens."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RecipeError: one is out of range, or has no effect.
+        """
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RecipeError(f"temperature={self.temperature:g} must be 0 (greedy) or more, e.g. 0.7")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise RecipeError(f"top_p={self.top_p:g} must be over 0 and at most 1, e.g. 0.9")
+        if self.top_k is not None and self.top_k < 1:
+            raise RecipeError(f"top_k={self.top_k} must be 1 token or more, e.g. 50")
+        if self.seed < 0:
+            raise RecipeError(f"seed={self.seed} must be 0 or more")
+        if self.temperature == 0 and (self.top_p or self.top_k or self.seed):
+            name = "top_p" if self.top_p else "top_k" if self.top_k else "seed"
+            value = getattr(self, name)
+            raise RecipeError(
+                f"{name}={value:g} has no effect at temperature=0, which is greedy; set temperature, e.g. to 0.7"
+            )
+
+    def generators(self, rows: Sequence[int]) -> list[np.random.Generator]:
+        """Random number generator of each row, from its number."""
+        return [np.random.default_rng([self.seed, row]) for row in rows]
+
+    def processors(self, generators: Sequence[np.random.Generator]) -> LogitsProcessorList:
+        """Processors of logits after which the largest one is the drawn token; none if this is greedy."""
+        if self.temperature == 0:
+            return LogitsProcessorList()
+        steps: list[LogitsProcessor] = [TemperatureLogitsWarper(self.temperature)]
+        steps += [TopKLogitsWarper(self.top_k)] if self.top_k is not None else []
+        steps += [TopPLogitsWarper(self.top_p)] if self.top_p is not None else []
+        return LogitsProcessorList([*steps, _Draw(generators)])
+
+
+GREEDY = Sampling()
+
+
+class _Draw(LogitsProcessor):
+    """Draw one token for each row, and leave only its logit finite.
+
+    transformers draws all rows of a batch from one generator, so an answer would depend on its batch. One uniform
+    number per row and token is drawn on the CPU, and inverts the cumulative probabilities.
+    """
+
+    def __init__(self, generators: Sequence[np.random.Generator]) -> None:
+        self._generators = generators
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Logits ``(rows, vocabulary)`` with all but the drawn token's at minus infinity."""
+        cumulative = scores.double().softmax(-1).cumsum(-1)
+        uniform = torch.tensor([[generator.random()] for generator in self._generators]).to(cumulative)
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+        drawn = drawn.clamp(max=scores.shape[-1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)  # type: ignore[return-value]
 
 
 @contextmanager
@@ -82,8 +167,10 @@ def generate_answers(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    rows: Sequence[int] | None = None,
 ) -> list[str]:
-    """Answer prompts greedily, as one left-padded batch; an answer ends at any of ``stop_ids``.
+    """Answer prompts as one left-padded batch; an answer ends at any of ``stop_ids``.
 
     Args:
         model: model that generates: ``base``, or the PEFT model around it.
@@ -91,6 +178,8 @@ def generate_answers(
         tokenizer: tokenizer with a padding or end-of-sequence token.
         prompts: rendered prompts, with special tokens as text and the opening of the assistant's turn.
         max_new_tokens: largest number of tokens of an answer.
+        sampling: choice of the next token.
+        rows: number of each prompt's row, which seeds its random numbers; None counts the prompts.
     """
     lockstep = is_split(base)
     if not prompts and not lockstep:
@@ -109,6 +198,7 @@ def generate_answers(
             attention_mask=mask,
             max_new_tokens=max_new_tokens,
             synced_gpus=lockstep,
+            logits_processor=sampling.processors(sampling.generators(rows or range(len(encoded)))),
         )
     model.train(was_training)
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in generated[: len(prompts), longest:]]

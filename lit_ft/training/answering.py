@@ -1,7 +1,7 @@
 """Generation of answers, and the loss of plain texts, for callbacks and ``predict``."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,9 +12,10 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_ft.model.generation import generate_answers
+from lit_ft.model.generation import GREEDY, Sampling, generate_answers
 from lit_ft.model.render_limits import render_chat
 from lit_ft.packed_batch import pack_samples
+from lit_ft.protocols import Answer, Question
 from lit_ft.training.loss.packed_forward import base_model_of
 
 
@@ -23,6 +24,9 @@ class AnsweringModule(LightningModule):
 
     model: PreTrainedModel | PeftModel | None
     max_new_tokens: int
+    sampling: Sampling = GREEDY
+    """Choice of the tokens of ``predict_step``; ``answer`` is greedy."""
+    _answered_rows: Sequence[int] | None = None
 
     @property
     @abstractmethod
@@ -41,7 +45,11 @@ class AnsweringModule(LightningModule):
         An answer ends at the base's end tokens, the tokenizer's, and those that close a turn in its chat template.
         Where weights are split over ranks, every rank must call it equally often, some with no prompts if need be.
         """
-        return generate_answers(self.model, self.base_model, self.tokenizer, prompts, max_new_tokens)
+        chosen = GREEDY if self._answered_rows is None else self.sampling
+        model, base = self.model, self.base_model
+        return generate_answers(
+            model, base, self.tokenizer, prompts, max_new_tokens, chosen, self._answered_rows or None
+        )
 
     def render_prompt(self, messages: list[Message]) -> str:
         """A prompt for ``answer`` from the turns of a conversation, by the chat template.
@@ -57,7 +65,12 @@ class AnsweringModule(LightningModule):
         batches = [move_data_to_device(pack_samples([(ids, ids)]), self.device) for ids in encoded]
         return torch.stack([self(one).loss_sum for one in batches]).sum(), sum(len(one["targets"]) for one in batches)
 
-    def predict_step(self, batch: Sequence[Mapping[str, str]], batch_idx: int) -> list[dict[str, str]]:
-        """Answer each ``{"prompt", "expected"}`` of the batch; returns them with ``"answer"``."""
-        answers = self.answer([record["prompt"] for record in batch], self.max_new_tokens)
-        return [{**record, "answer": text} for record, text in zip(batch, answers, strict=True)]
+    def predict_step(self, batch: Sequence[Question], batch_idx: int) -> list[Answer]:
+        """Answer the questions of a batch, as ``sampling`` says."""
+        # Not arguments of `answer`: strategies wrap it, and other modules have it with these two alone.
+        self._answered_rows = [question["row"] for question in batch]
+        try:
+            answers = self.answer([question["prompt"] for question in batch], self.max_new_tokens)
+        finally:
+            self._answered_rows = None
+        return [{**question, "answer": text} for question, text in zip(batch, answers, strict=True)]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_ft import CausalLM, ExactMatch, TextDataModule
 from lit_ft.model import render_limits
-from lit_ft.model.generation import closing_tokens, stop_ids
+from lit_ft.model.generation import Sampling, closing_tokens, stop_ids
 
 pytestmark = pytest.mark.slow
 
@@ -141,3 +141,15 @@ def test_forgetting_is_measured_in_fp32_under_half_precision(
     last = json.loads((tmp_path / "forgetting.jsonl").read_text().splitlines()[-1])
     assert last["tokens"] == tokens > 256
     assert last["loss"] == pytest.approx(float(loss) / tokens, rel=1e-6)
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """Of 20,000 draws, each token has its share within four standard deviations; excluded tokens have none."""
+    logits = torch.tensor([0.3, 1.1, -0.7, 0.0, 0.9])
+    rows, sampling = 20_000, Sampling(temperature=0.8, top_k=4, seed=1)
+    processors = sampling.processors(sampling.generators(range(rows)))
+    drawn = processors(torch.zeros(rows, 1, dtype=torch.long), logits.repeat(rows, 1)).argmax(-1)
+    expected = (logits / 0.8).masked_fill(torch.tensor([False, False, True, False, False]), -torch.inf).softmax(-1)
+    share = torch.bincount(drawn, minlength=5) / rows
+    assert share[2] == 0
+    assert ((share - expected).abs() <= 4 * (expected * (1 - expected) / rows).sqrt()).all()

@@ -1,0 +1,127 @@
+"""Rows as questions for ``predict``: with an answer that is known, or without one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_ft.data.text.formats import Chat, Text, renamed
+from lit_ft.data.text.rendering import prompt_and_answer
+from lit_ft.data.text.sources import RawRow, Source
+from lit_ft.data.tokens.preparation import Preparation
+from lit_ft.data.tokens.tokenization import Tokenization
+from lit_ft.errors import BadRow
+from lit_ft.protocols import Question
+
+_OPEN = "?"
+"""Stands for the missing answer, so that the readers of training rows read a question too; no prompt depends on it."""
+_ANSWER_COLUMNS = frozenset({"output", "completion"})
+_TURNS = {
+    "messages": ("messages", "role", "content", "assistant", ("assistant",)),
+    "sharegpt": ("conversations", "from", "value", "gpt", ("gpt", "assistant", "function_call")),
+}
+"""By format: column of the turns, keys of a turn's role and text, role of an answer, and all names of that role."""
+
+
+def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] | None = None) -> list[Question]:
+    """Read the rows of a source as questions; rows of raw text or tokens have none, and are counted in a message.
+
+    Args:
+        preparation: tokenizer, and treatment of rows that cannot be used.
+        source: source of the rows.
+        rows: numbers of the rows to read; None reads all.
+
+    Raises:
+        RecipeError: a file cannot be read, or a row cannot be used.
+    """
+    if source.index_prefix is not None:
+        rank_zero_info(f"{source.path}: holds tokens and no questions; left out")
+        return []
+    tokenization = _tokenization(preparation, source)
+    found: list[Question] = []
+    bad = without = read = 0
+    for number, (location, row) in enumerate(source.rows()):
+        if rows is not None and number not in rows:
+            continue
+        read += 1
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            question = _question(row, tokenization, source.columns)
+        except BadRow as error:
+            preparation.refuse(location, error)
+            bad += 1
+            continue
+        if question is None:
+            without += 1
+            continue
+        name = row.get("id")
+        prompt, asked, expected = question
+        found.append(
+            {
+                "row": number,
+                "id": name if isinstance(name, str | int) and name != "" else location,
+                "question": asked,
+                "prompt": prompt,
+                "expected": expected,
+            }
+        )
+    for count, why in (
+        (bad, "cannot be used (data.on_bad_row=skip)"),
+        (without, "hold text or tokens and no question"),
+    ):
+        if count:
+            rank_zero_info(f"{source.path}: {count:,} of {read:,} rows {why}; they were left out")
+    return found
+
+
+def _tokenization(preparation: Preparation, source: Source) -> Tokenization:
+    # The column of the answer may be missing, so the format is found without it.
+    columns = {name: column for name, column in (source.columns or {}).items() if name not in _ANSWER_COLUMNS}
+    return replace(preparation.tokenization(replace(source, columns=columns or None)), columns=None)
+
+
+def _question(
+    row: RawRow, tokenization: Tokenization, columns: Mapping[str, str] | None
+) -> tuple[str, str, str | None] | None:
+    """Prompt, question and known answer (None if there is none) of a row; None for raw text and tokens."""
+    given = renamed(row, columns)
+    asked = without_answer(given, tokenization.format)
+    example = tokenization.example(given if asked is None else asked)
+    if isinstance(example, Chat):
+        prompt, question, answer = prompt_and_answer(example, tokenization.template)
+        return prompt, question["content"], answer["content"] if asked is None else None
+    if isinstance(example, Text) and example.prompt:
+        begin = tokenization.tokenizer.bos_token if tokenization.opening is not None else ""
+        return begin + example.prompt, example.prompt, example.text if asked is None else None
+    return None
+
+
+def without_answer(row: RawRow, form: str) -> RawRow | None:
+    """A row that has no answer, with one put in its place; None for a row that has one.
+
+    Args:
+        row: row with the columns of its format.
+        form: name of the format.
+    """
+    if form == "alpaca":
+        return {**row, "output": _OPEN} if _is_empty(row.get("output")) else None
+    if form == "prompt_completion":
+        if not _is_empty(row.get("completion")) and row.get("completion") != []:
+            return None
+        is_chat = isinstance(row.get("prompt"), list)
+        return {**row, "completion": [{"role": "assistant", "content": _OPEN}] if is_chat else _OPEN}
+    if form not in _TURNS:
+        return None
+    column, role, text, answers, names = _TURNS[form]
+    turns = row.get(column)
+    if not isinstance(turns, list) or not turns or not isinstance(last := turns[-1], Mapping):
+        return None
+    is_answer = last.get(role) in names
+    if is_answer and not (_is_empty(last.get(text)) and not last.get("tool_calls")):
+        return None
+    return {**row, column: [*(turns[:-1] if is_answer else turns), {role: answers, text: _OPEN}]}
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
