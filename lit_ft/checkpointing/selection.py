@@ -1,4 +1,4 @@
-"""Selection of the newest intact checkpoint in a folder."""
+"""Selection of the newest intact checkpoint in a folder, and of the best one."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -80,6 +80,56 @@ def newest_good(folder: Path) -> Path:
         damages = "; ".join(f"{one.path.name}: {one.damage}" for one in damaged)
         raise RecipeError(f"no checkpoint in {folder} is good ({damages}); start anew with another --run_dir")
     raise RecipeError(f"there is no checkpoint to resume from in {folder}")
+
+
+class Best(NamedTuple):
+    """Checkpoint with the best value of a monitored metric."""
+
+    path: Path
+    monitor: str
+    score: float
+
+
+def best_known(folder: Path) -> list[Best]:
+    """Best checkpoint of each metric that the run's ``ModelCheckpoint`` callbacks monitor, by its newest checkpoint."""
+    found, _ = candidates(folder)
+    states = _content(found[0].path).get("callbacks", {}).values() if found else []
+    return [
+        Best(_here(folder, Path(state["best_model_path"])), state["monitor"], float(state["best_model_score"]))
+        for state in states
+        if state.get("monitor") and state.get("best_model_path") and state.get("best_model_score") is not None
+    ]
+
+
+def best_of(folder: Path) -> Path:
+    """Best checkpoint of a run, which ``--ckpt_path best`` names; its checksums match.
+
+    Raises:
+        RecipeError: no metric is monitored, several are, or the checkpoint is gone or damaged.
+    """
+    known = best_known(folder)
+    if not known:
+        raise RecipeError(
+            f"ckpt_path=best: no checkpoint in {folder} is known as the best, because no ModelCheckpoint with a "
+            "monitor has saved one; train with one (monitor: val/loss), or take ckpt_path=last"
+        )
+    if len(known) > 1:
+        named = "; ".join(f"{path} has {monitor} {score:.4g}" for path, monitor, score in known)
+        raise RecipeError(f"ckpt_path=best: several metrics are monitored, name the file: {named}")
+    path, monitor, score = known[0]
+    if not path.exists():
+        raise RecipeError(f"ckpt_path=best: {path}, of {monitor} {score:.4g}, is no longer there; take ckpt_path=last")
+    try:
+        check_intact(path)
+    except DamagedCheckpoint as error:
+        raise RecipeError(f"ckpt_path=best: {path} is damaged ({error.damage}); take ckpt_path=last") from error
+    rank_zero_info(f"the best checkpoint is {path}, of {monitor} {score:.4g}")
+    return path
+
+
+def _here(folder: Path, path: Path) -> Path:
+    """Path of a checkpoint in a folder that may have been moved since."""
+    return folder / path.name if (folder / path.name).exists() else path
 
 
 def newest_of(paths: Iterable[Path]) -> Path | None:

@@ -22,7 +22,7 @@ from lit_ft.model import embeddings, loading
 from lit_ft.model.files.fingerprint import write_fingerprint
 from lit_ft.model.spec import ModelSpec
 from lit_ft.recipe.parser import RecipeParser
-from lit_ft.run.folder import RunFolder
+from lit_ft.run.folder import BEST, LAST, RunFolder
 from lit_ft.training.console import show_progress_on_terminals_only
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -37,6 +37,7 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--merge", action="store_true", help=_MERGE)
     parser.add_argument("--adapter", action="append", default=[], metavar="PATH[=WEIGHT]", help=_ADAPTER)
     spelt = [re.sub(r"^--[a-z-]+", lambda name: "--" + name[0][2:].replace("-", "_"), one) for one in arguments[1:]]
+    spelt = [re.sub(r"^--checkpoint(?=$|=)", "--ckpt_path", one) for one in spelt]  # its name in earlier versions
     export(**parser.parse_args(spelt).as_dict())
 
 
@@ -54,7 +55,7 @@ def export(
     quantized_base: Literal["dequantize", "keep"] | None = None,
     combination: Combination = "cat",
     density: float | None = None,
-    checkpoint: str = "last",
+    ckpt_path: str = LAST,
 ) -> None:
     """Write an adapter, or a merged model that is verified against the trained one, as a Hugging Face folder.
 
@@ -62,14 +63,16 @@ def export(
         run: folder of the run; together with adapter, only its base model is used.
         adapter: folders of adapters or runs, each PATH or PATH=WEIGHT.
         base: base model of the adapters, a folder or hub id; by default that of the run or of the first adapter.
-        out: output folder; RUN/adapter or RUN/merged by default.
+        out: output folder; by default RUN/adapter or RUN/merged, and with ckpt_path=best RUN/adapter-best or
+            RUN/merged-best.
         merge: merge the adapter into the base model; also needed to export a full fine-tuning.
         dtype: dtype of the merged weights; by default that of the base model.
         quantized_base: merge into a base in 4 or 8 bits: dequantize it, or keep it quantized and quantize the merged
             weights again; the error is measured and printed.
         combination: method that combines several adapters; cat is their exact weighted sum.
         density: fraction of the weights that ties, dare and magnitude_prune keep.
-        checkpoint: .ckpt file of the run, or last for the newest.
+        ckpt_path: .ckpt file of the run, or last for the newest, or best for the best by the metric that the run's
+            ModelCheckpoint monitors.
     """
     for option, value in (("dtype", dtype), ("quantized_base", quantized_base)):
         if value is not None and not merge:
@@ -80,13 +83,13 @@ def export(
     if adapter:
         exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density)
     elif folder is not None:
-        exported = _of_run(folder, checkpoint)
+        exported = _of_run(folder, ckpt_path)
     else:
         raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")
     kind: Kind = "merged" if merge else "adapter"
     if out is None and (adapter or folder is None):
         raise RecipeError("out is not set; say where to write with --out DIR")
-    destination = Path(out) if out is not None else folder.merged if merge else folder.adapter  # type: ignore[union-attr]
+    destination = Path(out) if out is not None else _default_folder(folder, kind, ckpt_path)  # type: ignore[arg-type]
     if destination.resolve() == Path(exported.base).resolve():
         raise RecipeError(f"out={str(destination)!r} is the base model itself; name another folder")
     try:
@@ -125,10 +128,13 @@ def _run_folder(run: str) -> RunFolder:
     return folder
 
 
-def _of_run(folder: RunFolder, checkpoint: str) -> _Exported:
-    file = folder.last_checkpoint() if checkpoint == "last" else Path(checkpoint)
-    if not file.exists():
-        raise RecipeError(f"checkpoint={checkpoint!r} does not exist; those of the run are in {folder.checkpoints}")
+def _default_folder(folder: RunFolder, kind: Kind, ckpt_path: str) -> Path:
+    path = folder.merged if kind == "merged" else folder.adapter
+    return path.with_name(f"{path.name}-{BEST}") if ckpt_path == BEST else path
+
+
+def _of_run(folder: RunFolder, ckpt_path: str) -> _Exported:
+    file = folder.chosen_checkpoint(ckpt_path)
     config = folder.recipe()
     module = rebuild(config, file)
     check_unchanged(Path(module.spec.base.pretrained).expanduser())
@@ -139,7 +145,7 @@ def _of_run(folder: RunFolder, checkpoint: str) -> _Exported:
         module.tokenizer,
         str(file),
         module.spec.base.pretrained,
-        texts=lambda kind: run_texts(kind, folder, module, {}, {}),
+        texts=lambda kind: run_texts(kind, folder, module, {}, {}, file),
         write_adapter=module.save_adapter,
     )
 

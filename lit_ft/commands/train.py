@@ -34,6 +34,7 @@ from torch.distributed.constants import default_pg_timeout
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.bounded_yaml import load_yaml
+from lit_ft.checkpointing.last import LastCheckpoint
 from lit_ft.checkpointing.selection import resumed_step
 from lit_ft.checkpointing.storage import replacement
 from lit_ft.checkpointing.storage.checkpoint_io import (
@@ -63,7 +64,7 @@ from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check
 from lit_ft.recipe.files import check_files, expand_home, in_order
 from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, shortened, unwrap_class_error
 from lit_ft.run import predictions
-from lit_ft.run.folder import RunFolder, new_run, newest_run, unfinished_run
+from lit_ft.run.folder import BEST, LAST, RunFolder, new_run, newest_run, unfinished_run
 from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.state import RunState
@@ -222,7 +223,7 @@ class TrainingCLI(LightningCLI):
         """Choose the run folder and the checkpoint."""
         options = self.options
         self._check_resume()
-        resume = options.ckpt_path == "last"
+        resume = options.ckpt_path in (LAST, BEST)
         if options.run_dir is None and "LOCAL_RANK" in os.environ:
             options.run_dir = os.environ.get(RUN_DIR_VARIABLE)
         self._is_named_by_time = options.run_dir is None
@@ -245,14 +246,12 @@ class TrainingCLI(LightningCLI):
             for line in replacement.recover(self.run_folder.checkpoints):
                 rank_zero_info(line)
         if resume or options.resume is not None:
-            options.ckpt_path = self._newest_checkpoint()
-        elif options.ckpt_path is not None and not Path(options.ckpt_path).exists():
-            raise RecipeError(f"ckpt_path={options.ckpt_path!r} does not exist; name a .ckpt file, or `last`")
+            options.ckpt_path = self._checkpoint_of_run()
         elif options.ckpt_path is not None:
-            check_on_rank_zero(Path(options.ckpt_path))
+            check_on_rank_zero(self.run_folder.chosen_checkpoint(options.ckpt_path))
 
-    def _newest_checkpoint(self) -> str | None:
-        """Newest good checkpoint of the run folder, the same on all ranks; None where ``resume`` finds none."""
+    def _checkpoint_of_run(self) -> str | None:
+        """Newest or best checkpoint of the run folder, the same on all ranks; None where ``resume`` finds none."""
         if "LOCAL_RANK" in os.environ and CHECKPOINT_VARIABLE in os.environ:
             return os.environ[CHECKPOINT_VARIABLE] or None
         timeout = self._timeout() or default_pg_timeout
@@ -264,7 +263,7 @@ class TrainingCLI(LightningCLI):
         if self.options.resume is not None and not self.run_folder.has_checkpoint:
             rank_zero_info(f"resume=auto: no checkpoint in {self.run_folder.checkpoints} yet, so the run starts")
             return ""
-        path = self.run_folder.last_checkpoint()
+        path = self.run_folder.chosen_checkpoint(self.options.ckpt_path or LAST)
         if self.options.resume is not None:
             rank_zero_info(f"resume=auto: resuming {path}")
         return str(path)
@@ -386,7 +385,8 @@ class TrainingCLI(LightningCLI):
         last: list[Callback] = []
         if isinstance(self.model, CausalLM) or self.options.merge:
             last.append(AdapterMerger(folder.adapter, folder.merged if self.options.merge else None, texts_of(folder)))
-        last.append(ModelCheckpoint(folder.checkpoints, save_last=True))
+        if self.options.trainer.enable_checkpointing is not False:
+            last += [ModelCheckpoint(folder.checkpoints, save_last=True), LastCheckpoint(folder.checkpoints)]
         return [*_missing(first, given), *given, *_missing(last, given)]
 
     # --- before the long work ----------------------------------------------------------------------

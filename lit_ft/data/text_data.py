@@ -360,6 +360,16 @@ class TextDataModule(LightningDataModule):
         """Whether there is validation data."""
         return bool(self.sources["val"] or self.val_fraction)
 
+    @property
+    def has_questions(self) -> bool:
+        """Whether `predict` has rows to answer."""
+        asked = self.sources["test"] or self.sources["val"] or (self.sources["train"] if self.val_fraction else [])
+        return any(
+            source.index_prefix is None
+            and self.preparation.tokenization(source).format not in ("completion", "tokenized")
+            for source in asked
+        )
+
     def plan(self, replicas: int = 1) -> BatchPlan:
         """Plan that distributes training samples to ``replicas`` data-parallel ranks."""
         return BatchPlan(

@@ -20,6 +20,7 @@ from lit_ft.export.model_card import Card
 from lit_ft.process import datamodule_of
 from lit_ft.run.folder import RUNS, RunFolder
 from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.loggers import read_rows, rows_before
 
 
 def texts_of(run: RunFolder) -> Texts:
@@ -38,7 +39,12 @@ def texts_of(run: RunFolder) -> Texts:
 
 
 def run_texts(
-    kind: Kind, run: RunFolder, module: CausalLM, logged: Mapping[str, float], samples: Mapping[str, int]
+    kind: Kind,
+    run: RunFolder,
+    module: CausalLM,
+    logged: Mapping[str, float],
+    samples: Mapping[str, int],
+    checkpoint: Path | None = None,
 ) -> dict[str, str]:
     """Text files for the exported folder of a run, by file name.
 
@@ -48,6 +54,8 @@ def run_texts(
         module: trained module.
         logged: metrics to use where the run has no metrics.csv.
         samples: number of training samples by source.
+        checkpoint: checkpoint whose weights the folder has, of whose step the card gives the metrics; None is the end
+            of the run.
     """
     recipe = load_yaml(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
     spec, base = module.spec, module.base_fingerprint
@@ -61,7 +69,7 @@ def run_texts(
         notes=[f"Tokens added: {', '.join(f'`{token}`' for token in added)}."] if added else [],
         adds_tokens=bool(added),
         samples=samples,
-        metrics=_results(_last_of(run.root / "metrics.csv") or logged),
+        metrics=_results(_last_of(run.root / "metrics.csv", checkpoint) or logged),
         recipe=recipe,
     )
     texts = {"README.md": str(card)}
@@ -117,7 +125,7 @@ def describe_step(run: RunFolder, checkpoint: Path, max_steps: int) -> list[str]
     newer = [one for one in candidates(run.checkpoints)[0] if one.position[:3] > position[:3]]
     if newer:
         step = newer[0].position.global_step
-        lines.append(f"a newer checkpoint is {newer[0].path}, of step {step:,}; take it with --checkpoint")
+        lines.append(f"a newer checkpoint is {newer[0].path}, of step {step:,}; take it with --ckpt_path")
     if last > max(position.global_step, *(one.position.global_step for one in newer), 0):
         lines.append(
             f"the run was logged up to step {last:,} (metrics.csv), of which no checkpoint is left: what is exported "
@@ -134,12 +142,14 @@ def _steps_logged(path: Path) -> int:
         return max((int(row["step"]) + 1 for row in csv.DictReader(file) if row.get("train/loss")), default=0)
 
 
-def _last_of(path: Path) -> dict[str, float]:
-    """Last value of each column of a CSV file; empty without the file."""
+def _last_of(path: Path, checkpoint: Path | None) -> dict[str, float]:
+    """Last value of each column of a CSV file, up to the step of a checkpoint; empty without the file."""
     if not path.is_file():
         return {}
-    with path.open(newline="") as file:
-        return {name: float(value) for row in csv.DictReader(file) for name, value in row.items() if value}
+    rows = read_rows(path)
+    if checkpoint is not None and (position := position_of(checkpoint)) is not None:
+        rows, _ = rows_before(position.global_step, True, rows)
+    return {name: float(value) for row in rows for name, value in row.items()}
 
 
 def _results(metrics: Mapping[str, float]) -> dict[str, float]:

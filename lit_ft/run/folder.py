@@ -11,13 +11,15 @@ import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.bounded_yaml import load_yaml
-from lit_ft.checkpointing.selection import newest_good
+from lit_ft.checkpointing.selection import best_of, newest_good
 from lit_ft.checkpointing.storage import replacement
 from lit_ft.errors import RecipeError, explained
 from lit_ft.run.lock import is_running, lock_run
 from lit_ft.run.state import finished_step
 
 RUNS = Path("checkpoints/runs")
+LAST, BEST = "last", "best"
+"""Names of a run's newest and best checkpoint, for ``--ckpt_path``."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,23 @@ class RunFolder:
                 "with the same command without --ckpt_path, or with --resume auto in its place, which does either"
             )
         return newest_good(self.checkpoints)
+
+    def chosen_checkpoint(self, name: str) -> Path:
+        """Checkpoint that ``last``, ``best`` or a path names.
+
+        Raises:
+            RecipeError: there is none.
+        """
+        if name == LAST:
+            return self.last_checkpoint()
+        if name == BEST:
+            return best_of(self.checkpoints)
+        if not (path := Path(name)).exists():
+            raise RecipeError(
+                f"ckpt_path={name!r} does not exist; name a file or folder .ckpt, e.g. of {self.checkpoints}, or `last` "
+                "or `best`"
+            )
+        return path
 
     def create(self) -> None:
         """Create the folder, and check that it is writable.

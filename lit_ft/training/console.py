@@ -2,23 +2,22 @@
 
 import sys
 import time
-from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
 
 from lit_ft.accumulation import accumulation, optimizer_steps
+from lit_ft.checkpointing.selection import newest_of
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
 from lit_ft.data.loaders.batching import PackedBatchLoader
 from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.internals.transformers import attention_implementation
 from lit_ft.process import describe_threads
 from lit_ft.run.folder import RunFolder
+from lit_ft.run.next_command import next_command
 from lit_ft.training.causal_lm import CausalLM
-from lit_ft.tuning import prompt_learning
 
 MIB = 2**20
 
@@ -33,12 +32,14 @@ class ConsoleSummary(Callback):
             run: run folder, which the lines name.
         """
         self.run = run
-        self._started = 0.0
+        self._started: float | None = None
+        self._first_step = 0
         self._said = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print model, devices, number of steps and run folder."""
-        self._started, self._said = time.perf_counter(), trainer.global_step
+        self._started = time.perf_counter()
+        self._first_step = self._said = trainer.global_step
         if isinstance(pl_module, CausalLM):
             rank_zero_info(f"training {describe_model(pl_module)}")
             if pl_module.spec.base.init == "random" and pl_module.spec.tuning.peft is not None:
@@ -63,19 +64,20 @@ class ConsoleSummary(Callback):
         if isinstance(trainer.train_dataloader, StreamLoader):
             for line in trainer.train_dataloader.describe():
                 rank_zero_info(line)
+        if (size := describe_checkpoint(self.run, pl_module)) is not None:
+            rank_zero_info(size)
+        rank_zero_info(f"done: {self._describe_end(trainer)}; see {self.run.root}")
+        if trainer.is_global_zero and (command := next_command(self.run, trainer, pl_module)) is not None:
+            rank_zero_info(f"next: {command}")
+
+    def _describe_end(self, trainer: Trainer) -> str:
+        if self._started is None:  # Lightning starts no training where a resumed run is at its end
+            return f"nothing was left to train after {trainer.global_step:,} optimizer steps"
+        now = trainer.global_step - self._first_step
+        earlier = f" after {self._first_step:,} earlier ones" if self._first_step else ""
         loss = trainer.callback_metrics.get("train/loss")
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
-        seconds = time.perf_counter() - self._started
-        if (size := describe_checkpoint(trainer, pl_module)) is not None:
-            rank_zero_info(size)
-        rank_zero_info(f"done: {trainer.global_step:,} optimizer steps in {seconds:.0f} s{ending}; see {self.run.root}")
-        model = pl_module.model if isinstance(pl_module, CausalLM) else None
-        if self.run.merged.exists() or prompt_learning.method_of(model):
-            rank_zero_info(f"next: python -m lit_ft predict --config {self.run.config} --ckpt_path last")
-        else:
-            is_quantized = isinstance(pl_module, CausalLM) and pl_module.spec.base.is_quantized
-            choice = " --quantized-base dequantize" if is_quantized else ""
-            rank_zero_info(f"next: python -m lit_ft export --run {self.run.root} --merge{choice}")
+        return f"{now:,} optimizer steps{earlier} in {time.perf_counter() - self._started:.0f} s{ending}"
 
 
 def put_losses_on_one_chart(trainer: Trainer) -> None:
@@ -105,11 +107,9 @@ def describe_model(module: CausalLM) -> str:
     )
 
 
-def describe_checkpoint(trainer: Trainer, module: LightningModule) -> str | None:
+def describe_checkpoint(run: RunFolder, module: LightningModule) -> str | None:
     """Text with the sizes of the newest checkpoint and of the trainable parameters; None without a checkpoint."""
-    callback = trainer.checkpoint_callback
-    path = Path(callback.last_model_path if isinstance(callback, ModelCheckpoint) else "")
-    if not path.name or not path.exists():
+    if (path := newest_of(run.checkpoints.glob("*.ckpt"))) is None:
         return None
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)

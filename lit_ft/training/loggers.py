@@ -64,7 +64,7 @@ class _MetricsFile(ExperimentWriter):
         path = Path(self.metrics_file_path)
         if not path.is_file():
             return
-        kept, dropped = _rows_before(self._resumed_step, self._is_logged, _read_rows(path))
+        kept, dropped = rows_before(self._resumed_step, self._is_logged, read_rows(path))
         self.metrics_keys = sorted({key for row in kept for key in row})
         self._replace(kept)
         if dropped:
@@ -90,7 +90,7 @@ class _MetricsFile(ExperimentWriter):
         rows = list(self.metrics)
         columns = sorted({*self.metrics_keys, *(key for row in rows for key in row)})
         if columns != self.metrics_keys or not path.is_file():
-            earlier = _read_rows(path) if path.is_file() else []
+            earlier = read_rows(path) if path.is_file() else []
             self.metrics_keys = columns
             self._replace([*earlier, *rows])
         else:
@@ -108,7 +108,7 @@ def _as_csv(columns: list[str], rows: Sequence[Mapping[str, object]]) -> str:
     return text.getvalue()
 
 
-def _read_rows(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[dict[str, str]]:
     """Lines of a metrics file, each with its non-empty values; incomplete lines (kill, full disk) are left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     columns, *rows = list(csv.reader(line for line in lines if line.endswith("\n"))) or [[]]
@@ -116,7 +116,7 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if value != ""} for row in complete]
 
 
-def _rows_before(
+def rows_before(
     step: int, is_logged: bool, rows: list[dict[str, str]]
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Lines that were logged before a checkpoint was written, and later ones.

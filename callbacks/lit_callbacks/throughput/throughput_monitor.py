@@ -294,4 +294,5 @@ def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
         texts.append(f"{summary['model_flops_per_second'] / ranks / 1e12:,.3g} model TFLOP/s per device{mfu}")
     total = summary["step_seconds"]
     parts = ", ".join(f"{name.replace('_', '+')} {summary[f'step_seconds/{name}'] / total:.1%}" for name in PARTS)
-    return f"throughput of {steps:,} steps on {ranks} devices: {', '.join(texts)}\na step takes {total:,.4g} s: {parts}"
+    devices = "1 device" if ranks == 1 else f"{ranks} devices"
+    return f"throughput of {steps:,} steps on {devices}: {', '.join(texts)}\na step takes {total:,.4g} s: {parts}"

@@ -155,7 +155,7 @@ def test_what_is_left_out_is_said_once(tmp_path: Path, clock: Clock, caplog: pyt
     said = [record.getMessage() for record in caplog.records if "throughput" in record.getMessage()]
     assert said == [
         "throughput is measured from optimizer step 2 of this fit on, without validation and checkpoints",
-        "throughput of 3 steps on 1 devices: 0.129 samples/s, 1.032 tokens/s with padding, 0.6452 without, 0.3871 "
+        "throughput of 3 steps on 1 device: 0.129 samples/s, 1.032 tokens/s with padding, 0.6452 without, 0.3871 "
         "supervised, 3.87e-11 model TFLOP/s per device, MFU 3.9%\n"
         "a step takes 31 s: data 6.5%, forward+backward 38.7%, optimizer 2.4%, callbacks 51.6%, other 0.8%",
     ]
