@@ -7,18 +7,21 @@ Exit codes: 0 done; 1 failed during the run; 2 an error in the recipe, the data 
 import errno
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from lit_ft.recipe.allowed_code import take_option
+from lit_ft.recipe.allowed_code import as_options, take_option
 
 COMMANDS = {
     "fit": ("lit_ft.commands.train", "train a model"),
@@ -92,6 +95,10 @@ def _command(module: str) -> Callable[[list[str]], None]:
     return run
 
 
+SAME_SIGNAL_SECONDS = 1.0
+"""Seconds within which a second signal changes nothing; a later one ends the process at once."""
+
+
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
     """Raise SystemExit on Ctrl-C and SIGTERM, so that workers, locks and unfinished files are cleaned up.
@@ -112,6 +119,15 @@ def _exit_on_signals() -> Iterator[None]:
 def _exit(number: int, _: FrameType | None) -> NoReturn:
     # Not print: the signal may arrive during a print of the main thread.
     os.write(2, f"lit_ft: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}\n".encode())
+    first = time.monotonic()
+
+    def again(number: int, _: FrameType | None) -> None:
+        # `timeout` and schedulers send a signal twice: the second must not interrupt what the first cleans up.
+        if time.monotonic() - first > SAME_SIGNAL_SECONDS:
+            os._exit(128 + number)
+
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, again)
     sys.exit(128 + number)
 
 
@@ -201,7 +217,7 @@ def _report(error: Exception) -> NoReturn:
     if isinstance(error, StopRequested):
         if rank not in ("", "rank 0: "):  # all ranks stop together: rank 0 prints the message
             sys.exit(error.exit_code)
-        _fail(f"{error}; resume with the same command and --ckpt_path {error.checkpoint}", error.exit_code)
+        _fail(f"{error}; {_how_to_resume(Path(error.checkpoint))}", error.exit_code)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         _fail(f"{rank}error: {str(error.filename)[:100]!r}... is too long for a path; name a shorter one", 2)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -214,6 +230,16 @@ def _report(error: Exception) -> NoReturn:
     message = f"{rank}failed: {type(error).__name__}: {_in_one_line(error) or 'no message'}"
     # With several ranks, print the traceback at once: such a run is expensive to repeat.
     _fail(f"{message}\n{traceback.format_exc()}" if rank else f"{message} (--debug shows where)", 1)
+
+
+def _how_to_resume(checkpoint: Path) -> str:
+    """Advice that resumes a stopped run in its own folder, which the same command may not name."""
+    config = checkpoint.parent.with_name("config.yaml")
+    if not config.is_file():
+        return f"resume with the same command and --ckpt_path {checkpoint}"
+    if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_NTASKS" in os.environ:  # a launcher starts the processes
+        return f"resume with the same command and --run_dir {shlex.quote(str(config.parent))} --ckpt_path last"
+    return f"resume with: python -m lit_ft fit --config {shlex.quote(str(config))} --ckpt_path last{as_options()}"
 
 
 def _in_one_line(error: Exception) -> str:

@@ -1,6 +1,10 @@
-"""Seed of the run, data-parallel size and rank of this process, and its CPU cores and threads."""
+"""Seed of the run, data-parallel size and rank of this process, its CPU cores and threads, and its signals."""
 
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,3 +132,32 @@ def describe_threads() -> str:
     count = torch.get_num_threads()
     reason = ", as other processes use the machine" if _was_lowered else ""
     return f"{count} thread{'s' * (count != 1)}{reason}"
+
+
+@contextmanager
+def held_signals() -> Iterator[Callable[[], None]]:
+    """Context in which Ctrl-C and SIGTERM only take effect when the yielded function is called, and at its end.
+
+    A handler that raises anywhere breaks locks of a pool of processes, which then fails with another error.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in numbers}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def deliver() -> None:
+        if received:
+            restore()
+            signal.raise_signal(received.pop(0))
+
+    try:
+        yield deliver
+        deliver()
+    finally:
+        restore()

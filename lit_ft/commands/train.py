@@ -58,7 +58,7 @@ from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.generation import GREEDY, Sampling
 from lit_ft.process import resume_threads
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
-from lit_ft.recipe.allowed_code import check_unpickling
+from lit_ft.recipe.allowed_code import as_options, check_unpickling
 from lit_ft.recipe.callback_checks import check_callbacks
 from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
 from lit_ft.recipe.files import check_files, expand_home, in_order
@@ -378,7 +378,7 @@ class TrainingCLI(LightningCLI):
             RankFailureWatchdog(),
             GracefulStop(folder.checkpoints / "last.ckpt"),
             RunState(folder.finished, folder.checkpoints),
-            ConsoleSummary(folder),
+            ConsoleSummary(folder, as_options()),
             RunReport(folder.root),
             ThroughputMonitor(),
         ]

@@ -365,9 +365,9 @@ class TextDataModule(LightningDataModule):
         """Whether `predict` has rows to answer."""
         asked = self.sources["test"] or self.sources["val"] or (self.sources["train"] if self.val_fraction else [])
         return any(
-            source.index_prefix is None
-            and self.preparation.tokenization(source).format not in ("completion", "tokenized")
+            self.preparation.tokenization(source).format not in ("completion", "tokenized")
             for source in asked
+            if source.index_prefix is None
         )
 
     def plan(self, replicas: int = 1) -> BatchPlan:

@@ -69,6 +69,11 @@ def take_option(arguments: list[str]) -> list[str]:
     return rest
 
 
+def as_options() -> str:
+    """Options that allow the same modules in another command; empty if none are allowed, else with a space before."""
+    return "".join(f" {OPTION} {name}" for name in _from_environment())
+
+
 def allowed_by_user() -> list[str]:
     """Modules that the command line, the environment and the settings file allow.
 

@@ -116,8 +116,8 @@ class RunFolder:
             return best_of(self.checkpoints)
         if not (path := Path(name)).exists():
             raise RecipeError(
-                f"ckpt_path={name!r} does not exist; name a file or folder .ckpt, e.g. of {self.checkpoints}, or `last` "
-                "or `best`"
+                f"ckpt_path={name!r} does not exist; name a file or folder .ckpt, e.g. of {self.checkpoints}, or "
+                "`last` or `best`"
             )
         return path
 

@@ -1,6 +1,5 @@
 """The command that makes something of a run that has ended: one that works for what the run has left."""
 
-import os
 import shlex
 
 from lightning.pytorch import LightningModule, Trainer
@@ -30,19 +29,14 @@ def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> s
     if isinstance(module, CausalLM) and not run.merged.exists() and _merges(module):
         chosen = f" --ckpt_path {name}" if name != LAST else ""
         choice = " --quantized-base dequantize" if module.spec.base.is_quantized else ""
-        return _line(f"export --run {shlex.quote(str(run.root))}{chosen} --merge{choice}")
+        return f"python -m lit_ft export --run {shlex.quote(str(run.root))}{chosen} --merge{choice}"
     data = datamodule_of(trainer)
     config = f"--config {shlex.quote(str(run.config))} --ckpt_path {name}"
     if isinstance(module, CausalLM) and isinstance(data, TextDataModule):
-        return _line(f"predict {config}{'' if data.has_questions else ' --data.test_path FILE'}")
-    return _line(f"validate {config}") if trainer.enable_validation else None
+        return f"python -m lit_ft predict {config}{'' if data.has_questions else ' --data.test_path FILE'}"
+    return (f"python -m lit_ft validate {config}") if trainer.enable_validation else None
 
 
 def _merges(module: CausalLM) -> bool:
     peft = module.spec.tuning.peft
     return peft is None or refusal(peft, "merge") is None
-
-
-def _line(command: str) -> str:
-    allowed = "".join(f" --allow_code {name}" for name in os.environ.get("LIT_FT_ALLOW_CODE", "").split(",") if name)
-    return f"python -m lit_ft {command}{allowed}"

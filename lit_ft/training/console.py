@@ -25,13 +25,14 @@ MIB = 2**20
 class ConsoleSummary(Callback):
     """Lines about model, devices and length when training starts, and about its result when it ends."""
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(self, run: RunFolder, options: str = "") -> None:
         """Store the run folder.
 
         Args:
             run: run folder, which the lines name.
+            options: options that every further command of the run needs, with a space before.
         """
-        self.run = run
+        self.run, self.options = run, options
         self._started: float | None = None
         self._first_step = 0
         self._said = 0
@@ -68,7 +69,7 @@ class ConsoleSummary(Callback):
             rank_zero_info(size)
         rank_zero_info(f"done: {self._describe_end(trainer)}; see {self.run.root}")
         if trainer.is_global_zero and (command := next_command(self.run, trainer, pl_module)) is not None:
-            rank_zero_info(f"next: {command}")
+            rank_zero_info(f"next: {command}{self.options}")
 
     def _describe_end(self, trainer: Trainer) -> str:
         if self._started is None:  # Lightning starts no training where a resumed run is at its end

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from lit_ft import process
 from lit_ft.data.text.formats import find_format, renamed
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import Source
@@ -180,12 +182,15 @@ class Preparation:
         bad: list[str] = []
         stream = ((0, where, row) for where, row in source.rows())
         chunks = iter(lambda: (None, list(islice(stream, ROWS_PER_BATCH))), (None, []))
-        for _, locations, ((_, _, encoded),) in encode_batches(chunks, [tokenization], self._workers(source)):
-            bad += self.check(locations, encoded)
-            bad, bad_rows = bad[:BAD_ROWS_NAMED], bad_rows + len(encoded.bad)
-            batches.append(encoded)
-            firsts.append(rows)
-            rows += encoded.count
+        parts = encode_batches(chunks, [tokenization], self._workers(source))
+        with process.held_signals() as stop_if_told, closing(parts):  # type: ignore[type-var]
+            for _, locations, ((_, _, encoded),) in parts:
+                stop_if_told()
+                bad += self.check(locations, encoded)
+                bad, bad_rows = bad[:BAD_ROWS_NAMED], bad_rows + len(encoded.bad)
+                batches.append(encoded)
+                firsts.append(rows)
+                rows += encoded.count
         if not rows:
             raise RecipeError(f"{source.path!r} holds no rows; at least one is needed")
         arrays = collect(
