@@ -13,8 +13,7 @@ import torch
 from jsonargparse import ActionYesNo, Namespace, set_parsing_settings
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
-from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import (
     ArgsType,
     LightningArgumentParser,
@@ -67,6 +66,7 @@ from lit_ft.run import predictions
 from lit_ft.run.folder import BEST, LAST, RunFolder, new_run, newest_run, unfinished_run
 from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero
 from lit_ft.run.lock import lock_run, release_runs
+from lit_ft.run.progress import RunProgressBar
 from lit_ft.run.state import RunState
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
@@ -354,8 +354,7 @@ class TrainingCLI(LightningCLI):
             # No progress bar in a file or pipe; ConsoleSummary writes a line at intervals instead.
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
             if sys.stdout.isatty():
-                theme = RichProgressBarTheme(metrics_format=".4g")  # three decimals would show a learning rate as 0.000
-                kwargs["callbacks"].append(RichProgressBar(refresh_rate=1, theme=theme))
+                kwargs["callbacks"].append(RunProgressBar())
         kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
         try:
             return super().instantiate_trainer(**kwargs)

@@ -17,9 +17,12 @@ from lit_ft.internals.transformers import attention_implementation
 from lit_ft.process import describe_threads
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.next_command import next_command
+from lit_ft.run.progress import StepTimes, describe_metrics
 from lit_ft.training.causal_lm import CausalLM
 
 MIB = 2**20
+SECONDS_BETWEEN_LINES = 30
+"""Longest time without a line about the progress, where there is no bar."""
 
 
 class ConsoleSummary(Callback):
@@ -33,14 +36,14 @@ class ConsoleSummary(Callback):
             options: options that every further command of the run needs, with a space before.
         """
         self.run, self.options = run, options
-        self._started: float | None = None
-        self._first_step = 0
+        self._times: StepTimes | None = None
         self._said = 0
+        self._said_at = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print model, devices, number of steps and run folder."""
-        self._started = time.perf_counter()
-        self._first_step = self._said = trainer.global_step
+        self._times = StepTimes(trainer.global_step, optimizer_steps(trainer))
+        self._said, self._said_at = trainer.global_step, time.monotonic()
         if isinstance(pl_module, CausalLM):
             rank_zero_info(f"training {describe_model(pl_module)}")
             if pl_module.spec.base.init == "random" and pl_module.spec.tuning.peft is not None:
@@ -52,13 +55,38 @@ class ConsoleSummary(Callback):
         rank_zero_info(f"run folder: {self.run.root}")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """Print the metrics about twenty times per run, if there is no progress bar."""
-        if trainer.progress_bar_callback is not None or trainer.global_step == self._said:
+        """Print step, time left and metrics about twenty times per run and at least every 30 s; not beside a bar."""
+        if trainer.progress_bar_callback is not None or self._times is None:
             return
-        every = max(1, int(min(optimizer_steps(trainer), 20_000)) // 20)
-        if trainer.global_step % every == 0:
+        every = max(1, int(min(self._times.steps, 20_000)) // 20)
+        is_due = trainer.global_step != self._said and trainer.global_step % every == 0
+        if is_due or self._is_quiet():
             self._said = trainer.global_step
-            rank_zero_info(f"step {trainer.global_step:,}: {describe_metrics(trainer)}")
+            self._say(trainer, describe_metrics(trainer.progress_bar_metrics, "train"))
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        """Print how far a long validation is, at least every 30 s."""
+        if trainer.progress_bar_callback is None and self._times is not None and self._is_quiet():
+            done, batches = (
+                trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed,
+                trainer.num_val_batches,
+            )
+            total = sum(batches) if isinstance(batches, list) else batches
+            self._say(trainer, f"validation, batch {done + 1:,} of {total:,}")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the metrics of a validation once, where they are new."""
+        if self._times is not None and not trainer.sanity_checking:
+            self._say(trainer, describe_metrics(trainer.progress_bar_metrics, "val"))
+
+    def _is_quiet(self) -> bool:
+        return time.monotonic() - self._said_at >= SECONDS_BETWEEN_LINES
+
+    def _say(self, trainer: Trainer, what: str) -> None:
+        assert self._times is not None
+        self._said_at = time.monotonic()
+        if what:
+            rank_zero_info(f"{self._times.describe(trainer.global_step)}: {what}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the result and the next command."""
@@ -72,13 +100,13 @@ class ConsoleSummary(Callback):
             rank_zero_info(f"next: {command}{self.options}")
 
     def _describe_end(self, trainer: Trainer) -> str:
-        if self._started is None:  # Lightning starts no training where a resumed run is at its end
+        if self._times is None:  # Lightning starts no training where a resumed run is at its end
             return f"nothing was left to train after {trainer.global_step:,} optimizer steps"
-        now = trainer.global_step - self._first_step
-        earlier = f" after {self._first_step:,} earlier ones" if self._first_step else ""
+        first = self._times.first_step
+        earlier = f" after {first:,} earlier ones" if first else ""
         loss = trainer.callback_metrics.get("train/loss")
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
-        return f"{now:,} optimizer steps{earlier} in {time.perf_counter() - self._started:.0f} s{ending}"
+        return f"{trainer.global_step - first:,} optimizer steps{earlier} in {self._times.seconds():.0f} s{ending}"
 
 
 def put_losses_on_one_chart(trainer: Trainer) -> None:
@@ -118,12 +146,6 @@ def describe_checkpoint(run: RunFolder, module: LightningModule) -> str | None:
     count = count or WeightCount.of(module)
     trains = count.trained_bytes / MIB
     return f"checkpoint: {path}, {size / MIB:,.1f} MiB; the weights that train are {trains:,.1f} MiB of it"
-
-
-def describe_metrics(trainer: Trainer) -> str:
-    """Text with the metrics of the progress bar: loss, learning rate, tokens per second."""
-    metrics = trainer.progress_bar_metrics
-    return ", ".join(f"{name} {value:,.4g}" for name, value in metrics.items() if not isinstance(value, str))
 
 
 def describe_devices(trainer: Trainer) -> str:

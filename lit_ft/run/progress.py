@@ -1,0 +1,197 @@
+"""Progress of a run: steps, time left and metrics, as a bar on a terminal and as lines elsewhere."""
+
+import math
+import time
+from collections.abc import Mapping
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from lit_ft.accumulation import optimizer_steps
+
+
+class StepTimes:
+    """Time that is left, from the steps that this process has taken and their time, validation included."""
+
+    def __init__(self, first_step: int, steps: float) -> None:
+        """Begin to count.
+
+        Args:
+            first_step: optimizer steps that were taken before.
+            steps: optimizer steps of the run; infinite or below 0 if time ends it.
+        """
+        self.first_step, self._began = first_step, time.perf_counter()
+        self.steps = steps if steps >= 0 else math.inf
+
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return time.perf_counter() - self._began
+
+    def describe(self, step: int) -> str:
+        """Text with the step, the run's number of steps and the time left, e.g. ``step 30 of 90, 2 min 5 s left``."""
+        if math.isinf(self.steps):
+            return f"step {step:,}"
+        return f"step {step:,} of {int(self.steps):,}{self.describe_left(step)}"
+
+    def describe_left(self, step: int) -> str:
+        """Text with the time left after a comma; empty before the first step and after the last one."""
+        done = step - self.first_step
+        if done < 1 or math.isinf(self.steps) or step >= self.steps:
+            return ""
+        return f", {as_time(self.seconds() / done * (self.steps - step))} left"
+
+
+def as_time(seconds: float) -> str:
+    """Text of a time with its two largest units, e.g. ``1 h 5 min``."""
+    whole = round(seconds)
+    for unit, size, below, part in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size} {unit}" + (f" {rest} {below}" if rest else "")
+    return f"{whole} s"
+
+
+def describe_metrics(metrics: Mapping[str, float | Tensor | str], stage: str) -> str:
+    """Text with the metrics of a stage, e.g. its loss; for ``train`` also what is measured of its steps.
+
+    The trainer keeps the last value of every metric: those of the last validation are not those of a later step.
+
+    Args:
+        metrics: metrics of the progress bar.
+        stage: train or val.
+    """
+    numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+    shown = {
+        name: value
+        for name, value in numbers.items()
+        if (name.startswith(f"{stage}/") if stage == "val" else not name.startswith(("val", "test")))
+    }
+    return ", ".join(f"{name} {float(value):,.4g}" for name, value in shown.items())
+
+
+class RunProgressBar(ProgressBar):
+    """Bar over the optimizer steps of the whole run; in validation, test and predict, over their batches."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        """Set the console.
+
+        Args:
+            console: console to draw on; None is stdout.
+        """
+        super().__init__()
+        self._console = console
+        self._bar: Progress | None = None
+        self._enabled = True
+        self._steps: TaskID | None = None
+        self._batches: TaskID | None = None
+        self._times: StepTimes | None = None
+
+    def enable(self) -> None:
+        """Show the bar."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Hide the bar, on ranks other than the first."""
+        self._enabled = False
+
+    def _add(self, what: str, total: float, completed: int = 0) -> TaskID:
+        if self._bar is None:
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+            self._bar = Progress(
+                TextColumn("{task.description}"), *columns, console=self._console, disable=not self._enabled
+            )
+            self._bar.start()
+        total_or_none = None if math.isinf(total) else total
+        return self._bar.add_task(what, total=total_or_none, completed=completed, note="")
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._steps = self._batches = None
+
+    # --- training --------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the bar of the run; a resumed one begins where it was."""
+        self._times = StepTimes(trainer.global_step, optimizer_steps(trainer))
+        self._steps = self._add("steps", self._times.steps, trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
+    ) -> None:
+        """Show the step, the time left, and the metrics of the step."""
+        if self._bar is not None and self._steps is not None and self._times is not None:
+            step = trainer.global_step
+            metrics = describe_metrics(self.get_metrics(trainer, pl_module), "train")  # type: ignore[arg-type]
+            left = self._times.describe_left(step).removeprefix(", ")
+            self._bar.update(self._steps, completed=step, note="  ".join(filter(None, (left, metrics))))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the finished bar on the terminal."""
+        self._close()
+
+    # --- evaluation ------------------------------------------------------------------------------
+
+    def _begin(self, what: str, total: float) -> None:
+        self._batches = self._add(what, total)
+
+    def _advance(self) -> None:
+        if self._bar is not None and self._batches is not None:
+            self._bar.advance(self._batches)
+
+    def _end(self) -> None:
+        if self._bar is not None and self._batches is not None:
+            self._bar.remove_task(self._batches)
+        self._batches = None
+        if self._steps is None:
+            self._close()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the bar of the batches."""
+        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._begin("validation", sum(batches) if isinstance(batches, list) else batches)
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        """Count the batch."""
+        self._advance()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the bar of the batches."""
+        self._end()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the bar of the batches."""
+        batches = trainer.num_test_batches
+        self._begin("test", sum(batches) if isinstance(batches, list) else batches)
+
+    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        """Count the batch."""
+        self._advance()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the bar."""
+        self._end()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the bar of the batches."""
+        self._begin("answers", sum(trainer.num_predict_batches))
+
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        """Count the batch."""
+        self._advance()
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the bar."""
+        self._end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the terminal back."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the terminal back."""
+        self._close()

@@ -1,0 +1,96 @@
+"""Progress: the whole run's steps and time left, on a terminal and in lines; no metric of an earlier validation."""
+
+import io
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from lit_ft.run.folder import RunFolder
+from lit_ft.run.progress import RunProgressBar, StepTimes, as_time
+from lit_ft.training import console
+
+
+class Logs(LightningModule):
+    """One weight; logs a loss for each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.layer(batch).mean()
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val/loss", self.layer(batch).mean(), prog_bar=True)
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return batch
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+BATCHES = DataLoader(torch.ones(6, 1))
+SCHEDULE = {"max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1, "log_every_n_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.6, "1 min"), (61, "1 min 1 s"), (3600, "1 h"), (3960, "1 h 6 min"), (90_000, "1 d 1 h")],
+)
+def test_times(seconds: float, text: str) -> None:
+    assert as_time(seconds) == text
+
+
+def test_time_left_counts_the_steps_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 130.0])
+    monkeypatch.setattr("lit_ft.run.progress.time.perf_counter", lambda: next(now))
+    times = StepTimes(50, 100)
+    assert times.describe(50) == "step 50 of 100"
+    assert times.describe(60) == "step 60 of 100, 2 min left"
+    assert times.describe(100) == "step 100 of 100"
+    monkeypatch.undo()
+    assert StepTimes(0, -1).describe(1_500) == "step 1,500"
+
+
+@pytest.mark.parametrize("seconds", [0, 30])
+def test_lines_without_a_terminal(
+    make_trainer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", seconds)
+    caplog.set_level(logging.INFO)
+    trainer = make_trainer(callbacks=[console.ConsoleSummary(RunFolder(tmp_path))], **SCHEDULE)
+    trainer.fit(Logs(), BATCHES, BATCHES)
+    lines = [message for message in caplog.messages if message.startswith("step ")]
+    trained = [line for line in lines if "train/loss" in line]
+    assert [re.match(r"step (\d) of 6", line)[1] for line in dict.fromkeys(trained)][-1] == "6"  # type: ignore[index]
+    assert len(trained) == (6 if seconds else 12)  # each step, or each micro-batch
+    assert all(" left: train/loss" in line for line in trained if line.startswith("step 3 of 6"))
+    assert not any("val/loss" in line for line in trained)
+    assert [line.split(":")[0].split(",")[0] for line in lines if ": val/loss" in line] == [
+        "step 3 of 6",
+        "step 6 of 6",
+    ]
+    assert sum("validation, batch" in line for line in lines) == (0 if seconds else 12)
+
+
+def test_the_bar_counts_the_steps_of_the_run(make_trainer: Any) -> None:
+    screen = io.StringIO()
+    bar = RunProgressBar(Console(file=screen, force_terminal=True, width=120))
+    trainer = make_trainer(callbacks=[bar], enable_progress_bar=True, **SCHEDULE)
+    trainer.fit(Logs(), BATCHES, BATCHES)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    last = shown.rstrip().splitlines()[-1]
+    assert re.search(r"steps .* 6/6 .*train/loss -?\d", last)
+    assert "val/loss" not in last
+    trainer.predict(Logs(), BATCHES)
+    assert "answers" in screen.getvalue()
