@@ -1,8 +1,11 @@
 """Progress of a run: steps, time left and metrics, as a bar on a terminal and as lines elsewhere."""
 
+import logging
 import math
+import sys
 import time
 from collections.abc import Mapping
+from typing import TextIO
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -73,6 +76,24 @@ def describe_metrics(metrics: Mapping[str, float | Tensor | str], stage: str) ->
     return ", ".join(f"{name} {float(value):,.4g}" for name, value in shown.items())
 
 
+def _move_log_lines(before: TextIO, now: TextIO) -> list["logging.StreamHandler[TextIO]"]:
+    """Let handlers of log lines that write to one stream write to another; returns them.
+
+    rich replaces ``sys.stderr`` by one that prints above the bar, but handlers keep the stream that they began with.
+    """
+    if before is now:
+        return []
+    loggers = [
+        logging.root,
+        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
+    ]
+    handlers = [handler for logger in loggers for handler in logger.handlers]
+    moved = [one for one in handlers if isinstance(one, logging.StreamHandler) and one.stream is before]
+    for handler in moved:
+        handler.setStream(now)
+    return moved
+
+
 class RunProgressBar(ProgressBar):
     """Bar over the optimizer steps of the whole run; in validation, test and predict, over their batches."""
 
@@ -86,6 +107,7 @@ class RunProgressBar(ProgressBar):
         self._console = console
         self._bar: Progress | None = None
         self._enabled = True
+        self._moved: list[logging.StreamHandler[TextIO]] = []
         self._steps: TaskID | None = None
         self._batches: TaskID | None = None
         self._times: StepTimes | None = None
@@ -102,15 +124,25 @@ class RunProgressBar(ProgressBar):
         if self._bar is None:
             columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
             self._bar = Progress(
-                TextColumn("{task.description}"), *columns, console=self._console, disable=not self._enabled
+                TextColumn("{task.description}"),
+                *columns,
+                console=self._console,
+                disable=not self._enabled,
+                redirect_stderr=sys.stderr.isatty(),  # else lines meant for a file would go to the terminal
             )
+            before = sys.stderr
             self._bar.start()
+            self._moved = _move_log_lines(before, sys.stderr)
         total_or_none = None if math.isinf(total) else total
         return self._bar.add_task(what, total=total_or_none, completed=completed, note="")
 
     def _close(self) -> None:
         if self._bar is not None:
+            drawn_over = sys.stderr
             self._bar.stop()
+            for handler in self._moved:
+                if handler.stream is drawn_over:
+                    handler.setStream(sys.stderr)
         self._bar = self._steps = self._batches = None
 
     # --- training --------------------------------------------------------------------------------

@@ -94,3 +94,33 @@ def test_the_bar_counts_the_steps_of_the_run(make_trainer: Any) -> None:
     assert "val/loss" not in last
     trainer.predict(Logs(), BATCHES)
     assert "answers" in screen.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_log_lines_are_printed_above_the_bar(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those for a file stay there."""
+    screen, stderr, file = io.StringIO(), Terminal(), io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+    logger = logging.getLogger("lines beside a bar")
+    to_terminal, to_file = (logging.StreamHandler(stream) for stream in (stderr, file))
+
+    class Says(Logs):
+        def on_train_epoch_end(self) -> None:
+            logger.warning("an epoch is over")
+
+    try:
+        for handler in (to_terminal, to_file):
+            logger.addHandler(handler)
+        bar = RunProgressBar(Console(file=screen, force_terminal=True, width=120))
+        make_trainer(callbacks=[bar], enable_progress_bar=True, **SCHEDULE).fit(Says(), BATCHES)
+        assert to_terminal.stream is stderr
+    finally:
+        for handler in (to_terminal, to_file):
+            logger.removeHandler(handler)
+    assert screen.getvalue().count("an epoch is over\n") == 2
+    assert "an epoch is over" not in stderr.getvalue()
+    assert file.getvalue() == "an epoch is over\n" * 2

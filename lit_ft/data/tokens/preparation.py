@@ -17,6 +17,7 @@ from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens import cache as token_cache
 from lit_ft.data.tokens.megatron_indexed import read_documents
+from lit_ft.data.tokens.row_count import RowCount
 from lit_ft.data.tokens.samples import TokenArrays, collect, read_arrays, write_arrays
 from lit_ft.data.tokens.segment_encoder import TextEncoder
 from lit_ft.data.tokens.tokenization import Tokenization, encode_batches
@@ -183,7 +184,7 @@ class Preparation:
         stream = ((0, where, row) for where, row in source.rows())
         chunks = iter(lambda: (None, list(islice(stream, ROWS_PER_BATCH))), (None, []))
         parts = encode_batches(chunks, [tokenization], self._workers(source))
-        with process.held_signals() as stop_if_told, closing(parts):  # type: ignore[type-var]
+        with process.held_signals() as stop_if_told, RowCount(source.path) as count, closing(parts):  # type: ignore[type-var]
             for _, locations, ((_, _, encoded),) in parts:
                 stop_if_told()
                 bad += self.check(locations, encoded)
@@ -191,6 +192,7 @@ class Preparation:
                 batches.append(encoded)
                 firsts.append(rows)
                 rows += encoded.count
+                count.add(encoded.count)
         if not rows:
             raise RecipeError(f"{source.path!r} holds no rows; at least one is needed")
         arrays = collect(
