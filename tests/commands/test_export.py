@@ -402,7 +402,7 @@ def test_an_export_says_which_step_it_is(lit_ft: Any, fit: Any) -> None:
     torch.save({**state, "global_step": 1}, run / "checkpoints" / "first.ckpt")
     said = lit_ft("export", "--run", run, "--checkpoint", run / "checkpoints" / "first.ckpt")
     assert "first.ckpt is step 1 of 2\n" in said
-    assert f"a newer checkpoint is {last}, of step 2; take it with --checkpoint" in said
+    assert f"a newer checkpoint is {last}, of step 2; take it with --ckpt_path" in said
     last.unlink()
     for other in (run / "checkpoints").glob("epoch*.ckpt"):
         other.unlink()
