@@ -18,9 +18,9 @@ from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import rank_prefix
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.sweeps import results, search
-from lit_ft.sweeps.folder import SWEEPS, sweep_folder, write_definition
 from lit_ft.sweeps.results import Goal
 from lit_ft.sweeps.search_space import Range, Variation, combinations, described, parse_variations, probes
+from lit_ft.sweeps.sweep_folder import SWEEPS, sweep_folder, write_definition
 from lit_ft.sweeps.trial import Trial
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.exact_match import ExactMatch

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lit_ft.errors import RecipeError
-from lit_ft.sweeps.folder import SWEEPS, sweep_folder, write_definition
+from lit_ft.sweeps.sweep_folder import SWEEPS, sweep_folder, write_definition
 
 LR, RANK = {"vary": ["optimizer.lr=1,2"]}, {"vary": ["model.peft.r=1,2"]}
 
