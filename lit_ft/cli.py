@@ -224,7 +224,8 @@ def _report(error: Exception) -> NoReturn:
         what = f"{error.filename!r}" if error.filename else "a file"
         _fail(f"{rank}error: {what} could not be written: {error.strerror}; make room, or write elsewhere", 2)
     if isinstance(error, RecipeError | MisconfigurationException):  # the second is Lightning's class for the same
-        _fail(f"{rank}error: {_in_one_line(error)}", 2)
+        line = _in_one_line(error)  # Lightning's repeat the value, however long it is
+        _fail(f"{rank}error: {line if isinstance(error, RecipeError) else line[:_LONGEST_OF_LIGHTNING]}", 2)
     if (blamed := explain_distributed_error(error)) is not None:
         _fail(f"{rank}{blamed}", 1)
     message = f"{rank}failed: {type(error).__name__}: {_in_one_line(error) or 'no message'}"
@@ -240,6 +241,10 @@ def _how_to_resume(checkpoint: Path) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_NTASKS" in os.environ:  # a launcher starts the processes
         return f"resume with the same command and --run_dir {shlex.quote(str(config.parent))} --ckpt_path last"
     return f"resume with: python -m lit_ft fit --config {shlex.quote(str(config))} --ckpt_path last{as_options()}"
+
+
+_LONGEST_OF_LIGHTNING = 600
+"""Maximum characters of an error message of Lightning."""
 
 
 def _in_one_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
 from lit_ft.checkpointing.storage.failures import explain_failed_write
+from lit_ft.errors import RecipeError
 from lit_ft.run.folder import RunFolder
 
 
@@ -210,6 +212,9 @@ def put_files_in(folder: Path, logger: object) -> None:
     Args:
         folder: run folder.
         logger: parsed ``trainer.logger``: classes with their arguments, changed in place.
+
+    Raises:
+        RecipeError: the package of a logger is not installed.
     """
     for one in logger if isinstance(logger, list) else [logger]:
         if not isinstance(one, Namespace) or not isinstance(arguments := one.get("init_args"), Namespace):
@@ -220,6 +225,8 @@ def put_files_in(folder: Path, logger: object) -> None:
         for key in {"save_dir", "root_dir"} & parameters.keys():
             if arguments.get(key) == parameters[key].default:
                 arguments[key] = str(folder)
+        if issubclass(cls, LitLogger) and find_spec("litlogger") is None:  # it looks for the package when it logs
+            raise RecipeError("trainer.logger: LitLogger needs the package litlogger; pip install litlogger")
         more: dict[str, object] = {}
         if issubclass(cls, WandbLogger) and arguments.id is None:
             # The same run on the server when it is resumed.
