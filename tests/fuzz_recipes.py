@@ -20,8 +20,9 @@ from fuzz_cases import main_loop
 from fuzz_values import CLASSES, NUMBERS, OTHERS, TEXTS
 
 REPOSITORY = Path(__file__).parents[1]
-RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
-FRAGMENTS = sorted((REPOSITORY / "recipes").glob("*/*.yaml"))
+EXAMPLES = sorted((REPOSITORY / "recipes" / "examples").glob("*.yaml"))
+RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml")) + EXAMPLES
+FRAGMENTS = sorted({*(REPOSITORY / "recipes").glob("*/*.yaml")} - {*EXAMPLES})
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
@@ -227,6 +228,7 @@ def small(recipe: dict[str, Any], model: str, rows: str) -> dict[str, Any]:
         data["path"] = rows
     data |= {"max_length": 64, "cache_dir": "cache"} | ({"val_path": rows} if "val_path" in data else {})
     recipe.setdefault("trainer", {}).update(max_steps=1, max_epochs=1, limit_val_batches=1, accelerator="cpu")
+    recipe["trainer"].pop("num_nodes", None)  # it would wait for them
     if "packing" in data:
         data["packing"] = 64
     for callback in recipe["trainer"].get("callbacks", []):
@@ -241,7 +243,6 @@ def small_fragment(fragment: dict[str, Any]) -> dict[str, Any]:
     fragment = deepcopy(fragment)
     if (fragment.get("model") or {}).get("compile") is True:
         fragment["model"]["compile"] = "aot_eager"  # the same without waiting for a C++ compiler
-    (fragment.get("trainer") or {}).pop("num_nodes", None)  # it would wait for them
     return fragment
 
 

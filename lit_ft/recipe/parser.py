@@ -189,7 +189,7 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
         if ours == f"{part}.{name}" and part in CLASSES and not message.startswith("unrecognized"):
             return f"{name} is an option of a class, and none is named; name one, e.g. --{part} {CLASSES[part]}"
         if ours is not None:
-            return (f"{key}: " if key else "") + f"unknown option {name!r}; here it is {ours}"
+            return (f"{key}: " if key else "") + f"unknown option {shortened(name, 100)!r}; here it is {ours}"
         near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
         advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
         return (f"{key}: " if key else "") + f"unknown option {shortened(name, 100)!r}; {advice}"
@@ -198,11 +198,11 @@ def explain(message: str, parser: LightningArgumentParser) -> str:
     if (short := re.search(r"Expected a dot import path string: (\w+)", message)) is not None:
         ours = CLASSES.get(short[1].lower())
         advice = f"write {ours}" if ours else "write the module and the class, e.g. torch.optim.AdamW"
-        return f"{key}: {short[1]!r} is no class path; {advice}"
+        return f"{key}: {shortened(short[1], 100)!r} is no class path; {advice}"
     if (absent := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)) is not None:
         near = get_close_matches(absent[2], dir(import_module(absent[1])), n=1)
         advice = f"did you mean {absent[1]}.{near[0]}?" if near else "fix the class_path"
-        return f"{key}: there is no {absent[1]}.{absent[2]}; {advice}"
+        return f"{key}: there is no {absent[1]}.{shortened(absent[2], 100)}; {advice}"
     if (needed := re.search(r"following arguments are required: ([\w., ]+)", message)) is not None:
         names = " and ".join(sorted(name.rpartition(".")[2] for name in needed[1].split(", ")))
         return f"{names}: the recipe names the section without options; give them, or leave the name out"
