@@ -56,7 +56,7 @@ def run_case(arguments: list[str], folder: Path, seconds: float = 120, gib: int 
     text = (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
     if status is None:
         # An option may set a million steps: a long run is correct then.
-        verdict = "runs" if re.search(r"^step [\d,]+: ", text, re.MULTILINE) else "hang"
+        verdict = "runs" if re.search(r"^step [\d,]+[^:\n]*: ", text, re.MULTILINE) else "hang"
         return Outcome(verdict, _tail(text), time.monotonic() - start)
     return Outcome(*judge(os.waitstatus_to_exitcode(status), arguments, text), time.monotonic() - start)
 
