@@ -11,7 +11,7 @@ WORKERS ?= 2
 .PHONY: quickstart test test-lowest test-cuda tiny-qwen2 clean
 
 $(VENV)/.installed: pyproject.toml callbacks/pyproject.toml
-	@echo "Installing lit_ft and what it needs into $(VENV): 1.8 GB with torch for CPUs, 7 GB with torch for CUDA."
+	@echo "Installing lit_ft and what it needs into $(VENV): 1.8 GB with torch for CPUs, several times that with torch for CUDA."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -e ./callbacks -e .
 	touch $@
