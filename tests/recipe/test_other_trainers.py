@@ -36,7 +36,3 @@ def test_options_exist(word: str) -> None:
 def test_classes_exist(path: str) -> None:
     module, _, name = path.rpartition(".")
     assert isinstance(getattr(import_module(module), name), type)
-
-
-def test_thirty_words() -> None:
-    assert len(OPTIONS) > 60
