@@ -161,7 +161,7 @@ class Life:
         aim: Aim | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self.log, self.prepare = log, prepare
+        self.log, self.prepare, self.aim = log, prepare, aim
         self.log.mkdir(parents=True, exist_ok=True)
         port = free_port()
         self.processes = [self._start(rank, case, arguments, port, aim) for rank in range(case.ranks)]
@@ -237,7 +237,9 @@ class Life:
 
     @property
     def failed(self) -> bool:
-        return any(code > 0 for code in self.codes.values())
+        """Whether a rank failed by itself; after an aimed kill, the others may end with an error before they are killed."""
+        was_aimed_at = self.aim is not None and self.calls(self.aim.rank) >= self.aim.call
+        return not was_aimed_at and any(code > 0 for code in self.codes.values())
 
     def calls(self, rank: int) -> int:
         path = self.log / f"calls-{rank}"
