@@ -237,7 +237,7 @@ class Life:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank failed by itself; after an aimed kill, the others may end with an error before they are killed."""
+        """Whether a rank failed by itself; after an aimed kill, the others may fail before they are killed."""
         was_aimed_at = self.aim is not None and self.calls(self.aim.rank) >= self.aim.call
         return not was_aimed_at and any(code > 0 for code in self.codes.values())
 
