@@ -1,0 +1,58 @@
+"""A conversation that grows turn by turn, and can be taken back and saved."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lit_callbacks.protocols import Message
+
+from lit_ft.errors import RecipeError
+
+
+@dataclass
+class Conversation:
+    """Turns of a conversation."""
+
+    system: str | None = None
+    """System prompt; None leaves it to the chat template."""
+    turns: list[Message] = field(default_factory=list)
+    """Turns of user and assistant, in order."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """All turns, with the system prompt first."""
+        return [*([Message(role="system", content=self.system)] if self.system else []), *self.turns]
+
+    def add(self, question: str, answer: str) -> None:
+        """Add a question and its answer."""
+        self.turns += [Message(role="user", content=question), Message(role="assistant", content=answer)]
+
+    def asked(self, question: str) -> list[Message]:
+        """All turns and a question, of which an answer is to be generated."""
+        return [*self.messages, Message(role="user", content=question)]
+
+    def undo(self) -> bool:
+        """Take back the last question and its answer; returns whether there was one."""
+        taken, self.turns = self.turns[-2:], self.turns[:-2]
+        return bool(taken)
+
+    def save(self, path: Path) -> int:
+        """Append the conversation to a file of JSON lines, in the form that ``data.path`` reads.
+
+        Returns:
+            The number of lines of the file after it.
+
+        Raises:
+            RecipeError: there is nothing to save, or the file cannot be written.
+        """
+        if not self.turns:
+            raise RecipeError("there is no turn to save yet")
+        if path.suffix != ".jsonl":
+            raise RecipeError(f"{str(path)!r} must end in .jsonl, the kind of file that conversations are saved in")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+            return len(path.read_text(encoding="utf-8").splitlines())
+        except OSError as error:
+            raise RecipeError(f"{str(path)!r} cannot be written ({error.strerror}); name another file") from error

@@ -1,0 +1,201 @@
+"""Answers of one conversation as a stream of text that can be stopped."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from lit_ft.errors import RecipeError
+from lit_ft.inference.opening import OpenedModel
+from lit_ft.model.generation import dense_attention, stop_ids
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How answers are generated; None takes the value of the model's ``generation_config.json``."""
+
+    max_new_tokens: int = 1024
+    """Largest number of tokens of an answer."""
+    temperature: float | None = None
+    """Divisor of the logits; 0 always takes the most probable token."""
+    top_p: float | None = None
+    """Draw among the most probable tokens that together have this probability."""
+    top_k: int | None = None
+    """Draw among this many most probable tokens."""
+    repetition_penalty: float | None = None
+    """Divisor of the logits of tokens that are there already; 1 is none."""
+    seed: int | None = None
+    """Seed of the draws of each answer; None draws anew each time."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RecipeError: one is out of range.
+        """
+        rules = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "must be 1 token or more"),
+            "temperature": (self.temperature is None or 0 <= self.temperature < float("inf"), "must be 0 or more"),
+            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "must be over 0 and at most 1"),
+            "top_k": (self.top_k is None or self.top_k >= 0, "must be 0 (no limit) or more"),
+            "repetition_penalty": (
+                self.repetition_penalty is None or 0 < self.repetition_penalty < float("inf"),
+                "must be over 0",
+            ),
+            "seed": (self.seed is None or 0 <= self.seed < 2**63, "must be 0 or more"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise RecipeError(f"{name}={getattr(self, name)} {rule}")
+
+    def changed(self, name: str, value: str) -> "Decoding":
+        """Copy with one value, given as text; ``default`` takes the model's own.
+
+        Raises:
+            RecipeError: the name or the value is none.
+        """
+        kinds = {field.name: float if "float" in str(field.type) else int for field in fields(self)}
+        if name not in kinds:
+            raise RecipeError(f"{name!r} is no setting; there are {', '.join(kinds)}")
+        try:
+            new = getattr(Decoding(), name) if value == "default" else kinds[name](value)
+        except ValueError:
+            raise RecipeError(
+                f"{name}={value!r} is no {'number' if kinds[name] is float else 'whole number'}"
+            ) from None
+        return Decoding(**{**asdict(self), name: new})
+
+    def generation_config(self, opened: OpenedModel) -> GenerationConfig:
+        """Generation config of a model with these values in place of its own."""
+        own = opened.base.generation_config
+        given = {
+            name: value
+            for name in ("temperature", "top_p", "top_k", "repetition_penalty")
+            if (value := getattr(self, name)) is not None
+        }
+        kept = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size")
+        values = {name: value for name in kept if (value := getattr(own, name, None)) is not None} | given
+        is_drawn = values.get("do_sample", False) if self.temperature is None else self.temperature > 0
+        if not is_drawn:
+            values = {name: values[name] for name in ("repetition_penalty", "no_repeat_ngram_size") if name in values}
+        tokenizer = opened.tokenizer
+        return GenerationConfig(
+            **{**values, "do_sample": is_drawn},
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=stop_ids(opened.base, tokenizer) or None,
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        )
+
+    def describe(self, opened: OpenedModel) -> str:
+        """Line about how a model's answers are generated, with values of its own included."""
+        config = self.generation_config(opened)
+        drawn = ("temperature", "top_p", "top_k", "min_p") if config.do_sample else ()
+        names = [name for name in (*drawn, "repetition_penalty") if getattr(config, name, None) not in (None, 1.0)]
+        values = "".join(f", {name} {getattr(config, name):g}" for name in names)
+        return f"{'sampled' if config.do_sample else 'greedy'}{values}, up to {self.max_new_tokens:,} tokens"
+
+
+@dataclass(frozen=True)
+class StreamedAnswer:
+    """A generated answer."""
+
+    text: str
+    """Without the tokens that end a turn."""
+    tokens: int
+    seconds: float
+    ended: Literal["stop", "length", "cancelled"]
+    """By the model's end of turn, at ``max_new_tokens`` or the model's last position, or by the caller."""
+
+
+class _Stream(TextStreamer):
+    """Streamer that hands text on as soon as its characters are complete, without the tokens that end a turn."""
+
+    def __init__(self, opened: OpenedModel, stops: set[int], show: Callable[[str], None]) -> None:
+        super().__init__(opened.tokenizer)
+        self._stops, self._show = stops, show
+        self._is_prompt = True
+        self.ids: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._is_prompt:  # generate passes the prompt first
+            self._is_prompt = False
+            return
+        self.ids += value.tolist()
+        if not self._stops.intersection(value.tolist()):
+            super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._show(text)
+
+
+class _Cancelled(StoppingCriteria):
+    """Stop when the caller says so."""
+
+    def __init__(self, is_cancelled: Callable[[], bool]) -> None:
+        self._is_cancelled = is_cancelled
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: object) -> torch.BoolTensor:
+        return torch.full((len(input_ids),), self._is_cancelled(), device=input_ids.device)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def stream_answer(
+    opened: OpenedModel,
+    prompt: str,
+    decoding: Decoding,
+    show: Callable[[str], None],
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> StreamedAnswer:
+    """Answer one rendered prompt.
+
+    Args:
+        opened: model that answers.
+        prompt: rendered prompt, with special tokens as text and the opening of the assistant's turn.
+        decoding: how tokens are chosen.
+        show: takes each piece of the answer as soon as it is complete.
+        is_cancelled: asked after each token whether to stop.
+
+    Raises:
+        RecipeError: the prompt leaves no position for an answer.
+    """
+    ids = opened.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].to(opened.base.device)
+    room = _positions(opened) - ids.shape[1]
+    if room < 1:
+        raise RecipeError(
+            f"the conversation has {ids.shape[1]:,} tokens, and the model {_positions(opened):,} positions; take back "
+            "a turn with /undo, or begin anew with /reset"
+        )
+    config = replace(decoding, max_new_tokens=min(decoding.max_new_tokens, room)).generation_config(opened)
+    stops = set(config.eos_token_id or [])
+    pieces: list[str] = []
+
+    def take(piece: str) -> None:
+        pieces.append(piece)
+        show(piece)
+
+    stream, began = _Stream(opened, stops, take), time.perf_counter()
+    given, opened.base.generation_config = opened.base.generation_config, config
+    if decoding.seed is not None:
+        torch.manual_seed(decoding.seed)
+    try:
+        with dense_attention(opened.base):
+            opened.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                streamer=stream,
+                stopping_criteria=StoppingCriteriaList([_Cancelled(is_cancelled)]),
+            )
+    finally:
+        opened.base.generation_config = given
+    ended: Literal["stop", "length", "cancelled"] = "stop" if stops.intersection(stream.ids[-1:]) else "length"
+    if ended == "length" and is_cancelled():
+        ended = "cancelled"
+    return StreamedAnswer("".join(pieces), len(stream.ids), time.perf_counter() - began, ended)
+
+
+def _positions(opened: OpenedModel) -> int:
+    return getattr(opened.base.config.get_text_config(), "max_position_embeddings", None) or 2**31
