@@ -85,9 +85,8 @@ class Chat:
 
     def talk(self) -> None:
         """Read questions and commands until the end of input."""
-        self._say(
-            f"{printable(self.opened.name, one_line=True)}: {self.decoding.describe(self.opened)}. /help lists commands."
-        )
+        name = printable(self.opened.name, one_line=True)
+        self._say(f"{name}: {self.decoding.describe(self.opened)}. /help lists commands.")
         while (question := _read()) is not None:
             try:
                 if question.startswith("/"):
@@ -173,8 +172,8 @@ class Chat:
                 self.decoding = self.decoding.changed(option, value.strip())
             return self.decoding.describe(self.opened)
         if name == "/undo":
-            was_there = [one.undo() for one in every][0]
-            return "the last question is taken back" if was_there else "there is nothing to undo"
+            taken = [one.undo() for one in every]  # alike: each conversation has the same questions
+            return "the last question is taken back" if all(taken) else "there is nothing to undo"
         if name == "/reset":
             for one in every:
                 one.turns.clear()

@@ -104,10 +104,16 @@ class StreamedAnswer:
 
     text: str
     """Without the tokens that end a turn."""
-    tokens: int
+    ids: tuple[int, ...]
+    """Tokens, those that end a turn included."""
     seconds: float
     ended: Literal["stop", "length", "cancelled"]
     """By the model's end of turn, at ``max_new_tokens`` or the model's last position, or by the caller."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of generated tokens."""
+        return len(self.ids)
 
 
 class _Stream(TextStreamer):
@@ -194,7 +200,7 @@ def stream_answer(
     ended: Literal["stop", "length", "cancelled"] = "stop" if stops.intersection(stream.ids[-1:]) else "length"
     if ended == "length" and is_cancelled():
         ended = "cancelled"
-    return StreamedAnswer("".join(pieces), len(stream.ids), time.perf_counter() - began, ended)
+    return StreamedAnswer("".join(pieces), tuple(stream.ids), time.perf_counter() - began, ended)
 
 
 def _positions(opened: OpenedModel) -> int:

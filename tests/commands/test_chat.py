@@ -1,0 +1,105 @@
+"""``chat`` as a user runs it: through a pipe, and in a terminal."""
+
+import io
+import os
+import pty
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import run
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from lit_ft.cli import main
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> str:
+    """Folder of an adapter with random weights."""
+    folder = tmp_path_factory.mktemp("adapter")
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(folder)
+    return str(folder)
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: Any, question: str, *options: str) -> str:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(question))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(["chat", *options, "--max_new_tokens", "6", "--temperature", "0"])
+    assert end.value.code == 0
+    return str(capsys.readouterr().out)
+
+
+def test_a_pipe_gets_the_answer_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, adapter: str, model_folder: str
+) -> None:
+    trained = ask(monkeypatch, capsys, "the green\nlamp\n", adapter)
+    untrained = ask(monkeypatch, capsys, "the green\nlamp\n", model_folder)
+    assert trained.strip() != untrained.strip()
+    both = ask(monkeypatch, capsys, "the green\nlamp\n", adapter, "--compare")
+    assert both == f"base:\n{untrained}adapter:\n{trained}"
+
+
+def test_an_empty_pipe_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, model_folder: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert "standard input is empty" in run(capsys, "chat", model_folder, code=2)
+
+
+class Terminal:
+    """``chat`` in a pseudo-terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process, self.file = pty.fork()
+        if self.process == 0:
+            code: Any = 1
+            try:
+                sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+                sys.stderr = sys.stdout
+                main(["chat", *arguments])
+            except SystemExit as end:
+                code = end.code
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+
+    def read(self, until: str = "> ", seconds: float = 60) -> str:
+        """Output up to a text."""
+        output, end = "", time.monotonic() + seconds
+        while until not in output:
+            ready = select.select([self.file], [], [], max(0, end - time.monotonic()))[0]
+            assert ready, f"no {until!r} in {output!r}"
+            output += os.read(self.file, 65536).decode(errors="replace")
+        return output
+
+    def say(self, line: str, until: str = "> ") -> str:
+        os.write(self.file, f"{line}\n".encode())
+        return self.read(until)
+
+
+def test_a_conversation_in_a_terminal(adapter: str, tmp_path: Path) -> None:
+    terminal = Terminal(adapter, "--max_new_tokens", "8", "--compare")
+    assert "greedy, up to 8 tokens" in terminal.read()
+    assert "adapter" in terminal.say("the green lamp")
+    file = tmp_path / "chats.jsonl"
+    assert "conversation 1 of the file" in terminal.say(f"/save {file}")
+    assert file.read_text().count('"role"') == 2
+    assert "taken back" in terminal.say("/undo")
+    assert "no turn to save" in terminal.say(f"/save {file}")
+    assert "top_p=3.0 must be over 0" in terminal.say("/set top_p 3")
+    assert "sampled, temperature 0.5" in terminal.say("/set temperature=0.5")
+    assert "is no command" in terminal.say("/nope")
+    terminal.say("/set max_new_tokens 400")
+    os.write(terminal.file, b"the red cup\n")
+    terminal.read("adapter")
+    os.kill(terminal.process, signal.SIGINT)  # as Ctrl-C: the answer stops, the program goes on
+    assert "stopped" in terminal.read()
+    os.write(terminal.file, b"/exit\n")
+    assert os.waitstatus_to_exitcode(os.waitpid(terminal.process, 0)[1]) == 0

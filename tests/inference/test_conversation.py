@@ -1,0 +1,27 @@
+"""Turns of a conversation: added, taken back, saved as training data."""
+
+from pathlib import Path
+
+import pytest
+
+from lit_ft.errors import RecipeError
+from lit_ft.inference.conversation import Conversation
+
+
+def test_turns_are_added_and_taken_back() -> None:
+    chat = Conversation("be kind")
+    chat.add("a", "b")
+    assert [one["role"] for one in chat.asked("c")] == ["system", "user", "assistant", "user"]
+    assert chat.undo()
+    assert not chat.undo()
+    assert chat.messages == [{"role": "system", "content": "be kind"}]
+
+
+def test_a_file_grows_by_one_conversation_at_each_save(tmp_path: Path) -> None:
+    chat = Conversation()
+    with pytest.raises(RecipeError, match="no turn to save"):
+        chat.save(tmp_path / "chats.jsonl")
+    chat.add("问\n题", "答")
+    with pytest.raises(RecipeError, match="must end in .jsonl"):
+        chat.save(tmp_path / "chats.txt")
+    assert [chat.save(tmp_path / "to" / "chats.jsonl") for _ in range(2)] == [1, 2]

@@ -1,0 +1,78 @@
+"""Each way to open a model for answers gives the answers of the model that was trained."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import recipe
+from forked_commands import run_forked
+
+from lit_ft.commands.export import export
+from lit_ft.errors import RecipeError
+from lit_ft.export.restore_run import rebuild
+from lit_ft.inference.opening import OpenedModel, open_model
+from lit_ft.inference.streaming import Decoding, stream_answer
+from lit_ft.run.folder import RunFolder
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Path:
+    """Run of one step that keeps checkpoint and adapter, with thinking switched off in its template."""
+    folder = tmp_path_factory.mktemp("run")
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"instruction": "red book", "output": "blue cup"}\n' * 8)
+    arguments = recipe(folder, model_folder, str(rows), max_steps=2)
+    done = run_forked(*arguments, "--run_dir", str(folder / "run"), "--optimizer.lr", "3")
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def answer(opened: OpenedModel) -> str:
+    prompt = opened.template.render([{"role": "user", "content": "the green lamp"}], generation=True)
+    return stream_answer(opened, prompt, Decoding(max_new_tokens=12), lambda _: None).text
+
+
+def test_a_run_its_adapter_and_its_merged_model_answer_alike(run: Path, tmp_path: Path, model_folder: str) -> None:
+    recipe = RunFolder(run).recipe()
+    module = rebuild(recipe, RunFolder(run).last_checkpoint())
+    prompt = module.render_prompt([{"role": "user", "content": "the green lamp"}])
+    wanted = module.answer([prompt], 12)[0]
+    export(run=str(run), out=str(tmp_path / "merged"), merge=True)
+    bare = shutil.copytree(run / "adapter", tmp_path / "bare")  # as PEFT alone writes it
+    for name in ("manifest.json", "tokenizer_config.json", "tokenizer.json"):
+        (bare / name).unlink()
+    for path, base in ((run, None), (run / "adapter", None), (tmp_path / "merged", None), (bare, model_folder)):
+        opened = open_model(str(path), base=base)
+        assert answer(opened) == wanted
+    untrained = answer(open_model(model_folder))
+    assert untrained != wanted
+    both = open_model(str(run))
+    with both.without_adapter():
+        assert answer(both) == untrained
+    assert answer(both) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda run, base: {"path": base, "base": "other"}, "is for an adapter's folder"),
+        (lambda run, base: {"path": base, "ckpt_path": "best"}, "is no run"),
+        (lambda run, base: {"path": str(run), "ckpt_path": "step=9.ckpt"}, "does not exist"),
+        (lambda run, base: {"path": str(run / "nothing")}, "nothing"),
+        (lambda run, base: {"path": base, "chat_template": "vicuna"}, "is no file"),
+    ],
+)
+def test_what_cannot_be_opened(
+    run: Path, model_folder: str, options: Callable[[Path, str], dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        open_model(**options(run, model_folder))
+
+
+def test_only_an_adapter_can_be_switched_off(model_folder: str) -> None:
+    with pytest.raises(RecipeError, match="has no adapter to switch off"):
+        open_model(model_folder).check_adapter()
