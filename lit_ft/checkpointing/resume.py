@@ -1,7 +1,7 @@
 """Resumption of a fit at the start of an optimizer step, wherever its checkpoint was written."""
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
@@ -52,6 +52,7 @@ def go_back_to_a_step(checkpoint: Checkpoint, trainer: Trainer) -> Replay | None
         replay = _rewind(checkpoint, progress, trainer, state, reopened)
     if replay is None and (progress.validation_was_interrupted or _validation_is_due(progress, trainer, state)):
         progress.restart_validation()
+        _validate_where_training_is_over(trainer)
     before = progress.ready
     if isinstance(data, RecountsMicroBatches):
         data.rescale_progress(checkpoint)
@@ -73,6 +74,28 @@ def number_logged_steps(trainer: Trainer) -> None:
         trainer: trainer that is about to train on a micro-batch.
     """
     set_logged_steps(trainer, trainer.global_step)
+
+
+def _validate_where_training_is_over(trainer: Trainer) -> None:
+    """Run the validation that is due also if the checkpoint is of the run's last optimizer step.
+
+    Lightning repeats it where a run ends by ``max_epochs``, but not where it ends by ``max_steps``: then it calls no
+    hook between restoring the checkpoint and tearing down the strategy.
+    """
+    loop = trainer.fit_loop
+    run = loop.run
+
+    def validate_and_run() -> None:
+        loop.run = run  # type: ignore[method-assign]
+        loop.setup_data()
+        if loop.done and trainer.limit_train_batches != 0 and trainer.enable_validation:
+            rank_zero_info("the validation after the last step did not come to its end: it runs again")
+            trainer.validating = True
+            loop.epoch_loop.val_loop.run()
+            trainer.training = True
+        run()
+
+    loop.run = validate_and_run  # type: ignore[method-assign]
 
 
 def _rewind(

@@ -90,27 +90,11 @@ class RunState(Callback):
 
     def _write_what_is_missing(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log_what_was_not(trainer)
-        _finish_validation(trainer)
         is_newer = trainer.strategy.broadcast(self._finished_step) != trainer.global_step
         rank_zero_info(f"the run was at its last step, {trainer.global_step:,}, already: nothing is left to train")
         for callback in lightning_internals.callbacks_of(trainer):
             if isinstance(callback, WritesAtTheEnd):
                 callback.write_final(trainer, pl_module, only_missing=not is_newer)
-
-
-def _finish_validation(trainer: Trainer) -> None:
-    """Run the validation after the last optimizer step, if no checkpoint was written after it.
-
-    Lightning repeats it where a run ends by ``max_epochs``, but not where it ends by ``max_steps``.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    validated = loop.val_loop.batch_progress.current
-    if validated.ready == validated.completed or not trainer.enable_validation:
-        return
-    rank_zero_info("the validation after the last step did not come to its end: it runs again")
-    trainer.validating = True
-    loop.val_loop.run()
-    trainer.training = True
 
 
 def _metrics_about_to_be_logged(trainer: Trainer) -> dict[str, float] | None:

@@ -142,6 +142,28 @@ def test_a_kill_within_a_save_leaves_the_earlier_file_or_the_new_one(
     assert set(elsewhere.iterdir()) - {tmp_path} == before - {tmp_path}
 
 
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_file(tmp_path / "last.ckpt", 1)
+    calls: list[str] = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        calls.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        sync(descriptor)
+
+    def replaced(old: Path, new: Path) -> Path:
+        calls.append(f"{old.name} -> {new.name}")
+        return replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    save_file(path, 2)
+    new, folder = replacement.temporary_file(path).name, f"sync {tmp_path.name}"
+    assert calls == [f"sync {new}", folder, f"{new} -> last.ckpt", folder]
+
+
 # --- folders -------------------------------------------------------------------------------------------
 
 

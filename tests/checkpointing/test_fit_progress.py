@@ -109,6 +109,20 @@ def test_a_validation_that_was_due_where_a_run_was_saved_is_made_up_for(
         assert_resumed_equals(run, tmp_path, "validation_batch", 2)
 
 
+@pytest.mark.parametrize(("moment", "number"), [("batch", 4), ("validation_batch", 2)])
+def test_a_validation_after_the_last_step_is_made_up_for(
+    make_run: Any, tmp_path: Path, moment: str, number: int
+) -> None:
+    run = make_run(trainer={"max_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 4})
+    path = tmp_path / "stopped.ckpt"
+    assert run.fit(tmp_path, Stop(moment, number, path)).validations == []
+    resumed, whole = run.fit(tmp_path, ckpt_path=str(path)), whole_run(run, tmp_path)
+    assert [step for step, _ in whole.validations] == [2]
+    assert resumed.validations == whole.validations
+    assert resumed.logged.items() <= whole.logged.items()
+    assert (resumed.step, resumed.losses) == (2, {})
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("max_steps", [-1, 12])
 @pytest.mark.parametrize("moment", ["batch", "should_stop", "validation"])

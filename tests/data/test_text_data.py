@@ -175,6 +175,20 @@ def test_validation_loss_of_a_source_is_that_of_the_source_alone(
         assert together[f"val/loss/{source.name}"] == pytest.approx(alone["val/loss"], rel=1e-6)
 
 
+def test_a_share_of_the_validation_data_is_a_share_of_all_of_it(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    module, rows = CausalLM(model_folder), write_rows(make_rows(16))
+    validated = {}
+    for limit in (1.0, 0.5):
+        trainer = make_trainer(limit_val_batches=limit)
+        data = TextDataModule(rows, val_path=write_rows(make_rows(16, 1), "val.json"), micro_batch_tokens=64)
+        trainer.validate(module, data, verbose=False)
+        (validated[limit],) = trainer.num_val_batches
+    assert validated[1.0] >= 4
+    assert validated[0.5] == validated[1.0] // 2
+
+
 @pytest.mark.parametrize("options", [{}, {"packing": 128, "max_length": 128}, {"micro_batch_size": 3}])
 def test_training_losses_of_sources_add_up_to_the_total(
     make_trainer: Any, model_folder: str, write_rows: Any, options: Any
