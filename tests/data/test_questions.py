@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from conftest import make_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import RecipeError, Source
@@ -51,6 +52,15 @@ def test_the_prompt_is_that_of_the_row_with_an_answer(
     (known,) = questions_of(preparation, Source(write_rows([row | answered], "known.json")))
     assert (asked["expected"], known["expected"]) == (None, "cup")
     assert (asked["prompt"], asked["question"]) == (known["prompt"], known["question"])
+
+
+def test_a_raw_question_begins_as_raw_text_does_in_training(write_rows: Any) -> None:
+    tokenizer, opening = make_tokenizer(), "<|im_start|>"
+    tokenizer.bos_token = opening
+    post = TemplateProcessing(single=f"{opening} $A", special_tokens=[(opening, tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = post
+    (asked,) = questions_of(Preparation(tokenizer), Source(write_rows([{"prompt": "the red book"}])))
+    assert (asked["prompt"], asked["question"]) == (f"{opening}the red book", "the red book")
 
 
 def test_an_earlier_answer_is_not_the_expected_one(tokenizer: PreTrainedTokenizerBase, write_rows: Any) -> None:
