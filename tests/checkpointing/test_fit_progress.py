@@ -95,6 +95,19 @@ def test_a_run_saved_within_an_optimizer_step_goes_on_as_if_it_had_not_stopped(
     assert_resumed_equals(make_run(trainer=WINDOWS), tmp_path, moment, number)
 
 
+def test_a_run_that_is_saved_again_right_after_it_was_resumed_goes_on_as_if_it_had_not_stopped(
+    make_run: Any, tmp_path: Path
+) -> None:
+    run, first, second = make_run(trainer=WINDOWS), tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    whole = whole_run(run, tmp_path)
+    run.fit(tmp_path, Stop("batch", 8, first))
+    run.fit(tmp_path, Stop("batch", 1, second), ckpt_path=str(first))  # as every_n_train_steps does, within a window
+    after = run.fit(tmp_path, ckpt_path=str(second))
+    assert after.losses == {step: loss for step, loss in whole.losses.items() if step > 2}
+    for name, tensor in whole.weights.items():
+        assert torch.equal(after.weights[name], tensor), name
+
+
 @pytest.mark.parametrize(("interval", "number"), [(4, 4), (4, 12), (0.37, 8), (1.0, 11)])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_validation_that_was_due_where_a_run_was_saved_is_made_up_for(
