@@ -515,6 +515,28 @@ def test_mistakes(lit_ft: Any, fit: Any, base: Path) -> None:
     assert sorted(path for path in run.rglob("*") if path.is_file()) == held
 
 
+GARBAGE = {
+    "adapter/adapter_config.json": (b"[1", b"[]", b'{"peft_type": "NO"}', b"\xff"),
+    "adapter/adapter_model.safetensors": (b"", b"\x07" * 500),
+    "adapter/base.json": (b"{", b"[]"),
+    "config.yaml": (b"a: [", b"3", b"\xff", b"model: 3"),
+}
+
+
+def test_garbage_in_files_of_a_run_is_one_line_that_names_them(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
+    run = fit()
+    (run / "adapter" / "manifest.json").unlink()
+    for name, contents in GARBAGE.items():
+        whole = (run / name).read_bytes()
+        for content in contents:
+            (run / name).write_bytes(content)
+            what = ("--adapter", run / "adapter") if name.startswith("adapter") else ("--run", run)
+            last = lit_ft("export", *what, "--out", tmp_path / "out", code=2).strip().splitlines()[-1]
+            assert last.startswith("lit_ft: error: "), (name, content, last)
+            assert Path(name).name in last, (name, content, last)
+        (run / name).write_bytes(whole)
+
+
 @pytest.mark.parametrize("method", ["prompt", "full"])
 def test_what_a_method_cannot_do(lit_ft: Any, fit: Any, tmp_path: Path, method: str) -> None:
     prompt = {"class_path": "peft.PromptTuningConfig", "init_args": {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}}
