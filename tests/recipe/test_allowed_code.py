@@ -102,11 +102,19 @@ def test_the_run_folder_of_someone_else_runs_no_code(
     run_dir = tmp_path / "run"
     arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=1)
     run(capsys, *arguments, "--run_dir", str(run_dir))
-    content = yaml.safe_load((run_dir / "config.yaml").read_text())
-    content["model"]["init_args"]["peft"] = spec("os.system", command=f"touch {mark}")
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(content))
-    assert "'os.system' is code outside of the packages" in run(capsys, "export", "--run", str(run_dir), code=2)
-    assert not mark.exists()
+    whole = (run_dir / "config.yaml").read_text()
+    shell = spec("os.system", command=f"touch {mark}")
+    for key, value in {
+        "peft": shell,
+        "optimizer": shell,
+        "quantization": spec("transformers.TorchAoConfig", quant_type=shell),
+    }.items():
+        content = yaml.safe_load(whole)
+        content["model"]["init_args"][key] = value
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(content))
+        said = run(capsys, "export", "--run", str(run_dir), code=2)
+        assert not mark.exists(), key
+        assert "'os.system' is code outside of the packages" in said, key
 
 
 HOW = {
