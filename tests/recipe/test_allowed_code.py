@@ -105,9 +105,9 @@ def test_the_run_folder_of_someone_else_runs_no_code(
     whole = (run_dir / "config.yaml").read_text()
     shell = spec("os.system", command=f"touch {mark}")
     for key, value in {
+        "quantization": spec("transformers.TorchAoConfig", quant_type=shell),
         "peft": shell,
         "optimizer": shell,
-        "quantization": spec("transformers.TorchAoConfig", quant_type=shell),
     }.items():
         content = yaml.safe_load(whole)
         content["model"]["init_args"][key] = value
