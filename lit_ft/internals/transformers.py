@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,6 +48,22 @@ def as_published(base: PreTrainedModel, skeleton: PreTrainedModel, weights: dict
 
     reverted: dict[str, Tensor] = revert_weight_conversion(skeleton, weights)
     return reverted
+
+
+@contextmanager
+def without_report_of_unused() -> Iterator[None]:
+    """Context in which ``from_pretrained`` prints no table of tensors in the files that the model does not use."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_tells_more_than_unused)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_tells_more_than_unused)
+
+
+def _tells_more_than_unused(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return "LOAD REPORT" not in message or any(word in message for word in ("MISSING", "MISMATCH", "CONVERSION"))
 
 
 def compile_chat_template(template: str) -> Template:

@@ -25,8 +25,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
-from lit_ft.internals.transformers import decoder_layer_classes, with_decoder
+from lit_ft.internals.transformers import decoder_layer_classes, with_decoder, without_report_of_unused
 from lit_ft.model import quantization as quantized_base
+from lit_ft.model import text_part
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast, finite_weights, size_check
 from lit_ft.model.files.weight_files import check_weight_files
@@ -64,7 +65,7 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
 
 
 def load_config(pretrained: str) -> PretrainedConfig:
-    """Load the model config of a folder or hub id.
+    """Load the model config of a folder or hub id; of a model for images and text, the part for text.
 
     Raises:
         RecipeError: there is no config, it does not parse, or the hub cannot be reached.
@@ -73,7 +74,7 @@ def load_config(pretrained: str) -> PretrainedConfig:
     if os.path.isfile(path := Path(pretrained).expanduser() / "config.json"):
         size_check.check_sizes(path, _named(pretrained))
     try:
-        return AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
+        return text_part.config_of_text(AutoConfig.from_pretrained(pretrained, trust_remote_code=False))
     except CONFIG_ERRORS as error:
         if os.path.isdir(pretrained):
             raise RecipeError(f"model.pretrained={pretrained!r}: config.json: {_first_line(error)}") from error
@@ -176,31 +177,49 @@ def load_base(
     """
     config = load_config(pretrained)
     check_architecture(config)
-    options: dict[str, object] = {"attn_implementation": pick_attention(config, attn_implementation)}
-    if init == "random":
-        if quantization is not None:
-            raise RecipeError("model.quantization needs weights to quantize; set model.init to pretrained")
-        config.quantization_config = None  # random weights are dense, even if the checkpoint is quantized
-        of_weights = _dtype_of_weights(config, dtype)
-        size_check.check_memory(skeleton(pretrained), of_weights, _named(pretrained))
-        with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=of_weights, **options)
-        if (Path(pretrained) / "generation_config.json").is_file():
-            with explained(f"{_named(pretrained)}: generation_config.json", "correct or remove it"):
-                model.generation_config = GenerationConfig.from_pretrained(pretrained)
-        return model.train()
+    attention = pick_attention(config, attn_implementation)
+    if init == "pretrained":
+        return _read(pretrained, config, dtype, attention, quantization)
+    if quantization is not None:
+        raise RecipeError("model.quantization needs weights to quantize; set model.init to pretrained")
+    return _draw(pretrained, config, dtype, attention)
+
+
+def _draw(pretrained: str, config: PretrainedConfig, dtype: Dtype, attention: str) -> PreTrainedModel:
+    config.quantization_config = None  # random weights are dense, even if the checkpoint is quantized
+    of_weights = _dtype_of_weights(config, dtype)
+    size_check.check_memory(skeleton(pretrained), of_weights, _named(pretrained))
+    with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
+        model = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, dtype=of_weights, attn_implementation=attention
+        )
+    if (Path(pretrained) / "generation_config.json").is_file():
+        with explained(f"{_named(pretrained)}: generation_config.json", "correct or remove it"):
+            model.generation_config = GenerationConfig.from_pretrained(pretrained)
+    return model.train()
+
+
+def _read(
+    pretrained: str,
+    config: PretrainedConfig,
+    dtype: Dtype,
+    attention: str,
+    quantization: QuantizationConfigMixin | None,
+) -> PreTrainedModel:
     check_weight_files(pretrained)
-    options |= quantized_base.reading_options(config, quantization)
+    options = quantized_base.reading_options(config, quantization)
     casts_later = deferred_cast.is_wanted() and dtype != "auto" and "device_map" not in options
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            pretrained,
-            config=config,
-            dtype="auto" if casts_later or dtype == "auto" else getattr(torch, dtype),
-            output_loading_info=True,
-            trust_remote_code=False,
-            **options,
-        )
+        with without_report_of_unused():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                pretrained,
+                config=config,
+                dtype="auto" if casts_later or dtype == "auto" else getattr(torch, dtype),
+                attn_implementation=attention,
+                output_loading_info=True,
+                trust_remote_code=False,
+                **options,
+            )
     except WEIGHT_ERRORS as error:
         raise RecipeError(
             f"model.pretrained={pretrained!r} has no weights that load ({_first_line(error)}); add "
@@ -211,6 +230,7 @@ def load_base(
             f"model.pretrained={pretrained!r} lacks weights of the model, which would be random "
             f"({len(missing)}: {', '.join(missing[:3])}, ...); name a checkpoint that has them all"
         )
+    text_part.describe_unused(model)
     model.train()
     if not deferred_cast.is_wanted():  # otherwise the strategy checks each rank's shards
         finite_weights.check_base(model, pretrained)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -69,7 +68,7 @@ class ModelSpec:
         embeddings.resize_embeddings(skeleton, self.tokenizer, len(self.added_ids))
         return skeleton
 
-    def _check_weights(self, skeleton: nn.Module) -> None:
+    def _check_weights(self, skeleton: PreTrainedModel) -> None:
         """Refuse weight files that do not fit the config, which memory would be allocated by."""
         if self.init == "random":
             return

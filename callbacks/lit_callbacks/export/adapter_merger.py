@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lit_callbacks.distributed.gather import full_weights, is_split, reshard
 from lit_callbacks.export.atomic_folder import check_replaceable, keep_newest, write_atomically
+from lit_callbacks.export.base_files import BaseFiles, add_files
 from lit_callbacks.export.merge_check import MergeFailed
 from lit_callbacks.export.merging import check_mergeable, find_model, is_peft, save_adapter, save_merged, unsplit
 from lit_callbacks.protocols import GathersWeights, KeepsTwoWeightSets, SavesAdapter, WritesModelFolder, tokenizer_of
@@ -177,11 +178,18 @@ class AdapterMerger(Callback):
             return
         folder = self.merged_dir.with_name(self.merged_dir.name + suffix)
         check_replaceable(folder)  # on every rank, so that no rank waits for one that has raised
+        files = BaseFiles.of(model)
+        if files is not None:
+            files.publish_names_of(model)
         if not trainer.is_global_zero:
             save_sharded(model)
             return
-        texts = self.texts("merged", trainer, pl_module)
-        write_atomically(folder, partial(save_sharded, model), tokenizer_of(pl_module), texts)
+
+        def write(temporary: Path) -> None:
+            save_sharded(model, temporary)
+            add_files(temporary, files, type(model), tokenizer_of(pl_module))
+
+        write_atomically(folder, write, None, self.texts("merged", trainer, pl_module))
         rank_zero_info(f"merged model: {folder}, a part by each rank")
 
 

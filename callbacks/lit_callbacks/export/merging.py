@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lit_callbacks.distributed.gather import full_weights, persistent_buffers
 from lit_callbacks.export.atomic_folder import write_atomically
+from lit_callbacks.export.base_files import BaseFiles, add_files
 from lit_callbacks.export.merge_check import (
     BOUNDS,
     DEQUANTIZED_BOUND,
@@ -31,6 +33,7 @@ from lit_callbacks.internals.transformers_internals import (
     is_quantized,
     kept_in_fp32,
     save_under_names_of,
+    save_under_own_names,
 )
 from lit_callbacks.protocols import SavesAdapter
 
@@ -162,11 +165,13 @@ def save_merged(
     dtype: torch.dtype | None = None,
     quantized_base: Literal["dequantize", "keep"] | None = None,
     texts: Mapping[str, str] | None = None,
+    text_only: bool = False,
 ) -> None:
     """Write a model with its adapter merged, for ``AutoModelForCausalLM.from_pretrained``.
 
     The model itself does not change: a copy on the CPU is merged. Before the folder gets its final name, the files are
     read back, and the logits of the read model are compared with those of the base model and adapter on some prompts.
+    Then what the model does not use of the files that it was read from is added (``BaseFiles``), with their config.
 
     Args:
         model: a ``PeftModel`` or ``PreTrainedModel``.
@@ -176,27 +181,43 @@ def save_merged(
         quantized_base: treatment of a 4-bit or 8-bit base model: ``dequantize`` it and merge into the result, or
             ``keep`` it quantized and quantize the merged weights again. The loss of accuracy is measured and printed.
         texts: text files to add to the folder, by name.
+        text_only: whether to leave out what the model does not use, and to write the config of the model alone.
 
     Raises:
         ValueError: the tuning method cannot be merged, or ``quantized_base`` does not fit the base model.
         MergeFailed: the merged model differs from the trained one; ``folder`` is not written.
     """
     check_mergeable(model, dtype, quantized_base)
+    base = model.get_base_model() if is_peft(model) else model
+    files = BaseFiles.of(base)
 
     def write(temporary: Path) -> None:
+        save = partial(_save, files=files, text_only=text_only, folder=temporary)
         if is_peft(model):
-            _write_merged(model, temporary, tokenizer, dtype, quantized_base)
-            return
-        layout = Layout.of(model)
-        saved = model if dtype in (None, model.dtype) else _cast(copy.deepcopy(model), dtype)
-        saved.save_pretrained(temporary)
-        check_same(read_back(temporary, layout.saved_as(saved)), saved)
+            _write_merged(model, save, temporary, tokenizer, dtype, quantized_base)
+        else:
+            layout = Layout.of(model)
+            saved = model if dtype in (None, model.dtype) else _cast(copy.deepcopy(model), dtype)
+            save(saved)
+            check_same(read_back(temporary, layout.saved_as(saved)), saved)
+        add_files(temporary, files, type(base), tokenizer, text_only)
 
-    write_atomically(folder, write, tokenizer, texts)
+    write_atomically(folder, write, None, texts)
+
+
+def _save(model: "PreTrainedModel", files: BaseFiles | None, text_only: bool, folder: Path) -> None:
+    """Write a model under the names, and in files of the size, that its base is published in."""
+    if text_only:
+        save_under_own_names(model)
+    elif files is not None:
+        files.publish_names_of(model)
+    largest = files.largest_file() if files is not None else None
+    model.save_pretrained(folder, **({} if largest is None else {"max_shard_size": largest}))
 
 
 def _write_merged(
     model: "PeftModel",
+    save: "Callable[[PreTrainedModel], None]",
     folder: Path,
     tokenizer: "PreTrainedTokenizerBase | None",
     dtype: torch.dtype | None,
@@ -219,7 +240,7 @@ def _write_merged(
         trained = _dequantized(trained, dtype or base.dtype)
     merged = _merge(trained)
     merged = merged if dtype is None else _cast(merged, dtype)
-    merged.save_pretrained(folder)
+    save(merged)
     layout, merged_dtype = layout.saved_as(merged), merged.dtype
     mib, in_memory = merged.get_memory_footprint() / 2**20, logits_of(merged, ids) if quantized_base == "keep" else None
     del base, trained, merged  # free their memory for the model that is read back

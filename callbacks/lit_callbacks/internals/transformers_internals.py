@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,3 +32,92 @@ def kept_in_fp32(model: PreTrainedModel) -> tuple[str, ...]:
 def save_under_names_of(model: PreTrainedModel, loaded: PreTrainedModel) -> None:
     """Let a model save its tensors under the names in the files that ``loaded`` was loaded from."""
     model._weight_conversions = getattr(loaded, "_weight_conversions", None)
+
+
+# --- names of tensors in weight files ----------------------------------------------------------------
+
+
+def was_read(model: PreTrainedModel) -> bool:
+    """Whether a model was read from files: ``from_pretrained`` notes how it converted their names."""
+    return getattr(model, "_weight_conversions", None) is not None
+
+
+def read_as(model: PreTrainedModel, names: Iterable[str], only_renamed: bool = False) -> dict[str, str]:
+    """Tensors that a model reads from weight files: from a name in the files to one in the model.
+
+    Args:
+        model: model, which may be on the meta device.
+        names: names in the files; those that the model does not read are not in the result.
+        only_renamed: whether to leave out tensors that are split or joined while they are read.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions, own = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    read = {}
+    for name in sorted(names, key=dot_natural_key):  # some conversions rely on this order
+        renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if renamed not in own and name in own:
+            renamed, converter = name, None
+        if renamed in own and not (only_renamed and converter is not None):
+            read[name] = renamed
+    return read
+
+
+def tied_tensors(model: PreTrainedModel) -> set[str]:
+    """Names of tensors that are another tensor of the model, and are not saved."""
+    return set(model.all_tied_weights_keys)
+
+
+def save_under_names_in(model: PreTrainedModel, skeleton: PreTrainedModel, published: Iterable[str]) -> None:
+    """Let a model save its tensors without the prefix of its base model, if the files it was read from have none.
+
+    transformers adds the prefix while it reads (GPT-2's files have none), and does not note it.
+
+    Args:
+        model: model that was read from files.
+        skeleton: model of the same class and config on the meta device.
+        published: names of the tensors in the files.
+    """
+    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+    skeleton._weight_conversions = model._weight_conversions
+    prefix, known = f"{model.base_model_prefix}.", set(published)
+    saved = {name for name in revert_weight_conversion(skeleton, skeleton.state_dict()) if name.startswith(prefix)}
+    if saved.isdisjoint(known) and any(name.removeprefix(prefix) in known for name in saved):
+        model._weight_conversions = [*model._weight_conversions, PrefixChange(prefix_to_add=model.base_model_prefix)]
+
+
+def save_under_own_names(model: PreTrainedModel) -> None:
+    """Let a model that is part of a larger one save its tensors without the prefix that they have there."""
+    from transformers.core_model_loading import PrefixChange
+
+    if was_read(model):
+        conversions = model._weight_conversions
+        model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
+
+
+def read_the_text_part(model_type: str) -> None:
+    """Let models for text read the files of a larger model that they are part of, in both layouts that are published.
+
+    These are ``language_model.model.*`` (Gemma 3) and ``model.language_model.*`` (Qwen3.5). transformers has this for
+    some types only. Files of the type's own are read as before.
+
+    Args:
+        model_type: type of the text model, as its config states it.
+    """
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.core_model_loading import PrefixChange
+
+    own = get_checkpoint_conversion_mapping(model_type) or []
+    if not any(isinstance(one, PrefixChange) for one in own):
+        prefixes = [
+            PrefixChange(prefix_to_remove="language_model"),
+            PrefixChange(prefix_to_remove="language_model", model_prefix="model"),
+        ]
+        register_checkpoint_conversion_mapping(model_type, [*prefixes, *own], overwrite=True)

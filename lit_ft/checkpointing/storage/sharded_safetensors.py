@@ -1,19 +1,16 @@
 """Sharded writing of a Hugging Face model folder, to which each rank adds one part of the weights."""
 
 import copy
-import json
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import torch
 from lit_callbacks.distributed.gather import full_tensor, persistent_buffers
 from lit_callbacks.export.merge_check import MergeFailed
-from safetensors import safe_open
+from lit_callbacks.export.weight_files import number
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import as_published
@@ -91,27 +88,9 @@ def join_parts(base: PreTrainedModel, folder: Path) -> None:
         base: Hugging Face model, or this rank's part of it.
         folder: folder with the files.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    where, size = {}, 0
-    for number, file in enumerate(files, start=1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        for key, bytes_of in _contents(file):
-            where[key], size = name, size + bytes_of
-        file.rename(folder / name)
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    number(folder)
     config = copy.deepcopy(base.config)
     config.architectures, config.dtype = [type(base).__name__], base.dtype
     config.save_pretrained(folder)
     if base.generation_config is not None:
         base.generation_config.save_pretrained(folder)
-
-
-def _contents(file: Path) -> Iterator[tuple[str, int]]:
-    with safe_open(file, framework="pt") as tensors:
-        for key in tensors.keys():  # noqa: SIM118
-            weight = tensors.get_slice(key)
-            count = 1
-            for length in weight.get_shape():
-                count *= length
-            yield key, count * int(weight.get_dtype().strip("BFIU")) // 8

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from lit_callbacks.internals.transformers_internals import read_as
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError, explained
 
@@ -45,10 +47,10 @@ def check_sizes(path: Path, where: str) -> None:
                 raise RecipeError(f"{where}: config.json: {name}={value} must be 1 to {largest:,}; put back the file")
 
 
-def check_weights(folder: Path, skeleton: nn.Module, where: str) -> None:
+def check_weights(folder: Path, skeleton: PreTrainedModel, where: str) -> None:
     """Compare the weight files of a folder with the model that its config describes.
 
-    Weights whose names transformers converts while reading are not compared.
+    Weights that transformers splits or joins while it reads them are not compared.
 
     Args:
         folder: folder with safetensors files; files of other formats are not read.
@@ -60,11 +62,12 @@ def check_weights(folder: Path, skeleton: nn.Module, where: str) -> None:
     """
     own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
     for file in weight_files(folder, where):
-        for name, shape in shapes_of(file, where):
-            if own.get(name, shape) != shape:
+        shapes = dict(shapes_of(file, where))
+        for name, read in read_as(skeleton, shapes, only_renamed=True).items():
+            if own[read] != shapes[name]:
                 raise RecipeError(
-                    f"{where}: {name} is {shape} in {file.name}, and {own[name]} by config.json; put back the file "
-                    "that was changed"
+                    f"{where}: {name} is {shapes[name]} in {file.name}, and {own[read]} by config.json; put back the "
+                    "file that was changed"
                 )
 
 

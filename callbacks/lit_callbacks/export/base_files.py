@@ -1,0 +1,321 @@
+"""What an exported model takes over from its base's folder: tensors that training does not use, and other files.
+
+Published models hold more than the model for text that is trained: heads for multi-token prediction (``mtp.*``), vision
+towers, processors. Their tensors are copied bit by bit from the base's files into files beside the trained ones, one
+of the base's files at a time, from memory-mapped tensors.
+"""
+
+import copy
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lit_callbacks.export.merge_check import MergeFailed
+from lit_callbacks.export.weight_files import number, opened, weight_files
+from lit_callbacks.internals.transformers_internals import read_as, save_under_names_in, tied_tensors, was_read
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+LICENSE_FILES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Name patterns of files that must stay with a model."""
+
+PROCESSOR_FILES = ("*processor_config.json", "chat_template.json")
+"""Name patterns of the processors of images and videos, and of the template that old ones have."""
+
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja", "spiece.model", "sentencepiece.bpe.model"),
+)
+"""Name patterns of files that are taken over if training has not changed the tokenizer."""
+
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+_NOTES = ("_name_or_path", "architectures", "model_type", "transformers_version", "use_cache", "quantization_config")
+"""Entries of a config that are not compared: notes, and what is decided elsewhere."""
+
+
+@dataclass(frozen=True)
+class BaseFiles:
+    """Folder of the files that a base model was read from."""
+
+    folder: Path
+    """Local folder; for a hub model, the snapshot in the cache."""
+    tensors: dict[str, Path]
+    """Weight file of each tensor, by its published name."""
+
+    @classmethod
+    def of(cls, model: "PreTrainedModel") -> "BaseFiles | None":
+        """Files that a model was read from; None if it was not read from files.
+
+        Args:
+            model: model of transformers, with or without adapter layers; its name is the folder or hub id.
+        """
+        if not was_read(model) or not model.name_or_path:
+            return None
+        folder = Path(model.name_or_path)
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            patterns = [*PROCESSOR_FILES, *TOKENIZER_FILES, *LICENSE_FILES, "config.json", "generation_config.json"]
+            folder = Path(snapshot_download(model.name_or_path, allow_patterns=patterns))
+        tensors = {}
+        for file in weight_files(folder):
+            with opened(file) as weights:
+                tensors.update(dict.fromkeys(weights.names, file))
+        return cls(folder, tensors) if tensors else None
+
+    def publish_names_of(self, model: "PreTrainedModel") -> None:
+        """Let a model that was read from these files save its tensors under their names there."""
+        save_under_names_in(model, skeleton(type(model), model.config), self.tensors)
+
+    def largest_file(self) -> int | None:
+        """Size in bytes of the largest weight file; None if there is only one."""
+        sizes = [file.stat().st_size for file in set(self.tensors.values())]
+        return max(sizes) if len(sizes) > 1 else None
+
+    def unused_by(self, model: "PreTrainedModel") -> list[str]:
+        """Names of the tensors that a model, which may be on the meta device, does not read."""
+        read = read_as(model, self.tensors)
+        return [name for name in self.tensors if name not in read]
+
+    def unused_parts(self, model: "PreTrainedModel") -> list[str]:
+        """Names of the tensors that a model does not read, without the scales of quantized weights that it reads."""
+        unused = set(self.unused_by(model))
+        return _without_scales(unused, self.tensors.keys() - unused)
+
+    def summary(self, names: Iterable[str]) -> str:
+        """Number and size of some tensors by the part of the model that they belong to, in brackets; empty for none."""
+        names = list(names)
+        parts = Counter(map(_part_of, names)).most_common()
+        with ExitStack() as stack:
+            files = {file: stack.enter_context(opened(file)) for file in {self.tensors[name] for name in names}}
+            mib = sum(files[self.tensors[name]].tensor(name).nbytes for name in names) / 2**20
+        listed = ", ".join(f"{part} {count:,}" for part, count in parts[:5]) + (", ..." if len(parts) > 5 else "")
+        return f" ({listed}; {mib:,.1f} MiB)" if names else ""
+
+    # --- what is taken over ----------------------------------------------------------------------
+
+    def complete(self, folder: Path, model_class: type["PreTrainedModel"]) -> str:
+        """Add what a trained model's folder lacks of its base: tensors, config and processors.
+
+        Args:
+            folder: folder that ``save_pretrained`` has written, under the base's names.
+            model_class: class of the trained model.
+
+        Returns:
+            A message with the numbers of tensors.
+
+        Raises:
+            MergeFailed: the folder lacks a tensor that the model reads from the base's files, or a copy differs.
+        """
+        config = model_class.config_class.from_pretrained(folder)
+        trained = skeleton(model_class, config)
+        written = _names_in(folder)
+        unused = self.unused_by(trained)
+        was_quantized, is_quantized = ("quantization_config" in _json(one) for one in (self.folder, folder))
+        left_out = unused if is_quantized else self._left_out(unused, written) if was_quantized else []
+        if not was_quantized and not is_quantized:
+            self._check_written(trained, written)
+        carried = [name for name in unused if name not in set(left_out)]
+        changed, unchanged = self._compare(folder)
+        self._copy_tensors(carried, folder)
+        if left_out != unused or not unused:  # otherwise the folder's own config describes all that is in it
+            self._publish_config(folder, config)
+            copy_files(self.folder, folder, PROCESSOR_FILES)
+        self._copy_generation_config(folder)
+        copy_files(self.folder, folder, LICENSE_FILES)
+        quantized = f"; {len(left_out):,} of the quantized base are left out" if left_out else ""
+        return (
+            f"of the base's {len(self.tensors):,} tensors, training changed {changed:,}, {unchanged:,} are unchanged, "
+            f"{len(carried):,} that it does not use are carried over{self.summary(carried)}"
+            f"{quantized}{self.summary(left_out)}"
+        )
+
+    def _check_written(self, trained: "PreTrainedModel", written: set[str]) -> None:
+        tied = tied_tensors(trained)
+        lost = [f for f, own in read_as(trained, self.tensors).items() if f not in written and own not in tied]
+        if lost:
+            raise MergeFailed(
+                f"the merged files lack {', '.join(lost[:3])} of the base ({len(lost)} tensors), or hold them under "
+                "other names; nothing was written"
+            )
+
+    def _left_out(self, unused: list[str], written: set[str]) -> list[str]:
+        """Unused tensors of a quantized base that a dequantized model cannot have.
+
+        These are the scales of weights that are now dense, and all that the model does not use if some of it is
+        quantized too, because the config of a dequantized model describes no quantization.
+        """
+        others = _without_scales(unused, written)
+        with ExitStack() as stack:
+            files = {file: stack.enter_context(opened(file)) for file in {self.tensors[name] for name in others}}
+            is_plain = all(files[self.tensors[name]].tensor(name).dtype in _PLAIN for name in others)
+        return [name for name in unused if name not in set(others)] if is_plain else unused
+
+    def _compare(self, folder: Path) -> tuple[int, int]:
+        """Numbers of a folder's tensors that differ from the base's, and that do not, rounded to the same dtype."""
+        counts = Counter[bool]()
+        with ExitStack() as stack:
+            files = {file: stack.enter_context(opened(file)) for file in set(self.tensors.values())}
+            for part in weight_files(folder):
+                with opened(part) as weights:
+                    for name in weights.names:
+                        if name in self.tensors:
+                            before, after = files[self.tensors[name]].tensor(name), weights.tensor(name)
+                            counts[torch.equal(before.to(after.dtype), after)] += 1
+        return counts[False], counts[True]
+
+    def _copy_tensors(self, names: list[str], folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        for place, file in enumerate(sorted({self.tensors[name] for name in names})):
+            with opened(file) as base:
+                own = {name: base.tensor(name).contiguous() for name in names if self.tensors[name] == file}
+                copied = folder / f"rest-{place:05}.safetensors"  # sorted behind model-*
+                save_file(own, copied, metadata={"format": "pt"})
+                with opened(copied) as again:
+                    if different := [name for name in own if not _same_bits(own[name], again.tensor(name))]:
+                        raise MergeFailed(f"{different[0]} is not what it is in {file}; nothing was written")
+        if names:
+            number(folder)
+
+    def _publish_config(self, folder: Path, config: "PretrainedConfig") -> None:
+        """Write the base's ``config.json`` with the entries that training has changed."""
+        published = _json(self.folder)
+        parts = [part for part in published.values() if isinstance(part, dict)]
+        own = next((part for part in parts if part.get("model_type") == config.model_type), published)
+        before, after = type(config).from_pretrained(self.folder).to_dict(), config.to_dict()
+        before["dtype"] = before.get("dtype") or published.get("dtype", published.get("torch_dtype"))
+        changed = {name: value for name, value in after.items() if name not in _NOTES and before.get(name) != value}
+        is_dense_now = "quantization_config" in published and "quantization_config" not in _json(folder)
+        if not changed and not is_dense_now:
+            shutil.copyfile(self.folder / "config.json", folder / "config.json")
+            return
+        for part in (published, own):
+            part.pop("quantization_config", None)
+            for name, value in changed.items():
+                name = "torch_dtype" if name == "dtype" and "torch_dtype" in part else name
+                if name in part or part is own or name in ("dtype", "tie_word_embeddings"):
+                    part[name] = value
+        (folder / "config.json").write_text(json.dumps(published, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+    def _copy_generation_config(self, folder: Path) -> None:
+        """Take over the base's ``generation_config.json``, unless the trained model has other settings."""
+        from transformers import GenerationConfig
+
+        name = "generation_config.json"
+        if not (self.folder / name).is_file() or not (folder / name).is_file():
+            return
+        before, after = (GenerationConfig.from_pretrained(one).to_dict() for one in (self.folder, folder))
+        if before | {"transformers_version": None} == after | {"transformers_version": None}:
+            shutil.copyfile(self.folder / name, folder / name)
+
+    # --- tokenizer -------------------------------------------------------------------------------
+
+    def copy_tokenizer(self, tokenizer: "PreTrainedTokenizerBase", folder: Path) -> bool:
+        """Copy the published files of the tokenizer, if it is what it was published as.
+
+        Returns:
+            Whether they were copied; otherwise tokens or a template were changed, or it is another tokenizer.
+        """
+        from transformers import AutoTokenizer
+
+        if not any((self.folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+            return False
+        with TemporaryDirectory() as own, TemporaryDirectory() as published:
+            tokenizer.save_pretrained(own)
+            AutoTokenizer.from_pretrained(self.folder).save_pretrained(published)
+            is_published = _contents(Path(own)) == _contents(Path(published))
+        if is_published:
+            copy_files(self.folder, folder, TOKENIZER_FILES)
+        else:
+            (folder / "chat_template.json").unlink(missing_ok=True)  # of a processor, with the published template
+        return is_published
+
+
+def add_files(
+    folder: Path,
+    files: BaseFiles | None,
+    model_class: type["PreTrainedModel"],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    text_only: bool = False,
+) -> None:
+    """Add to a trained model's folder what it takes over from its base, and the tokenizer; prints what it was.
+
+    Args:
+        folder: folder that ``save_pretrained`` has written.
+        files: files of the base; None for a model that was not read from files.
+        model_class: class of the trained model.
+        tokenizer: tokenizer to save; None saves none.
+        text_only: whether to leave out what the model does not use.
+    """
+    if files is not None and not text_only:
+        rank_zero_info(files.complete(folder, model_class))
+    elif files is not None:
+        unused = files.unused_by(skeleton(model_class, model_class.config_class.from_pretrained(folder)))
+        rank_zero_info(f"{len(unused):,} tensors of the base are left out" + files.summary(unused))
+    if tokenizer is not None and not (files is not None and files.copy_tokenizer(tokenizer, folder)):
+        tokenizer.save_pretrained(folder)
+
+
+def skeleton(model_class: type["PreTrainedModel"], config: "PretrainedConfig") -> "PreTrainedModel":
+    """Model on the meta device."""
+    with torch.device("meta"):
+        return model_class(copy.deepcopy(config))
+
+
+def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
+    """Copy files whose names match one of several patterns."""
+    for file in sorted({file for pattern in patterns for file in source.glob(pattern) if file.is_file()}):
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+
+
+def _json(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def _names_in(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for file in weight_files(folder):
+        with opened(file) as weights:
+            names.update(weights.names)
+    return names
+
+
+def _without_scales(names: Iterable[str], used: Iterable[str]) -> list[str]:
+    """Tensors that do not lie in the module of a used tensor, as the scales of its quantized weight do."""
+    modules = {parent for name in used for parent in (name, name.rpartition(".")[0])}
+    return [name for name in names if modules.isdisjoint(_parents(name))]
+
+
+def _parents(name: str) -> set[str]:
+    parts = name.split(".")
+    return {".".join(parts[:length]) for length in range(1, len(parts))}
+
+
+def _part_of(name: str) -> str:
+    """Part of a model that a tensor belongs to, e.g. ``model.visual``, ``mtp`` or ``model.layers.61``."""
+    parts = name.split(".")
+    length = 1 if parts[0] != "model" else 3 if parts[1:2] == ["layers"] else 2
+    return ".".join(parts[:length])
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    one, other = (tensor.flatten().view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)

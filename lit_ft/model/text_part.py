@@ -1,0 +1,41 @@
+"""The text part of models for images, sound and text, as which such a model is trained."""
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.export.base_files import BaseFiles
+from lit_callbacks.internals.transformers_internals import read_the_text_part
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+
+
+def config_of_text(config: PretrainedConfig) -> PretrainedConfig:
+    """Config of the text part of a model that transformers has a class of its own for; else the same config.
+
+    Args:
+        config: config of a checkpoint; its ``text_config`` is changed in place.
+    """
+    if "text_config" not in config.sub_configs or _is_text_alone(config):
+        return config
+    text = config.get_text_config()
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    read_the_text_part(text.model_type)
+    text.tie_word_embeddings, text.name_or_path = config.tie_word_embeddings, config.name_or_path
+    text.dtype = text.dtype or config.dtype
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantization
+    return text
+
+
+def _is_text_alone(config: PretrainedConfig) -> bool:
+    """Whether a causal LM with sub-configs is no part of a larger model, e.g. one that drafts tokens for another."""
+    own = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return own is not None and own.config_class is type(config) and "ConditionalGeneration" not in own.__name__
+
+
+def describe_unused(model: PreTrainedModel) -> None:
+    """Print what a model's files hold that the model does not use, if there is any."""
+    files = BaseFiles.of(model)
+    if files is not None and (unused := files.unused_parts(model)):
+        rank_zero_info(
+            f"{model.name_or_path}: {len(unused):,} of {len(files.tensors):,} tensors are no part of the model that is "
+            f"trained{files.summary(unused)}; a merged model takes them over as they are"
+        )
