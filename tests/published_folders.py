@@ -106,16 +106,13 @@ def _generation(folder: Path) -> dict[str, Any]:
 
 def _shard(tensors: dict[str, torch.Tensor], folder: Path, count: int) -> None:
     (folder / "model.safetensors").unlink()
-    where = {
-        name: f"model-{1 + place * count // len(tensors):05}-of-{count:05}.safetensors"
-        for place, name in enumerate(sorted(tensors))
-    }
-    for file in set(where.values()):
-        save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file, {"format": "pt"})
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": size}, "weight_map": where})
-    )
+    names, where = sorted(tensors), {}
+    for place in range(count):
+        own, file = names[place::count], f"model-{place + 1:05}-of-{count:05}.safetensors"
+        save_file({name: tensors[name] for name in own}, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(own, file)
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

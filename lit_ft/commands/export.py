@@ -33,8 +33,9 @@ def run(arguments: list[str]) -> None:
     """Parse the options and export; option names may have dashes or underscores."""
     show_progress_on_terminals_only()
     parser = RecipeParser(prog="python -m lit_ft export", description=(export.__doc__ or "").split("\n")[0])
-    parser.add_function_arguments(export, as_group=False, skip={"merge", "adapter"})
+    parser.add_function_arguments(export, as_group=False, skip={"merge", "adapter", "text_only"})
     parser.add_argument("--merge", action="store_true", help=_MERGE)
+    parser.add_argument("--text_only", action="store_true", help=_TEXT_ONLY)
     parser.add_argument("--adapter", action="append", default=[], metavar="PATH[=WEIGHT]", help=_ADAPTER)
     spelt = [re.sub(r"^--[a-z-]+", lambda name: "--" + name[0][2:].replace("-", "_"), one) for one in arguments[1:]]
     spelt = [re.sub(r"^--checkpoint(?=$|=)", "--ckpt_path", one) for one in spelt]  # its name in earlier versions
@@ -42,6 +43,7 @@ def run(arguments: list[str]) -> None:
 
 
 _MERGE = "Merge the adapter into the base model; full fine-tuning needs it too."
+_TEXT_ONLY = "Leave out of a merged model what training does not use of the base's files, e.g. a vision tower."
 _ADAPTER = "An adapter's folder, or a run's, in place of the run's own; may be given several times, with weights."
 
 
@@ -56,6 +58,7 @@ def export(
     combination: Combination = "cat",
     density: float | None = None,
     ckpt_path: str = LAST,
+    text_only: bool = False,
 ) -> None:
     """Write an adapter, or a merged model that is verified against the trained one, as a Hugging Face folder.
 
@@ -73,12 +76,9 @@ def export(
         density: fraction of the weights that ties, dare and magnitude_prune keep.
         ckpt_path: .ckpt file of the run, or last for the newest, or best for the best by the metric that the run's
             ModelCheckpoint monitors.
+        text_only: leave out of a merged model what training does not use of the base's files, e.g. a vision tower.
     """
-    for option, value in (("dtype", dtype), ("quantized_base", quantized_base)):
-        if value is not None and not merge:
-            raise RecipeError(f"{option}={value} is for merged weights; add --merge, or leave it out for the adapter")
-    if run is not None and base is not None:
-        raise RecipeError("run and base both name a base model; leave one out")
+    _check_options(merge, run, base, dtype=dtype, quantized_base=quantized_base, text_only=text_only or None)
     folder = _run_folder(run) if run is not None else None
     if adapter:
         exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density)
@@ -86,25 +86,25 @@ def export(
         exported = _of_run(folder, ckpt_path)
     else:
         raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")
-    kind: Kind = "merged" if merge else "adapter"
-    if out is None and (adapter or folder is None):
-        raise RecipeError("out is not set; say where to write with --out DIR")
-    destination = Path(out) if out is not None else _default_folder(folder, kind, ckpt_path)  # type: ignore[arg-type]
+    destination = _destination(out, None if adapter else folder, "merged" if merge else "adapter", ckpt_path)
     if destination.resolve() == Path(exported.base).resolve():
         raise RecipeError(f"out={str(destination)!r} is the base model itself; name another folder")
     try:
         if merge:
-            wanted = getattr(torch, DTYPES.get(dtype, dtype)) if dtype else None
-            texts = exported.texts(kind)
-            save_merged(exported.model, destination, exported.tokenizer, wanted, quantized_base, texts)
-        elif is_peft(exported.model):
-            texts = exported.texts(kind)
-            save_adapter(exported.model, destination, exported.tokenizer, texts, exported.write_adapter)
+            exported.save_merged(destination, dtype, quantized_base, text_only)
         else:
-            raise RecipeError("the run trained all weights, so there is no adapter; add --merge for the model")
+            exported.save_adapter(destination)
     except ValueError as error:
         raise RecipeError(str(error)) from error
     rank_zero_info(f"{exported.source} -> {destination}")
+
+
+def _check_options(merge: bool, run: str | None, base: str | None, **of_merged: object) -> None:
+    for option, value in of_merged.items():
+        if value is not None and not merge:
+            raise RecipeError(f"{option}={value} is for merged weights; add --merge, or leave it out for the adapter")
+    if run is not None and base is not None:
+        raise RecipeError("run and base both name a base model; leave one out")
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,17 @@ class _Exported:
     texts: Callable[[Kind], Mapping[str, str]]
     write_adapter: Callable[[Path], None]
 
+    def save_merged(
+        self, to: Path, dtype: str | None, quantized_base: Literal["dequantize", "keep"] | None, text_only: bool
+    ) -> None:
+        wanted = getattr(torch, DTYPES.get(dtype, dtype)) if dtype else None
+        save_merged(self.model, to, self.tokenizer, wanted, quantized_base, self.texts("merged"), text_only)
+
+    def save_adapter(self, to: Path) -> None:
+        if not is_peft(self.model):
+            raise RecipeError("the run trained all weights, so there is no adapter; add --merge for the model")
+        save_adapter(self.model, to, self.tokenizer, self.texts("adapter"), self.write_adapter)
+
 
 def _run_folder(run: str) -> RunFolder:
     folder = RunFolder(Path(run))
@@ -128,7 +139,11 @@ def _run_folder(run: str) -> RunFolder:
     return folder
 
 
-def _default_folder(folder: RunFolder, kind: Kind, ckpt_path: str) -> Path:
+def _destination(out: str | None, folder: RunFolder | None, kind: Kind, ckpt_path: str) -> Path:
+    if out is not None:
+        return Path(out)
+    if folder is None:
+        raise RecipeError("out is not set; say where to write with --out DIR")
     path = folder.merged if kind == "merged" else folder.adapter
     return path.with_name(f"{path.name}-{BEST}") if ckpt_path == BEST else path
 

@@ -230,7 +230,6 @@ def _read(
             f"model.pretrained={pretrained!r} lacks weights of the model, which would be random "
             f"({len(missing)}: {', '.join(missing[:3])}, ...); name a checkpoint that has them all"
         )
-    text_part.describe_unused(model)
     model.train()
     if not deferred_cast.is_wanted():  # otherwise the strategy checks each rank's shards
         finite_weights.check_base(model, pretrained)

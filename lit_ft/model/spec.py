@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from lit_callbacks.export.base_files import BaseFiles
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import process
-from lit_ft.model import embeddings, loading, quantization
+from lit_ft.model import embeddings, loading, quantization, text_part
 from lit_ft.model.files import fingerprint, size_check
 from lit_ft.model.files.weight_files import check_weight_files
 
@@ -76,6 +77,13 @@ class ModelSpec:
         folder = Path(self.pretrained).expanduser()
         if folder.is_dir() and not self.is_quantized:
             size_check.check_weights(folder, skeleton, f"model.pretrained={self.pretrained!r}")
+        if self._is_known_before_reading:
+            text_part.describe_unused(BaseFiles.in_folder(folder), skeleton, self.pretrained)
+
+    @property
+    def _is_known_before_reading(self) -> bool:
+        """Whether the names in the weight files are those of a model without weights."""
+        return Path(self.pretrained).expanduser().is_dir() and not quantization.is_packed(self.config)
 
     def build(self, attn_implementation: str | None = None) -> PreTrainedModel:
         """Model with its weights, in training mode.
@@ -85,6 +93,8 @@ class ModelSpec:
         """
         attention = attn_implementation or self.attn_implementation
         base = loading.load_base(self.pretrained, self.init, self.dtype, attention, self.quantization)
+        if self.init == "pretrained" and not self._is_known_before_reading:
+            text_part.describe_unused(BaseFiles.of(base), base, self.pretrained)
         if self.added_ids:
             embeddings.resize_embeddings(base, self.tokenizer, len(self.added_ids))
         return base

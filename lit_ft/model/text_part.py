@@ -31,11 +31,16 @@ def _is_text_alone(config: PretrainedConfig) -> bool:
     return own is not None and own.config_class is type(config) and "ConditionalGeneration" not in own.__name__
 
 
-def describe_unused(model: PreTrainedModel) -> None:
-    """Print what a model's files hold that the model does not use, if there is any."""
-    files = BaseFiles.of(model)
+def describe_unused(files: BaseFiles | None, model: PreTrainedModel, pretrained: str) -> None:
+    """Print what a model's files hold that the model does not use, if there is any.
+
+    Args:
+        files: files of the model.
+        model: model, which may be on the meta device.
+        pretrained: folder or hub id, for the message.
+    """
     if files is not None and (unused := files.unused_parts(model)):
         rank_zero_info(
-            f"{model.name_or_path}: {len(unused):,} of {len(files.tensors):,} tensors are no part of the model that is "
-            f"trained{files.summary(unused)}; a merged model takes them over as they are"
+            f"model.pretrained={pretrained!r}: {len(unused):,} of {len(files.tensors):,} tensors are not used in "
+            f"training{files.summary(unused)}; a merged model takes them over as they are"
         )

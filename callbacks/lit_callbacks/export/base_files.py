@@ -68,6 +68,11 @@ class BaseFiles:
 
             patterns = [*PROCESSOR_FILES, *TOKENIZER_FILES, *LICENSE_FILES, "config.json", "generation_config.json"]
             folder = Path(snapshot_download(model.name_or_path, allow_patterns=patterns))
+        return cls.in_folder(folder)
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> "BaseFiles | None":
+        """Files of a folder; None if it has no weights."""
         tensors = {}
         for file in weight_files(folder):
             with opened(file) as weights:
