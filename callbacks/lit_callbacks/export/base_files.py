@@ -128,13 +128,15 @@ class BaseFiles:
         written = _names_in(folder)
         unused = self.unused_by(trained)
         was_quantized, is_quantized = ("quantization_config" in _json(one) for one in (self.folder, folder))
-        left_out = unused if is_quantized else self._left_out(unused, written) if was_quantized else []
-        if not was_quantized and not is_quantized:
+        left_out, is_alone = (unused, True) if is_quantized else ([], False)
+        if was_quantized and not is_quantized:
+            left_out, is_alone = self._left_out(unused, written)
+        elif not is_quantized:
             self._check_written(trained, written)
         carried = [name for name in unused if name not in set(left_out)]
         changed, unchanged = self._compare(folder)
         self._copy_tensors(carried, folder)
-        if left_out != unused or not unused:  # otherwise the folder's own config describes all that is in it
+        if not is_alone:
             self._publish_config(folder, config)
             copy_files(self.folder, folder, PROCESSOR_FILES)
         self._copy_generation_config(folder)
@@ -155,17 +157,20 @@ class BaseFiles:
                 "other names; nothing was written"
             )
 
-    def _left_out(self, unused: list[str], written: set[str]) -> list[str]:
+    def _left_out(self, unused: list[str], written: set[str]) -> tuple[list[str], bool]:
         """Unused tensors of a quantized base that a dequantized model cannot have.
 
         These are the scales of weights that are now dense, and all that the model does not use if some of it is
         quantized too, because the config of a dequantized model describes no quantization.
+
+        Returns:
+            Names of the tensors, and whether the model is left alone, so that its own config describes all there is.
         """
         others = _without_scales(unused, written)
         with ExitStack() as stack:
             files = {file: stack.enter_context(opened(file)) for file in {self.tensors[name] for name in others}}
             is_plain = all(files[self.tensors[name]].tensor(name).dtype in _PLAIN for name in others)
-        return [name for name in unused if name not in set(others)] if is_plain else unused
+        return ([name for name in unused if name not in set(others)], False) if is_plain else (unused, True)
 
     def _compare(self, folder: Path) -> tuple[int, int]:
         """Numbers of a folder's tensors that differ from the base's, and that do not, rounded to the same dtype."""

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import make_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3NextForCausalLM,
@@ -68,20 +68,13 @@ def qwen3_next() -> PreTrainedModel:
 BUILDERS = {"qwen3_5": qwen3_5, "gemma3": gemma3, "qwen3_next": qwen3_next}
 
 
-def publish(name: str, folder: Path) -> Path:
-    """Write a model in bf16 as it is published: three shards, ``mtp.*`` in fp32 and int8, and processors."""
+def publish(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a model as it is published: three shards, ``mtp.*`` in other dtypes, processors, a license."""
     torch.manual_seed(0)
-    tokenizer = make_tokenizer()
-    model = BUILDERS[name]().to(torch.bfloat16)
-    for config in (model.config, model.config.get_text_config()):
-        config.pad_token_id, config.eos_token_id, config.bos_token_id = (
-            tokenizer.pad_token_id,
-            tokenizer.eos_token_id,
-            None,
-        )
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.bos_token_id = None
+    model = BUILDERS[name]().to(dtype)
+    for config in (model.config, model.config.get_text_config(), model.generation_config):
+        config.pad_token_id, config.bos_token_id = tokenizer.pad_token_id, None
+        config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors") | {
