@@ -68,7 +68,7 @@ def qwen3_next() -> PreTrainedModel:
 BUILDERS = {"qwen3_5": qwen3_5, "gemma3": gemma3, "qwen3_next": qwen3_next}
 
 
-def publish(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype = torch.bfloat16) -> Path:
+def publish(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype = torch.float32) -> Path:
     """Write a model as it is published: three shards, ``mtp.*`` in other dtypes, processors, a license."""
     torch.manual_seed(0)
     model = BUILDERS[name]().to(dtype)

@@ -21,6 +21,7 @@ from lit_ft.export.restore_run import module_of, rebuild
 from lit_ft.model import embeddings, loading
 from lit_ft.model.files.fingerprint import write_fingerprint
 from lit_ft.model.spec import ModelSpec
+from lit_ft.model.text_part import text_class
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import BEST, LAST, RunFolder
 from lit_ft.training.console import show_progress_on_terminals_only
@@ -191,6 +192,7 @@ def _of_adapters(
             title=" + ".join(adapter.folder.name for adapter in adapters),
             base=base.pretrained,
             commit=now["commit"],
+            text_class=text_class(base.pretrained),
             method=wrapped.active_peft_config.peft_type.value,
             notes=[f"Made of {', '.join(notes)} ({combination})."] if len(notes) > 1 else [],
         )

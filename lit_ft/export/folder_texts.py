@@ -17,6 +17,7 @@ from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.export.model_card import Card
+from lit_ft.model.text_part import text_class
 from lit_ft.process import datamodule_of
 from lit_ft.run.folder import RUNS, RunFolder
 from lit_ft.training.causal_lm import CausalLM
@@ -68,6 +69,7 @@ def run_texts(
         method=spec.tuning.method,
         notes=[f"Tokens added: {', '.join(f'`{token}`' for token in added)}."] if added else [],
         adds_tokens=bool(added),
+        text_class=text_class(spec.base.pretrained),
         samples=samples,
         metrics=_results(_last_of(run.root / "metrics.csv", checkpoint) or logged),
         recipe=recipe,

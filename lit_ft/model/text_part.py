@@ -3,7 +3,7 @@
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.base_files import BaseFiles
 from lit_callbacks.internals.transformers_internals import read_the_text_part
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 
 def config_of_text(config: PretrainedConfig) -> PretrainedConfig:
@@ -29,6 +29,15 @@ def _is_text_alone(config: PretrainedConfig) -> bool:
     """Whether a causal LM with sub-configs is no part of a larger model, e.g. one that drafts tokens for another."""
     own = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return own is not None and own.config_class is type(config) and "ConditionalGeneration" not in own.__name__
+
+
+def text_class(pretrained: str) -> str | None:
+    """Name of the class that reads a checkpoint's text part, where ``AutoModelForCausalLM`` reads all of it."""
+    config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
+    if (text := config_of_text(config)) is config:
+        return None
+    of_text = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    return None if MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is of_text else of_text.__name__
 
 
 def describe_unused(files: BaseFiles | None, model: PreTrainedModel, pretrained: str) -> None:

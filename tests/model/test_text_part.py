@@ -1,0 +1,146 @@
+"""Models for images and text in published form are trained, merged and resumed as what they are for text."""
+
+import json
+import logging
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from command_line import losses, recipe
+from conftest import make_rows, make_tokenizer
+from lightning.pytorch import Trainer
+from lit_callbacks import AdapterMerger
+from published_folders import all_tensors, publish
+from ranks import on_ranks
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from lit_ft import CausalLM, TextDataModule
+from lit_ft.cli import main
+from lit_ft.errors import RecipeError
+from lit_ft.model import loading
+from lit_ft.model.spec import ModelSpec
+from lit_ft.strategies import FSDPStrategy
+
+pytestmark = pytest.mark.slow
+
+LORA = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return publish("gemma3", tmp_path_factory.mktemp("published") / "gemma3", make_tokenizer())
+
+
+def lit_ft(*arguments: object) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    assert stop.value.code == 0
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(3, 40)[None]).logits
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
+def test_the_text_part_is_the_same_function(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    base = publish(name, tmp_path / name, make_tokenizer())
+    whole = AutoModelForImageTextToText.from_pretrained(base)
+    capfd.readouterr()
+    spec = ModelSpec(str(base), str(base), attn_implementation="sdpa")
+    skeleton, text = spec.skeleton(), spec.build()
+    assert not any("vision" in part or "visual" in part for part, _ in text.named_modules())
+    assert {name: p.shape for name, p in skeleton.named_parameters()} == {
+        name: p.shape for name, p in text.named_parameters()
+    }
+    torch.testing.assert_close(logits(text), logits(whole), atol=1e-5, rtol=1e-5)
+    count = {"qwen3_5": "24 of 51", "gemma3": "37 of 65"}[name]
+    assert caplog.text.count(f"{count} tensors are not used in training (") == 1
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    config = json.loads((base / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 64
+    (base / "config.json").write_text(json.dumps(config))
+    lost = next(key for key in index["weight_map"] if key.endswith("layers.1.mlp.up_proj.weight"))
+    with pytest.raises(RecipeError, match=r"mlp\.\w+_proj.weight is .* by config.json; put back the file"):
+        spec.skeleton()
+    config["text_config"] |= {"intermediate_size": 48, "num_hidden_layers": 3, "layer_types": None}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match=r"lacks weights of the model, which would be random \(\d+: model.layers.2"):
+        loading.load_base(str(base))
+    assert lost
+
+
+def test_lora_from_fit_to_a_merged_model_and_plain_peft(gemma3: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("LIT_FT_RUN_DIR", raising=False)
+    (tmp_path / "rows.json").write_text(json.dumps(make_rows(8)))
+    start = recipe(tmp_path, str(gemma3), str(tmp_path / "rows.json"), max_steps=2)
+    lit_ft(*start, "--run_dir", tmp_path / "run", "--merge", "--data.packing", "best_fit", "--trainer.max_steps", "1")
+    lit_ft(*start, "--run_dir", tmp_path / "run", "--merge", "--data.packing", "best_fit", "--ckpt_path", "last")
+    lit_ft(*start, "--run_dir", tmp_path / "at_once", "--merge", "--data.packing", "best_fit")
+    assert losses(tmp_path / "run") == losses(tmp_path / "at_once")
+    before, after, at_once = (
+        all_tensors(folder) for folder in (gemma3, tmp_path / "run" / "merged", tmp_path / "at_once" / "merged")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], at_once[name]) for name in after if not name.startswith("mtp."))
+    assert sum(not torch.equal(before[name], after[name]) for name in before if not name.startswith("mtp.")) == 4
+
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged"))
+    lines = (tmp_path / "run" / "adapter" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(lines.replace("THIS FOLDER", str(tmp_path / "run" / "adapter")), names)
+    torch.testing.assert_close(logits(names["model"]), merged, atol=1e-5, rtol=1e-5)
+
+    lit_ft("export", "--run", tmp_path / "run", "--merge", "--out", tmp_path / "again")
+    assert all_tensors(tmp_path / "again").keys() == before.keys()
+    lit_ft("export", "--run", tmp_path / "run", "--merge", "--text-only", "--out", tmp_path / "text")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "text")), merged)
+    lit_ft("verify", tmp_path / "again")
+
+
+def fit_and_write(base: Path, data: Path, out: Path, world: int) -> None:
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for way, options in {"LoRA": {"peft": LORA}, "full": {}}.items():
+        trainer = Trainer(
+            max_steps=1,
+            accelerator="cpu",
+            devices=world,
+            strategy=FSDPStrategy() if world > 1 else "auto",
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[AdapterMerger(out / way / "adapter", out / way / "merged")],
+        )
+        module = CausalLM(str(base), **options, optimizer=partial(torch.optim.SGD, lr=0.0))
+        trainer.fit(module, TextDataModule(str(data), micro_batch_size=2))
+
+
+def test_ranks_that_read_shards_write_all_of_it(gemma3: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(make_rows(8)))
+    base = Path(shutil.copytree(gemma3, tmp_path / "base"))
+    for world, out in ((1, "one"), (2, "split")):
+        on_ranks(world, fit_and_write, base, tmp_path / "rows.json", tmp_path / out, world, timeout=200)
+    published = all_tensors(base)
+    for way in ("LoRA", "full"):
+        one, split = (all_tensors(tmp_path / out / way / "merged") for out in ("one", "split"))
+        assert one.keys() == split.keys() == published.keys()
+        for name in published:
+            torch.testing.assert_close(one[name], split[name], atol=0, rtol=0, equal_nan=True, msg=name)
+            if way == "full":  # a step of size zero
+                torch.testing.assert_close(published[name], split[name], atol=0, rtol=0, equal_nan=True, msg=name)
+        config = tmp_path / "split" / way / "merged" / "config.json"
+        assert config.read_bytes() == (base / "config.json").read_bytes()
+        AutoModelForImageTextToText.from_pretrained(config.parent)
