@@ -75,7 +75,7 @@ def test_the_text_part_is_the_same_function(
         spec.skeleton()
     config["text_config"] |= {"intermediate_size": 48, "num_hidden_layers": 3, "layer_types": None}
     (base / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RecipeError, match=r"lacks weights of the model, which would be random \(\d+: model.layers.2"):
+    with pytest.raises(RecipeError, match=r"lacks weights of the model, which would be random \(\d+: model.layers."):
         loading.load_base(str(base))
     assert lost
 
@@ -84,9 +84,9 @@ def test_lora_from_fit_to_a_merged_model_and_plain_peft(gemma3: Path, tmp_path: 
     monkeypatch.delenv("LIT_FT_RUN_DIR", raising=False)
     (tmp_path / "rows.json").write_text(json.dumps(make_rows(8)))
     start = recipe(tmp_path, str(gemma3), str(tmp_path / "rows.json"), max_steps=2)
-    lit_ft(*start, "--run_dir", tmp_path / "run", "--merge", "--data.packing", "best_fit", "--trainer.max_steps", "1")
-    lit_ft(*start, "--run_dir", tmp_path / "run", "--merge", "--data.packing", "best_fit", "--ckpt_path", "last")
-    lit_ft(*start, "--run_dir", tmp_path / "at_once", "--merge", "--data.packing", "best_fit")
+    lit_ft(*start, "--run_dir", tmp_path / "run", "--merge", "--data.packing", "96", "--trainer.max_steps", "1")
+    lit_ft(*start, "--run_dir", tmp_path / "run", "--merge", "--data.packing", "96", "--ckpt_path", "last")
+    lit_ft(*start, "--run_dir", tmp_path / "at_once", "--merge", "--data.packing", "96")
     assert losses(tmp_path / "run") == losses(tmp_path / "at_once")
     before, after, at_once = (
         all_tensors(folder) for folder in (gemma3, tmp_path / "run" / "merged", tmp_path / "at_once" / "merged")

@@ -187,7 +187,7 @@ class AdapterMerger(Callback):
 
         def write(temporary: Path) -> None:
             save_sharded(model, temporary)
-            add_files(temporary, files, type(model), tokenizer_of(pl_module))
+            add_files(temporary, files, model, tokenizer_of(pl_module))
 
         write_atomically(folder, write, None, self.texts("merged", trainer, pl_module))
         rank_zero_info(f"merged model: {folder}, a part by each rank")

@@ -22,7 +22,13 @@ from torch import Tensor
 
 from lit_callbacks.export.merge_check import MergeFailed
 from lit_callbacks.export.weight_files import number, opened, weight_files
-from lit_callbacks.internals.transformers_internals import read_as, save_under_names_in, tied_tensors, was_read
+from lit_callbacks.internals.transformers_internals import (
+    published_names,
+    read_as,
+    save_under_names_in,
+    tied_tensors,
+    was_read,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -88,15 +94,25 @@ class BaseFiles:
         sizes = [file.stat().st_size for file in set(self.tensors.values())]
         return max(sizes) if len(sizes) > 1 else None
 
-    def unused_by(self, model: "PreTrainedModel") -> list[str]:
-        """Names of the tensors that a model, which may be on the meta device, does not read."""
-        read = read_as(model, self.tensors)
-        return [name for name in self.tensors if name not in read]
-
     def unused_parts(self, model: "PreTrainedModel") -> list[str]:
-        """Names of the tensors that a model does not read, without the scales of quantized weights that it reads."""
-        unused = set(self.unused_by(model))
-        return _without_scales(unused, self.tensors.keys() - unused)
+        """Names of the tensors that a model does not use: those it does not read, without the scales of its weights.
+
+        Args:
+            model: model that was read from these files, or one of its class and config on the meta device.
+        """
+        plain = skeleton(type(model), model.config)
+        unused = self.tensors.keys() - read_as(plain, self.tensors).keys()
+        used = (self.tensors.keys() - unused) | published_names(model, plain)
+        modules = {parent for name in used for parent in (name, name.rpartition(".")[0])}
+        return [name for name in self.tensors if name in unused and modules.isdisjoint(_parents(name))]
+
+    def are_for_dense_models(self, names: list[str]) -> bool:
+        """Whether some tensors can stand beside dense weights: a dense model's config describes no quantization."""
+        if "quantization_config" not in _json(self.folder):
+            return True
+        with ExitStack() as stack:
+            files = {file: stack.enter_context(opened(file)) for file in {self.tensors[name] for name in names}}
+            return all(files[self.tensors[name]].tensor(name).dtype in _PLAIN for name in names)
 
     def summary(self, names: Iterable[str]) -> str:
         """Number and size of some tensors by the part of the model that they belong to, in brackets; empty for none."""
@@ -110,12 +126,13 @@ class BaseFiles:
 
     # --- what is taken over ----------------------------------------------------------------------
 
-    def complete(self, folder: Path, model_class: type["PreTrainedModel"]) -> str:
+    def complete(self, folder: Path, model_class: type["PreTrainedModel"], unused: list[str]) -> str:
         """Add what a trained model's folder lacks of its base: tensors, config and processors.
 
         Args:
             folder: folder that ``save_pretrained`` has written, under the base's names.
             model_class: class of the trained model.
+            unused: names of the tensors that it does not use.
 
         Returns:
             A message with the numbers of tensors.
@@ -123,29 +140,21 @@ class BaseFiles:
         Raises:
             MergeFailed: the folder lacks a tensor that the model reads from the base's files, or a copy differs.
         """
-        config = model_class.config_class.from_pretrained(folder)
-        trained = skeleton(model_class, config)
-        written = _names_in(folder)
-        unused = self.unused_by(trained)
+        config, written = model_class.config_class.from_pretrained(folder), _names_in(folder)
         was_quantized, is_quantized = ("quantization_config" in _json(one) for one in (self.folder, folder))
-        left_out, is_alone = (unused, True) if is_quantized else ([], False)
-        if was_quantized and not is_quantized:
-            left_out, is_alone = self._left_out(unused, written)
-        elif not is_quantized:
-            self._check_written(trained, written)
-        carried = [name for name in unused if name not in set(left_out)]
+        if not was_quantized and not is_quantized:
+            self._check_written(skeleton(model_class, config), written)
+        scales = was_quantized * len(self.tensors.keys() - written - set(unused))
         changed, unchanged = self._compare(folder)
-        self._copy_tensors(carried, folder)
-        if not is_alone:
+        self._copy_tensors(unused, folder)
+        if not is_quantized:
             self._publish_config(folder, config)
-            copy_files(self.folder, folder, PROCESSOR_FILES)
         self._copy_generation_config(folder)
-        copy_files(self.folder, folder, LICENSE_FILES)
-        quantized = f"; {len(left_out):,} of the quantized base are left out" if left_out else ""
+        copy_files(self.folder, folder, PROCESSOR_FILES + LICENSE_FILES)
         return (
             f"of the base's {len(self.tensors):,} tensors, training changed {changed:,}, {unchanged:,} are unchanged, "
-            f"{len(carried):,} that it does not use are carried over{self.summary(carried)}"
-            f"{quantized}{self.summary(left_out)}"
+            f"{len(unused):,} that it does not use are carried over{self.summary(unused)}"
+            + (f", {scales:,} of its quantization are left out" if scales else "")
         )
 
     def _check_written(self, trained: "PreTrainedModel", written: set[str]) -> None:
@@ -156,21 +165,6 @@ class BaseFiles:
                 f"the merged files lack {', '.join(lost[:3])} of the base ({len(lost)} tensors), or hold them under "
                 "other names; nothing was written"
             )
-
-    def _left_out(self, unused: list[str], written: set[str]) -> tuple[list[str], bool]:
-        """Unused tensors of a quantized base that a dequantized model cannot have.
-
-        These are the scales of weights that are now dense, and all that the model does not use if some of it is
-        quantized too, because the config of a dequantized model describes no quantization.
-
-        Returns:
-            Names of the tensors, and whether the model is left alone, so that its own config describes all there is.
-        """
-        others = _without_scales(unused, written)
-        with ExitStack() as stack:
-            files = {file: stack.enter_context(opened(file)) for file in {self.tensors[name] for name in others}}
-            is_plain = all(files[self.tensors[name]].tensor(name).dtype in _PLAIN for name in others)
-        return ([name for name in unused if name not in set(others)], False) if is_plain else (unused, True)
 
     def _compare(self, folder: Path) -> tuple[int, int]:
         """Numbers of a folder's tensors that differ from the base's, and that do not, rounded to the same dtype."""
@@ -256,7 +250,7 @@ class BaseFiles:
 def add_files(
     folder: Path,
     files: BaseFiles | None,
-    model_class: type["PreTrainedModel"],
+    model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase | None",
     text_only: bool = False,
 ) -> None:
@@ -265,15 +259,14 @@ def add_files(
     Args:
         folder: folder that ``save_pretrained`` has written.
         files: files of the base; None for a model that was not read from files.
-        model_class: class of the trained model.
+        model: model that was read from them.
         tokenizer: tokenizer to save; None saves none.
         text_only: whether to leave out what the model does not use.
     """
-    if files is not None and not text_only:
-        rank_zero_info(files.complete(folder, model_class))
-    elif files is not None:
-        unused = files.unused_by(skeleton(model_class, model_class.config_class.from_pretrained(folder)))
-        rank_zero_info(f"{len(unused):,} tensors of the base are left out" + files.summary(unused))
+    if files is not None:
+        unused = files.unused_parts(model)
+        left_out = f"{len(unused):,} tensors of the base are left out{files.summary(unused)}"
+        rank_zero_info(left_out if text_only else files.complete(folder, type(model), unused))
     if tokenizer is not None and not (files is not None and files.copy_tokenizer(tokenizer, folder)):
         tokenizer.save_pretrained(folder)
 
@@ -306,12 +299,6 @@ def _names_in(folder: Path) -> set[str]:
         with opened(file) as weights:
             names.update(weights.names)
     return names
-
-
-def _without_scales(names: Iterable[str], used: Iterable[str]) -> list[str]:
-    """Tensors that do not lie in the module of a used tensor, as the scales of its quantized weight do."""
-    modules = {parent for name in used for parent in (name, name.rpartition(".")[0])}
-    return [name for name in names if modules.isdisjoint(_parents(name))]
 
 
 def _parents(name: str) -> set[str]:

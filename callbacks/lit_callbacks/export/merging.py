@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_callbacks.distributed.gather import full_weights, persistent_buffers
@@ -190,6 +190,7 @@ def save_merged(
     check_mergeable(model, dtype, quantized_base)
     base = model.get_base_model() if is_peft(model) else model
     files = BaseFiles.of(base)
+    text_only = text_only or (files is not None and _must_stay_alone(base, files, quantized_base))
 
     def write(temporary: Path) -> None:
         save = partial(_save, files=files, text_only=text_only, folder=temporary)
@@ -200,9 +201,21 @@ def save_merged(
             saved = model if dtype in (None, model.dtype) else _cast(copy.deepcopy(model), dtype)
             save(saved)
             check_same(read_back(temporary, layout.saved_as(saved)), saved)
-        add_files(temporary, files, type(base), tokenizer, text_only)
+        add_files(temporary, files, base, tokenizer, text_only)
 
     write_atomically(folder, write, None, texts)
+
+
+def _must_stay_alone(base: "PreTrainedModel", files: BaseFiles, quantized_base: str | None) -> bool:
+    """Whether the quantization of a merged model, or its end, leaves no place for what it does not use of its base."""
+    unused = files.unused_parts(base)
+    if not unused or (quantized_base != "keep" and files.are_for_dense_models(unused)):
+        return False
+    rank_zero_warn(
+        f"the merged model holds the text part alone: the config of a model whose weights are "
+        f"{'quantized again' if quantized_base == 'keep' else 'dequantized'} cannot describe the rest of this base"
+    )
+    return True
 
 
 def _save(model: "PreTrainedModel", files: BaseFiles | None, text_only: bool, folder: Path) -> None:

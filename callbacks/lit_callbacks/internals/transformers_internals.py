@@ -71,6 +71,19 @@ def tied_tensors(model: PreTrainedModel) -> set[str]:
     return set(model.all_tied_weights_keys)
 
 
+def published_names(model: PreTrainedModel, skeleton: PreTrainedModel) -> set[str]:
+    """Names that a model's tensors have in the files that it was read from, as far as transformers notes them.
+
+    Args:
+        model: model that was read from files.
+        skeleton: model of the same class and config on the meta device.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    skeleton._weight_conversions = getattr(model, "_weight_conversions", None)
+    return set(revert_weight_conversion(skeleton, skeleton.state_dict()))
+
+
 def save_under_names_in(model: PreTrainedModel, skeleton: PreTrainedModel, published: Iterable[str]) -> None:
     """Let a model save its tensors without the prefix of its base model, if the files it was read from have none.
 
@@ -81,11 +94,10 @@ def save_under_names_in(model: PreTrainedModel, skeleton: PreTrainedModel, publi
         skeleton: model of the same class and config on the meta device.
         published: names of the tensors in the files.
     """
-    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+    from transformers.core_model_loading import PrefixChange
 
-    skeleton._weight_conversions = model._weight_conversions
     prefix, known = f"{model.base_model_prefix}.", set(published)
-    saved = {name for name in revert_weight_conversion(skeleton, skeleton.state_dict()) if name.startswith(prefix)}
+    saved = {name for name in published_names(model, skeleton) if name.startswith(prefix)}
     if saved.isdisjoint(known) and any(name.removeprefix(prefix) in known for name in saved):
         model._weight_conversions = [*model._weight_conversions, PrefixChange(prefix_to_add=model.base_model_prefix)]
 

@@ -204,7 +204,7 @@ def test_a_tensor_that_is_missing_from_the_files_is_found(published: Any, tmp_pa
     lost = tensors.pop("model.layers.0.mlp.experts.3.down_proj.weight")
     save_file({**tensors, "model.layers.0.mlp.experts.9.down_proj.weight": lost}, tmp_path / "model.safetensors")
     with pytest.raises(MergeFailed, match=r"lack model.layers.0.mlp.experts.3.down_proj.weight of the base"):
-        files.complete(tmp_path, type(model))
+        files.complete(tmp_path, type(model), files.unused_parts(model))
 
 
 @pytest.mark.parametrize("rest", [torch.bfloat16, torch.int8])
@@ -213,20 +213,21 @@ def test_of_a_quantized_base_scales_are_left_out(
 ) -> None:
     """A base in fp8 is dense once it is read; what is quantized and not used has no place in a dense model."""
     caplog.set_level("INFO", "lightning.pytorch")
-    base = Path(shutil.copytree(published("qwen3_5"), tmp_path / "base"))
+    base = Path(shutil.copytree(published("gemma3"), tmp_path / "base"))
     model = read(base)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     for file in base.glob("*.safetensors"):
         tensors = {name: tensor for name, tensor in load_file(file).items() if name != "mtp.counts"}
-        scales = {f"{name}_scale_inv": torch.ones(1) for name in tensors if name.endswith("q_proj.weight")}
+        scales = {f"{name}_scale_inv": torch.ones(1) for name in tensors if "language" in name and "q_proj" in name}
         save_file({**tensors, **scales, f"mtp.{file.stem}": torch.ones(3).to(rest)}, file)
     save_merged(model, tmp_path / "merged", TOKENIZER)
     saved = all_tensors(tmp_path / "merged")
     assert not any("scale_inv" in tensor for tensor in saved)
-    assert any(tensor.startswith("model.visual.") for tensor in saved) == (rest is torch.bfloat16)
+    assert any("vision" in tensor for tensor in saved) == (rest is torch.bfloat16)
     written = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert "quantization_config" not in written
     assert ("text_config" in written) == (rest is torch.bfloat16)
-    assert "of the quantized base are left out (" in caplog.text
+    said = "2 of its quantization are left out" if rest is torch.bfloat16 else "tensors of the base are left out ("
+    assert said in caplog.text
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
