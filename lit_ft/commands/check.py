@@ -119,6 +119,10 @@ class CheckCLI(TrainingCLI):
             ]
             self.report.facts["streaming"] = f"looked at the first {STREAMED_ROWS:,} rows of each source"
         self._check("fit")
+        if isinstance(self.model, CausalLM) and self.model.spec.base.init == "pretrained":
+            base = self.model.spec.base
+            if unused := base.unused_tensors(base.skeleton()):
+                self.report.facts["base model"] = unused
         for prepared in [one for split in data.prepared.values() for one in split]:
             if prepared.bad_rows and asked.on_bad_row == "error":
                 self.report.problems.append(f"{prepared.bad_rows:,} rows cannot be used: {'; '.join(prepared.bad)}")

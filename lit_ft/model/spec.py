@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.base_files import BaseFiles
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -77,13 +78,17 @@ class ModelSpec:
         folder = Path(self.pretrained).expanduser()
         if folder.is_dir() and not self.is_quantized:
             size_check.check_weights(folder, skeleton, f"model.pretrained={self.pretrained!r}")
-        if self._is_known_before_reading:
-            text_part.describe_unused(BaseFiles.in_folder(folder), skeleton, self.pretrained)
+        if unused := self.unused_tensors(skeleton):
+            rank_zero_info(f"model.pretrained={self.pretrained!r}: {unused}")
 
-    @property
-    def _is_known_before_reading(self) -> bool:
-        """Whether the names in the weight files are those of a model without weights."""
-        return Path(self.pretrained).expanduser().is_dir() and not quantization.is_packed(self.config)
+    def unused_tensors(self, model: PreTrainedModel) -> str:
+        """Sentence on what the weight files hold that the model does not use; empty if that is nothing.
+
+        Args:
+            model: model without weights, with which a hub model's files are not known yet, or with them.
+        """
+        folder = Path(self.pretrained).expanduser()
+        return text_part.describe_unused(BaseFiles.in_folder(folder) if folder.is_dir() else BaseFiles.of(model), model)
 
     def build(self, attn_implementation: str | None = None) -> PreTrainedModel:
         """Model with its weights, in training mode.
@@ -93,8 +98,9 @@ class ModelSpec:
         """
         attention = attn_implementation or self.attn_implementation
         base = loading.load_base(self.pretrained, self.init, self.dtype, attention, self.quantization)
-        if self.init == "pretrained" and not self._is_known_before_reading:
-            text_part.describe_unused(BaseFiles.of(base), base, self.pretrained)
+        is_on_hub = not Path(self.pretrained).expanduser().is_dir()
+        if is_on_hub and self.init == "pretrained" and (unused := self.unused_tensors(base)):
+            rank_zero_info(f"model.pretrained={self.pretrained!r}: {unused}")
         if self.added_ids:
             embeddings.resize_embeddings(base, self.tokenizer, len(self.added_ids))
         return base

@@ -1,6 +1,5 @@
 """The text part of models for images, sound and text, as which such a model is trained."""
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.base_files import BaseFiles
 from lit_callbacks.internals.transformers_internals import read_the_text_part
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
@@ -40,16 +39,16 @@ def text_class(pretrained: str) -> str | None:
     return None if MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is of_text else of_text.__name__
 
 
-def describe_unused(files: BaseFiles | None, model: PreTrainedModel, pretrained: str) -> None:
-    """Print what a model's files hold that the model does not use, if there is any.
+def describe_unused(files: BaseFiles | None, model: PreTrainedModel) -> str:
+    """Sentence on what a model's files hold that the model does not use; empty if it uses all of it.
 
     Args:
         files: files of the model.
         model: model, which may be on the meta device.
-        pretrained: folder or hub id, for the message.
     """
-    if files is not None and (unused := files.unused_parts(model)):
-        rank_zero_info(
-            f"model.pretrained={pretrained!r}: {len(unused):,} of {len(files.tensors):,} tensors are not used in "
-            f"training{files.summary(unused)}; a merged model takes them over as they are"
-        )
+    if files is None or not (unused := files.unused_parts(model)):
+        return ""
+    return (
+        f"{len(unused):,} of {len(files.tensors):,} tensors are not used in training{files.summary(unused)}; a merged "
+        "model takes them over as they are"
+    )

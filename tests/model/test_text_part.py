@@ -80,7 +80,9 @@ def test_the_text_part_is_the_same_function(
     assert lost
 
 
-def test_lora_from_fit_to_a_merged_model_and_plain_peft(gemma3: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_lora_from_fit_to_a_merged_model_and_plain_peft(
+    gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("LIT_FT_RUN_DIR", raising=False)
     (tmp_path / "rows.json").write_text(json.dumps(make_rows(8)))
     start = recipe(tmp_path, str(gemma3), str(tmp_path / "rows.json"), max_steps=2)
@@ -106,6 +108,10 @@ def test_lora_from_fit_to_a_merged_model_and_plain_peft(gemma3: Path, tmp_path: 
     lit_ft("export", "--run", tmp_path / "run", "--merge", "--text-only", "--out", tmp_path / "text")
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "text")), merged)
     lit_ft("verify", tmp_path / "again")
+
+    capsys.readouterr()
+    lit_ft("check", *start[1:])
+    assert "base model: 37 of 65 tensors are not used in training" in capsys.readouterr().out
 
 
 def fit_and_write(base: Path, data: Path, out: Path, world: int) -> None:

@@ -22,13 +22,7 @@ from torch import Tensor
 
 from lit_callbacks.export.merge_check import MergeFailed
 from lit_callbacks.export.weight_files import number, opened, weight_files
-from lit_callbacks.internals.transformers_internals import (
-    published_names,
-    read_as,
-    save_under_names_in,
-    tied_tensors,
-    was_read,
-)
+from lit_callbacks.internals.transformers_internals import names_in_model, save_under_names_in, tied_tensors, was_read
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -94,21 +88,28 @@ class BaseFiles:
         sizes = [file.stat().st_size for file in set(self.tensors.values())]
         return max(sizes) if len(sizes) > 1 else None
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weights in the files are quantized."""
+        return _json(self.folder).get("quantization_config") is not None
+
     def unused_parts(self, model: "PreTrainedModel") -> list[str]:
-        """Names of the tensors that a model does not use: those it does not read, without the scales of its weights.
+        """Names of the tensors that a model does not read, without the scales of quantized weights that it reads.
 
         Args:
-            model: model that was read from these files, or one of its class and config on the meta device.
+            model: model, which may be on the meta device.
         """
         plain = skeleton(type(model), model.config)
-        unused = self.tensors.keys() - read_as(plain, self.tensors).keys()
-        used = (self.tensors.keys() - unused) | published_names(model, plain)
-        modules = {parent for name in used for parent in (name, name.rpartition(".")[0])}
-        return [name for name in self.tensors if name in unused and modules.isdisjoint(_parents(name))]
+        own, names = plain.state_dict().keys(), names_in_model(plain, self.tensors)
+        unused = [name for name in self.tensors if names[name] not in own]
+        if not self.is_quantized:
+            return unused
+        modules = own | {name.rpartition(".")[0] for name in own} - {"", model.base_model_prefix}
+        return [name for name in unused if modules.isdisjoint(_parents(names[name]))]
 
     def are_for_dense_models(self, names: list[str]) -> bool:
         """Whether some tensors can stand beside dense weights: a dense model's config describes no quantization."""
-        if "quantization_config" not in _json(self.folder):
+        if not self.is_quantized:
             return True
         with ExitStack() as stack:
             files = {file: stack.enter_context(opened(file)) for file in {self.tensors[name] for name in names}}
@@ -141,10 +142,10 @@ class BaseFiles:
             MergeFailed: the folder lacks a tensor that the model reads from the base's files, or a copy differs.
         """
         config, written = model_class.config_class.from_pretrained(folder), _names_in(folder)
-        was_quantized, is_quantized = ("quantization_config" in _json(one) for one in (self.folder, folder))
-        if not was_quantized and not is_quantized:
+        is_quantized = "quantization_config" in _json(folder)
+        if not self.is_quantized and not is_quantized:
             self._check_written(skeleton(model_class, config), written)
-        scales = was_quantized * len(self.tensors.keys() - written - set(unused))
+        scales = self.is_quantized * len(self.tensors.keys() - written - set(unused))
         changed, unchanged = self._compare(folder)
         self._copy_tensors(unused, folder)
         if not is_quantized:
@@ -158,8 +159,9 @@ class BaseFiles:
         )
 
     def _check_written(self, trained: "PreTrainedModel", written: set[str]) -> None:
-        tied = tied_tensors(trained)
-        lost = [f for f, own in read_as(trained, self.tensors).items() if f not in written and own not in tied]
+        read = trained.state_dict().keys() - tied_tensors(trained)
+        names = names_in_model(trained, self.tensors.keys() - written)
+        lost = [name for name, own in names.items() if own in read]
         if lost:
             raise MergeFailed(
                 f"the merged files lack {', '.join(lost[:3])} of the base ({len(lost)} tensors), or hold them under "

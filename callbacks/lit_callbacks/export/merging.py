@@ -222,7 +222,7 @@ def _save(model: "PreTrainedModel", files: BaseFiles | None, text_only: bool, fo
     """Write a model under the names, and in files of the size, that its base is published in."""
     if text_only:
         save_under_own_names(model)
-    elif files is not None:
+    elif files is not None and not is_quantized(model):
         files.publish_names_of(model)
     largest = files.largest_file() if files is not None else None
     model.save_pretrained(folder, **({} if largest is None else {"max_shard_size": largest}))

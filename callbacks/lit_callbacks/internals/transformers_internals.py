@@ -42,12 +42,12 @@ def was_read(model: PreTrainedModel) -> bool:
     return getattr(model, "_weight_conversions", None) is not None
 
 
-def read_as(model: PreTrainedModel, names: Iterable[str], only_renamed: bool = False) -> dict[str, str]:
-    """Tensors that a model reads from weight files: from a name in the files to one in the model.
+def names_in_model(model: PreTrainedModel, names: Iterable[str], only_renamed: bool = False) -> dict[str, str]:
+    """Names that tensors of weight files have in a model, or would have if the model had them.
 
     Args:
         model: model, which may be on the meta device.
-        names: names in the files; those that the model does not read are not in the result.
+        names: names in the files.
         only_renamed: whether to leave out tensors that are split or joined while they are read.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -56,32 +56,19 @@ def read_as(model: PreTrainedModel, names: Iterable[str], only_renamed: bool = F
     conversions, own = get_model_conversion_mapping(model), model.state_dict()
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    read = {}
+    found = {}
     for name in sorted(names, key=dot_natural_key):  # some conversions rely on this order
         renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if renamed not in own and name in own:
             renamed, converter = name, None
-        if renamed in own and not (only_renamed and converter is not None):
-            read[name] = renamed
-    return read
+        if not (only_renamed and converter is not None):
+            found[name] = renamed
+    return found
 
 
 def tied_tensors(model: PreTrainedModel) -> set[str]:
     """Names of tensors that are another tensor of the model, and are not saved."""
     return set(model.all_tied_weights_keys)
-
-
-def published_names(model: PreTrainedModel, skeleton: PreTrainedModel) -> set[str]:
-    """Names that a model's tensors have in the files that it was read from, as far as transformers notes them.
-
-    Args:
-        model: model that was read from files.
-        skeleton: model of the same class and config on the meta device.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    skeleton._weight_conversions = getattr(model, "_weight_conversions", None)
-    return set(revert_weight_conversion(skeleton, skeleton.state_dict()))
 
 
 def save_under_names_in(model: PreTrainedModel, skeleton: PreTrainedModel, published: Iterable[str]) -> None:
@@ -94,10 +81,11 @@ def save_under_names_in(model: PreTrainedModel, skeleton: PreTrainedModel, publi
         skeleton: model of the same class and config on the meta device.
         published: names of the tensors in the files.
     """
-    from transformers.core_model_loading import PrefixChange
+    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
+    skeleton._weight_conversions = model._weight_conversions
     prefix, known = f"{model.base_model_prefix}.", set(published)
-    saved = {name for name in published_names(model, skeleton) if name.startswith(prefix)}
+    saved = {name for name in revert_weight_conversion(skeleton, skeleton.state_dict()) if name.startswith(prefix)}
     if saved.isdisjoint(known) and any(name.removeprefix(prefix) in known for name in saved):
         model._weight_conversions = [*model._weight_conversions, PrefixChange(prefix_to_add=model.base_model_prefix)]
 

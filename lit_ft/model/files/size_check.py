@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from lit_callbacks.internals.transformers_internals import read_as
+from lit_callbacks.internals.transformers_internals import names_in_model
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -63,11 +63,11 @@ def check_weights(folder: Path, skeleton: PreTrainedModel, where: str) -> None:
     own = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
     for file in weight_files(folder, where):
         shapes = dict(shapes_of(file, where))
-        for name, read in read_as(skeleton, shapes, only_renamed=True).items():
-            if own[read] != shapes[name]:
+        for name, renamed in names_in_model(skeleton, shapes, only_renamed=True).items():
+            if (shape := shapes[name]) != (wanted := own.get(renamed, shape)):
                 raise RecipeError(
-                    f"{where}: {name} is {shapes[name]} in {file.name}, and {own[read]} by config.json; put back the "
-                    "file that was changed"
+                    f"{where}: {name} is {shape} in {file.name}, and {wanted} by config.json; put back the file "
+                    "that was changed"
                 )
 
 
