@@ -20,8 +20,8 @@ from lit_ft.export.model_card import Card
 from lit_ft.export.restore_run import module_of, rebuild
 from lit_ft.model import embeddings, loading
 from lit_ft.model.files.fingerprint import write_fingerprint
+from lit_ft.model.files.text_part import text_class
 from lit_ft.model.spec import ModelSpec
-from lit_ft.model.text_part import text_class
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import BEST, LAST, RunFolder
 from lit_ft.training.console import show_progress_on_terminals_only

@@ -17,7 +17,7 @@ from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.export.model_card import Card
-from lit_ft.model.text_part import text_class
+from lit_ft.model.files.text_part import text_class
 from lit_ft.process import datamodule_of
 from lit_ft.run.folder import RUNS, RunFolder
 from lit_ft.training.causal_lm import CausalLM

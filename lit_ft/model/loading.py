@@ -27,9 +27,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.internals.transformers import decoder_layer_classes, with_decoder, without_report_of_unused
 from lit_ft.model import quantization as quantized_base
-from lit_ft.model import text_part
 from lit_ft.model.architecture import Architecture
-from lit_ft.model.files import deferred_cast, finite_weights, size_check
+from lit_ft.model.files import deferred_cast, finite_weights, size_check, text_part
 from lit_ft.model.files.weight_files import check_weight_files
 from lit_ft.model.packed_attention import PACKED
 

@@ -11,8 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import process
-from lit_ft.model import embeddings, loading, quantization, text_part
-from lit_ft.model.files import fingerprint, size_check
+from lit_ft.model import embeddings, loading, quantization
+from lit_ft.model.files import fingerprint, size_check, text_part
 from lit_ft.model.files.weight_files import check_weight_files
 
 

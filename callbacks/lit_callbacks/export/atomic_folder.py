@@ -25,6 +25,7 @@ _KNOWN_FILES = (
     *("adapter_config.json", "adapter_model.safetensors", "base.json", "README.md", MANIFEST),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "additional_chat_templates/*.jinja"),
+    *("*processor_config.json", "chat_template.json", "LICENSE*", "NOTICE*"),
 )
 """Name patterns of a model's files, for folders without a manifest."""
 

@@ -22,7 +22,13 @@ from torch import Tensor
 
 from lit_callbacks.export.merge_check import MergeFailed
 from lit_callbacks.export.weight_files import number, opened, weight_files
-from lit_callbacks.internals.transformers_internals import names_in_model, save_under_names_in, tied_tensors, was_read
+from lit_callbacks.internals.transformers_internals import (
+    names_in_model,
+    save_under_names_in,
+    tied_tensors,
+    ties_embeddings,
+    was_read,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -197,11 +203,14 @@ class BaseFiles:
 
     def _publish_config(self, folder: Path, config: "PretrainedConfig") -> None:
         """Write the base's ``config.json`` with the entries that training has changed."""
+        from transformers import AutoConfig
+
         published = _json(self.folder)
         parts = [part for part in published.values() if isinstance(part, dict)]
         own = next((part for part in parts if part.get("model_type") == config.model_type), published)
         before, after = type(config).from_pretrained(self.folder).to_dict(), config.to_dict()
         before["dtype"] = before.get("dtype") or published.get("dtype", published.get("torch_dtype"))
+        before["tie_word_embeddings"] = ties_embeddings(AutoConfig.from_pretrained(self.folder))  # the whole model's
         changed = {name: value for name, value in after.items() if name not in _NOTES and before.get(name) != value}
         is_dense_now = "quantization_config" in published and "quantization_config" not in _json(folder)
         if not changed and not is_dense_now:
