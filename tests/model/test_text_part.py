@@ -15,6 +15,7 @@ from command_line import losses, recipe
 from conftest import make_rows, make_tokenizer
 from lightning.pytorch import Trainer
 from lit_callbacks import AdapterMerger
+from lit_callbacks.export.merging import save_merged
 from published_folders import all_tensors, publish
 from ranks import on_ranks
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -66,18 +67,15 @@ def test_the_text_part_is_the_same_function(
     assert caplog.text.count(f"{count} tensors are not used in training (") == 1
     assert "LOAD REPORT" not in capfd.readouterr().err
 
-    index = json.loads((base / "model.safetensors.index.json").read_text())
     config = json.loads((base / "config.json").read_text())
     config["text_config"]["intermediate_size"] = 64
     (base / "config.json").write_text(json.dumps(config))
-    lost = next(key for key in index["weight_map"] if key.endswith("layers.1.mlp.up_proj.weight"))
     with pytest.raises(RecipeError, match=r"mlp\.\w+_proj.weight is .* by config.json; put back the file"):
         spec.skeleton()
     config["text_config"] |= {"intermediate_size": 48, "num_hidden_layers": 3, "layer_types": None}
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError, match=r"lacks weights of the model, which would be random \(\d+: model.layers."):
         loading.load_base(str(base))
-    assert lost
 
 
 def test_lora_from_fit_to_a_merged_model_and_plain_peft(
@@ -112,6 +110,23 @@ def test_lora_from_fit_to_a_merged_model_and_plain_peft(
     capsys.readouterr()
     lit_ft("check", *start[1:])
     assert "base model: 37 of 65 tensors are not used in training" in capsys.readouterr().out
+
+
+def test_a_hub_model_is_completed_from_its_snapshot(
+    gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    repository, commit = tmp_path / "hub" / "models--someone--gemma3", "0123abcd" * 5
+    shutil.copytree(gemma3, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    spec = ModelSpec("someone/gemma3", "someone/gemma3", attn_implementation="sdpa")
+    save_merged(spec.build(), tmp_path / "merged", spec.tokenizer)
+    assert "model.pretrained='someone/gemma3': 37 of 65 tensors are not used" in caplog.text
+    assert all_tensors(tmp_path / "merged").keys() == all_tensors(gemma3).keys()
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
 
 
 def fit_and_write(base: Path, data: Path, out: Path, world: int) -> None:

@@ -69,12 +69,7 @@ class BaseFiles:
         if not was_read(model) or not model.name_or_path:
             return None
         folder = Path(model.name_or_path)
-        if not folder.is_dir():
-            from huggingface_hub import snapshot_download
-
-            patterns = [*PROCESSOR_FILES, *TOKENIZER_FILES, *LICENSE_FILES, "config.json", "generation_config.json"]
-            folder = Path(snapshot_download(model.name_or_path, allow_patterns=patterns))
-        return cls.in_folder(folder)
+        return cls.in_folder(folder if folder.is_dir() else _snapshot_of(model.name_or_path))
 
     @classmethod
     def in_folder(cls, folder: Path) -> "BaseFiles | None":
@@ -223,6 +218,10 @@ class BaseFiles:
                 if name in part or part is own or name in ("dtype", "tie_word_embeddings"):
                     part[name] = value
         (folder / "config.json").write_text(json.dumps(published, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        again = type(config).from_pretrained(folder).to_dict()
+        own_notes = (*_NOTES, "dtype", "tie_word_embeddings")  # a whole model may state these for its parts
+        if wrong := [name for name in after if name not in own_notes and again.get(name) != after[name]]:
+            raise MergeFailed(f"config.json cannot hold {wrong[0]}={after[wrong[0]]!r}; nothing was written")
 
     def _copy_generation_config(self, folder: Path) -> None:
         """Take over the base's ``generation_config.json``, unless the trained model has other settings."""
@@ -286,6 +285,16 @@ def skeleton(model_class: type["PreTrainedModel"], config: "PretrainedConfig") -
     """Model on the meta device."""
     with torch.device("meta"):
         return model_class(copy.deepcopy(config))
+
+
+def _snapshot_of(hub_id: str) -> Path:
+    """Folder in the cache that a hub model was read from, completed by its small files."""
+    from huggingface_hub import snapshot_download
+    from transformers.utils import cached_file
+
+    commit = Path(str(cached_file(hub_id, "config.json", local_files_only=True))).parent.name
+    patterns = [*PROCESSOR_FILES, *TOKENIZER_FILES, *LICENSE_FILES, "generation_config.json"]
+    return Path(snapshot_download(hub_id, revision=commit, allow_patterns=patterns))
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
