@@ -205,7 +205,9 @@ class BaseFiles:
         own = next((part for part in parts if part.get("model_type") == config.model_type), published)
         before, after = type(config).from_pretrained(self.folder).to_dict(), config.to_dict()
         before["dtype"] = before.get("dtype") or published.get("dtype", published.get("torch_dtype"))
-        before["tie_word_embeddings"] = ties_embeddings(AutoConfig.from_pretrained(self.folder))  # the whole model's
+        before["tie_word_embeddings"] = ties_embeddings(
+            AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+        )  # the whole model's
         changed = {name: value for name, value in after.items() if name not in _NOTES and before.get(name) != value}
         is_dense_now = "quantization_config" in published and "quantization_config" not in _json(folder)
         if not changed and not is_dense_now:
@@ -248,7 +250,7 @@ class BaseFiles:
             return False
         with TemporaryDirectory() as own, TemporaryDirectory() as published:
             tokenizer.save_pretrained(own)
-            AutoTokenizer.from_pretrained(self.folder).save_pretrained(published)
+            AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False).save_pretrained(published)
             is_published = _contents(Path(own)) == _contents(Path(published))
         if is_published:
             copy_files(self.folder, folder, TOKENIZER_FILES)
