@@ -14,11 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft import process
 from lit_ft.errors import RecipeError
-from lit_ft.export.adapter_folders import Adapter, Combination, check_unchanged, load_adapters
+from lit_ft.export.adapter_folders import Adapter, Combination, base_of, check_unchanged, load_adapters, make_room
 from lit_ft.export.folder_texts import describe_step, generation_texts, run_texts
 from lit_ft.export.model_card import Card
 from lit_ft.export.restore_run import module_of, rebuild
-from lit_ft.model import embeddings, loading
+from lit_ft.model import loading
 from lit_ft.model.files.fingerprint import write_fingerprint
 from lit_ft.model.files.text_part import text_class
 from lit_ft.model.spec import ModelSpec
@@ -178,11 +178,11 @@ def _of_adapters(
     tokenizer, now = base.tokenizer, base.fingerprint()
     for adapter in adapters:
         skeleton = loading.skeleton(base.pretrained)
-        _make_room(skeleton, tokenizer)
+        make_room(skeleton, tokenizer)
         adapter.check(skeleton, now)
     torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare
     model = base.build("sdpa")
-    _make_room(model, tokenizer)
+    make_room(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]
 
@@ -207,17 +207,8 @@ def _of_adapters(
 
 
 def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> ModelSpec:
-    has_tokenizer = (first.folder / "tokenizer_config.json").is_file()
-    if folder is not None:
-        spec = module_of(folder.recipe()).spec.base
-        tokenizer = str(first.folder) if has_tokenizer else spec.tokenizer_name
-        return replace(spec, tokenizer_name=tokenizer, added_tokens=(), added_special_tokens=())
-    pretrained = named or first.recorded_base
-    if not pretrained:
-        raise RecipeError(f"the adapter {str(first.folder)!r} names no base; give it with --base")
-    return ModelSpec(pretrained, str(first.folder) if has_tokenizer else pretrained)
-
-
-def _make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = model.get_input_embeddings().num_embeddings
-    embeddings.resize_embeddings(model, tokenizer, max(0, len(tokenizer) - rows))
+    if folder is None:
+        return base_of(first, named)
+    spec = module_of(folder.recipe()).spec.base
+    tokenizer = str(first.folder) if first.has_tokenizer else spec.tokenizer_name
+    return replace(spec, tokenizer_name=tokenizer, added_tokens=(), added_special_tokens=())

@@ -8,11 +8,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.atomic_folder import put_back
 from lit_callbacks.export.manifest import ManifestError, read_manifest, verify_manifest
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError, explained
+from lit_ft.model import embeddings
 from lit_ft.model.files import size_check
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base, read_fingerprint
+from lit_ft.model.spec import ModelSpec
 from lit_ft.tuning import bottleneck  # noqa: F401 (the method of bottleneck is known to PEFT once it is imported)
 from lit_ft.tuning.lora_init import FROM_THE_BASE, init_of
 
@@ -77,6 +79,11 @@ class Adapter:
         base = read_fingerprint(self.folder)
         return base["pretrained"] if base else self.config.base_model_name_or_path
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder has a tokenizer of its own."""
+        return (self.folder / "tokenizer_config.json").is_file()
+
     def check(self, skeleton: PreTrainedModel, base: Fingerprint) -> None:
         """Refuse an adapter that is damaged, or that belongs to another base model.
 
@@ -111,6 +118,28 @@ class Adapter:
                     f"{name} was trained on another base: {key} {found} there, and {tuple(tensor.shape)} on this one; "
                     "name the base that it was trained on"
                 )
+
+
+def base_of(adapter: Adapter, named: str | None) -> ModelSpec:
+    """Base model of an adapter, with the adapter's own tokenizer if its folder has one.
+
+    Args:
+        adapter: adapter.
+        named: folder or hub id of the base; None takes the one that the adapter records.
+
+    Raises:
+        RecipeError: neither names a base.
+    """
+    pretrained = named or adapter.recorded_base
+    if not pretrained:
+        raise RecipeError(f"the adapter {str(adapter.folder)!r} names no base; give it with --base")
+    return ModelSpec(pretrained, str(adapter.folder) if adapter.has_tokenizer else pretrained)
+
+
+def make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add rows to a model's embeddings where the tokenizer has more tokens."""
+    rows = model.get_input_embeddings().num_embeddings
+    embeddings.resize_embeddings(model, tokenizer, max(0, len(tokenizer) - rows))
 
 
 def check_unchanged(folder: Path, most_bytes: int | None = None) -> None:

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.data.text.chat_template import ChatTemplate, set_chat_template
 from lit_ft.errors import RecipeError
-from lit_ft.export.adapter_folders import Adapter, check_unchanged, load_adapters
+from lit_ft.export.adapter_folders import Adapter, base_of, check_unchanged, load_adapters, make_room
 from lit_ft.export.restore_run import rebuild
-from lit_ft.model import embeddings, loading
+from lit_ft.model import loading
 from lit_ft.model.spec import ModelSpec
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.tuning.lora_init import LoraInitState
@@ -108,23 +108,14 @@ def _open_run(run: RunFolder, ckpt_path: str, chat_template: str | None) -> Open
 
 
 def _open_adapter(adapter: Adapter, named: str | None, chat_template: str | None) -> OpenedModel:
-    pretrained = named or adapter.recorded_base
-    if not pretrained:
-        raise RecipeError(f"the adapter {str(adapter.folder)!r} names no base; give it with --base")
-    has_tokenizer = (adapter.folder / "tokenizer_config.json").is_file()
-    spec = ModelSpec(pretrained, str(adapter.folder) if has_tokenizer else pretrained)
-    check_unchanged(Path(pretrained).expanduser())
-    skeleton = loading.skeleton(pretrained)
-    _make_room(skeleton, spec.tokenizer)
+    spec = base_of(adapter, named)
+    check_unchanged(Path(spec.pretrained).expanduser())
+    skeleton = loading.skeleton(spec.pretrained)
+    make_room(skeleton, spec.tokenizer)
     adapter.check(skeleton, spec.fingerprint())
     base = spec.build("sdpa")
-    _make_room(base, spec.tokenizer)
+    make_room(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chat_template)
-
-
-def _make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = model.get_input_embeddings().num_embeddings
-    embeddings.resize_embeddings(model, tokenizer, max(0, len(tokenizer) - rows))
 
 
 def _opened(
