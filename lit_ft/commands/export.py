@@ -177,7 +177,7 @@ def _of_adapters(
     check_unchanged(Path(base.pretrained).expanduser())
     tokenizer, now = base.tokenizer, base.fingerprint()
     for adapter in adapters:
-        skeleton = loading.skeleton(base.pretrained)
+        skeleton = loading.skeleton(base.pretrained, overrides=base.config_overrides)
         make_room(skeleton, tokenizer)
         adapter.check(skeleton, now)
     torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare

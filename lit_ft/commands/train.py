@@ -53,6 +53,7 @@ from lit_ft.export.adapter_folders import check_unchanged
 from lit_ft.export.folder_texts import texts_of
 from lit_ft.internals.jsonargparse import allow_untyped
 from lit_ft.internals.lightning import callbacks_of
+from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.generation import GREEDY, Sampling
 from lit_ft.process import resume_threads
@@ -458,7 +459,9 @@ class TrainingCLI(LightningCLI):
                 check_callbacks(callbacks_of(self.trainer), bool(has_data and limit))
             allow_one_loader(self.datamodule)
         if isinstance(self.datamodule, TextDataModule):
+            self._check_positions("data.max_length", self.datamodule.requested_length)
             self.datamodule.load(tokenizer_of(self.model), stage)
+            self._check_positions("the longest sample", self.datamodule.longest_sample)
             if stage == "fit" and self.options.ckpt_path is not None:
                 self.datamodule.resume_data = self.options.resume_data
                 self.datamodule.check_order(saved_data(self.options.ckpt_path, type(self.datamodule).__qualname__))
@@ -472,6 +475,11 @@ class TrainingCLI(LightningCLI):
         """
         if (base := model.spec.base).init == "pretrained":
             check_unchanged(Path(base.pretrained).expanduser(), HASHED_BASE_BYTES if is_rank_zero() else 0)
+
+    def _check_positions(self, what: str, length: int | None) -> None:
+        if isinstance(self.model, CausalLM):
+            base = self.model.spec.base
+            check_positions(base.config, length, what, f"model.pretrained={base.pretrained!r}")
 
     def _try_optimizer(self, skeleton: nn.Module) -> None:
         """Build optimizer and schedule for a few small parameters, so that bad arguments fail before weights load."""

@@ -32,6 +32,8 @@ from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import Checkpoint, LoaderState, Question
 
+DEFAULT_MAX_LENGTH = 2048
+"""Longest sample in tokens, where a recipe says nothing."""
 MOST_WORKERS = 256
 """Maximum number of processes that load or tokenize data: a larger number is a mistake that would stop the machine."""
 
@@ -58,7 +60,7 @@ class TextDataModule(LightningDataModule):
         chat_template: str | None = None,
         template_options: dict[str, Any] | None = None,
         supervise: Supervise = "assistant",
-        max_length: int | None = 2048,
+        max_length: int | None = DEFAULT_MAX_LENGTH,
         overlong: Overlong = "truncate",
         on_bad_row: OnBadRow = "error",
         micro_batch_size: int = 1,
@@ -344,6 +346,16 @@ class TextDataModule(LightningDataModule):
                     "make it smaller, give a fraction of an epoch (0.5), or count over epochs with "
                     "trainer.check_val_every_n_epoch=null"
                 )
+
+    @property
+    def requested_length(self) -> int | None:
+        """Length of samples that the recipe asks for; None where it leaves the default, which data may not reach."""
+        return self.max_length if self.streaming or self.max_length != DEFAULT_MAX_LENGTH else None
+
+    @property
+    def longest_sample(self) -> int | None:
+        """Tokens of the longest sample that was read; None if there is none, as with streaming."""
+        return max((int(samples.lengths.max()) for samples in self.splits.values() if len(samples)), default=None)
 
     # --- loaders ---------------------------------------------------------------------------------
 

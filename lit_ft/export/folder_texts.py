@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -61,13 +62,16 @@ def run_texts(
     recipe = load_yaml(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
     spec, base = module.spec, module.base_fingerprint
     added = [*spec.base.added_tokens, *spec.base.added_special_tokens]
+    notes = [f"Tokens added: {', '.join(f'`{token}`' for token in added)}."] if added else []
+    if spec.base.config_overrides and kind == "adapter":
+        notes.append(f"Load the base with these values of its config: `{json.dumps(spec.base.config_overrides)}`.")
     card = Card(
         kind=kind,
         title=" ".join(run.root.parts[-2:]) if RUNS in run.root.parents else run.root.name,  # recipe and time
         base=spec.base.pretrained,
         commit=base["commit"] if base else None,
         method=spec.tuning.method,
-        notes=[f"Tokens added: {', '.join(f'`{token}`' for token in added)}."] if added else [],
+        notes=notes,
         adds_tokens=bool(added),
         text_class=text_class(spec.base.pretrained),
         samples=samples,

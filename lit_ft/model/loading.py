@@ -28,6 +28,8 @@ from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.internals.transformers import decoder_layer_classes, with_decoder, without_report_of_unused
 from lit_ft.model import quantization as quantized_base
 from lit_ft.model.architecture import Architecture
+from lit_ft.model.config.known import unknown_architecture
+from lit_ft.model.config.overrides import Overrides, with_overrides
 from lit_ft.model.files import deferred_cast, finite_weights, size_check, text_part
 from lit_ft.model.files.weight_files import check_weight_files
 from lit_ft.model.packed_attention import PACKED
@@ -63,21 +65,28 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
         raise _unreachable(pretrained, error) from error
 
 
-def load_config(pretrained: str) -> PretrainedConfig:
+def load_config(pretrained: str, overrides: Overrides | None = None) -> PretrainedConfig:
     """Load the model config of a folder or hub id; of a model for images and text, the part for text.
 
+    Args:
+        pretrained: folder or hub id.
+        overrides: values in place of those of config.json.
+
     Raises:
-        RecipeError: there is no config, it does not parse, or the hub cannot be reached.
+        RecipeError: there is no config, it does not parse, the hub cannot be reached, or the overrides do not fit.
     """
     _check_folder(pretrained)
     if os.path.isfile(path := Path(pretrained).expanduser() / "config.json"):
         size_check.check_sizes(path, _named(pretrained))
     try:
-        return text_part.config_of_text(AutoConfig.from_pretrained(pretrained, trust_remote_code=False))
+        config = text_part.config_of_text(AutoConfig.from_pretrained(pretrained, trust_remote_code=False))
     except CONFIG_ERRORS as error:
+        if reason := unknown_architecture(pretrained):
+            raise RecipeError(f"{_named(pretrained)}: {reason}") from error
         if os.path.isdir(pretrained):
-            raise RecipeError(f"model.pretrained={pretrained!r}: config.json: {_first_line(error)}") from error
+            raise RecipeError(f"{_named(pretrained)}: config.json: {_first_line(error)}") from error
         raise _unreachable(pretrained, error) from error
+    return with_overrides(config, overrides)
 
 
 def _named(pretrained: str) -> str:
@@ -125,8 +134,6 @@ def _unreachable(pretrained: str, error: Exception) -> RecipeError:
 
 
 def _first_line(error: Exception) -> str:
-    if "custom code" in str(error):
-        return "it wants Python code of its own (auto_map) to be run, which is never done"
     lines = str(error).strip().split("\n")
     if isinstance(error, StrictDataclassError):  # the first line names the failed check, the next one the value
         lines = [" ".join(line.strip() for line in lines)]
@@ -161,6 +168,7 @@ def load_base(
     dtype: Dtype = "auto",
     attn_implementation: str = "auto",
     quantization: QuantizationConfigMixin | None = None,
+    overrides: Overrides | None = None,
 ) -> PreTrainedModel:
     """Build the base model, in training mode.
 
@@ -170,24 +178,27 @@ def load_base(
         dtype: dtype of the weights; ``auto`` is that of the config.
         attn_implementation: name of an attention function of transformers, or ``auto``.
         quantization: quantization that is applied while the weights are read; None for none.
+        overrides: values in place of those of config.json.
 
     Raises:
         RecipeError: weights are missing, or quantized in a way that cannot be trained on.
     """
-    config = load_config(pretrained)
+    config = load_config(pretrained, overrides)
     check_architecture(config)
     attention = pick_attention(config, attn_implementation)
     if init == "pretrained":
         return _read(pretrained, config, dtype, attention, quantization)
     if quantization is not None:
         raise RecipeError("model.quantization needs weights to quantize; set model.init to pretrained")
-    return _draw(pretrained, config, dtype, attention)
+    return _draw(pretrained, config, dtype, attention, overrides)
 
 
-def _draw(pretrained: str, config: PretrainedConfig, dtype: Dtype, attention: str) -> PreTrainedModel:
+def _draw(
+    pretrained: str, config: PretrainedConfig, dtype: Dtype, attention: str, overrides: Overrides | None
+) -> PreTrainedModel:
     config.quantization_config = None  # random weights are dense, even if the checkpoint is quantized
     of_weights = _dtype_of_weights(config, dtype)
-    size_check.check_memory(skeleton(pretrained), of_weights, _named(pretrained))
+    size_check.check_memory(skeleton(pretrained, overrides=overrides), of_weights, _named(pretrained))
     with explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)):
         model = AutoModelForCausalLM.from_config(
             config, trust_remote_code=False, dtype=of_weights, attn_implementation=attention
@@ -238,9 +249,9 @@ def _read(
     return model
 
 
-def skeleton(pretrained: str, dtype: Dtype = "auto") -> PreTrainedModel:
+def skeleton(pretrained: str, dtype: Dtype = "auto", overrides: Overrides | None = None) -> PreTrainedModel:
     """Base model on the meta device, without weights but with their dtype, for checks before weights are read."""
-    config = load_config(pretrained)
+    config = load_config(pretrained, overrides)
     check_architecture(config)
     with (
         torch.device("meta"),

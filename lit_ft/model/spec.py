@@ -12,6 +12,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import process
 from lit_ft.model import embeddings, loading, quantization
+from lit_ft.model.config.overrides import Overrides
 from lit_ft.model.files import fingerprint, size_check, text_part
 from lit_ft.model.files.weight_files import check_weight_files
 
@@ -30,11 +31,13 @@ class ModelSpec:
     dtype: loading.Dtype = "auto"
     attn_implementation: str = "auto"
     quantization: QuantizationConfigMixin | None = None
+    config_overrides: Overrides | None = None
+    """Values in place of those of config.json."""
 
     @property
     def config(self) -> PretrainedConfig:
         """Config of the model, read anew."""
-        return loading.load_config(self.pretrained)
+        return loading.load_config(self.pretrained, self.config_overrides)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -65,7 +68,7 @@ class ModelSpec:
         Raises:
             RecipeError: one of them does not fit.
         """
-        skeleton = loading.skeleton(self.pretrained, self.dtype)
+        skeleton = loading.skeleton(self.pretrained, self.dtype, self.config_overrides)
         self._check_weights(skeleton)
         embeddings.resize_embeddings(skeleton, self.tokenizer, len(self.added_ids))
         return skeleton
@@ -97,7 +100,8 @@ class ModelSpec:
             attn_implementation: in place of the spec's own.
         """
         attention = attn_implementation or self.attn_implementation
-        base = loading.load_base(self.pretrained, self.init, self.dtype, attention, self.quantization)
+        form = self.dtype, attention, self.quantization
+        base = loading.load_base(self.pretrained, self.init, *form, overrides=self.config_overrides)
         is_on_hub = not Path(self.pretrained).expanduser().is_dir()
         if is_on_hub and self.init == "pretrained" and (unused := self.unused_tensors(base)):
             rank_zero_info(f"model.pretrained={self.pretrained!r}: {unused}")
@@ -107,4 +111,4 @@ class ModelSpec:
 
     def build_unquantized(self) -> PreTrainedModel:
         """Model with the weights as they were before the recipe's quantization."""
-        return loading.load_base(self.pretrained, self.init, self.dtype)
+        return loading.load_base(self.pretrained, self.init, self.dtype, overrides=self.config_overrides)

@@ -62,6 +62,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         init: Init = "pretrained",
         dtype: Dtype = "auto",
         attn_implementation: str = "auto",
+        config_overrides: dict[str, object] | None = None,
         peft: PeftConfig | None = None,
         adapter_dtype: Literal["float32", "auto"] = "float32",
         trainable: list[str] | None = None,
@@ -89,6 +90,8 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
             init: pretrained reads the weights; random draws them (config.json and a tokenizer are enough).
             dtype: of the base's weights; auto is what its config says. float32 for full fine-tuning.
             attn_implementation: auto is lit_ft's packed attention; or sdpa, eager, flash_attention_2, ...
+            config_overrides: values merged into those of config.json, e.g. {rope_parameters: {rope_type: yarn, factor:
+                4.0}} for four times as many positions.
             peft: tuning method, any PEFT config by class_path; null trains all weights.
             adapter_dtype: of the weights that peft adds; auto is the base's dtype.
             trainable: without peft, train only the weights whose names match one of these regular expressions, e.g.
@@ -119,7 +122,8 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         super().__init__()
         added = added_tokens or [], added_special_tokens or []
         pretrained, tokenizer = (os.path.expanduser(name) for name in (pretrained, tokenizer or pretrained))
-        base = ModelSpec(pretrained, tokenizer, *added, init, dtype, attn_implementation, quantization)
+        form = init, dtype, attn_implementation, quantization
+        base = ModelSpec(pretrained, tokenizer, *added, *form, config_overrides=config_overrides)
         tuning = TuningSpec(peft, adapter_dtype, trainable)
         passes = gradient_checkpointing, activation_offload, compile, liger, fused_lora, neftune_alpha, router_aux_loss
         self.spec = TrainingSpec(base, tuning, *passes)

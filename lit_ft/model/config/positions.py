@@ -1,0 +1,71 @@
+"""Number of positions that a model is made for, and what a recipe can do for longer samples."""
+
+import math
+from collections.abc import Mapping
+
+from transformers import PretrainedConfig
+
+from lit_ft.errors import RecipeError
+
+EXTENDING = ("yarn", "llama3", "longrope")
+"""Kinds of rotary frequencies that extend ``original_max_position_embeddings``; ``max_position_embeddings`` is the
+extended number in most configs. Linear and dynamic scaling multiply ``max_position_embeddings`` itself, as vLLM reads
+them (``_get_and_verify_max_len``)."""
+
+
+def positions_of(stated: int, rope: Mapping[str, object]) -> int:
+    """Number of positions of a model.
+
+    Args:
+        stated: ``max_position_embeddings`` of its config.
+        rope: ``rope_parameters`` of its config; without a ``rope_type`` nothing is scaled.
+    """
+    factor, original = rope.get("factor") or 1, rope.get("original_max_position_embeddings")
+    if not isinstance(factor, int | float):
+        return stated
+    if rope.get("rope_type") in ("linear", "dynamic"):
+        return int(stated * factor)
+    if rope.get("rope_type") in EXTENDING and isinstance(original, int):
+        return max(stated, int(original * factor))
+    return stated
+
+
+def check_positions(config: PretrainedConfig, length: int | None, what: str, name: str) -> None:
+    """Refuse samples that are longer than the model has positions.
+
+    Args:
+        config: config of the model.
+        length: tokens of the longest sample; None if it is not known.
+        what: where that length comes from, for the message.
+        name: the model in the recipe, for the message.
+
+    Raises:
+        RecipeError: there are too few positions; the message has the option that scales them filled in.
+    """
+    text = config.get_text_config()
+    values, name_there = text.to_dict(), text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    stated, rope = values.get(name_there), values.get("rope_parameters") or {}
+    if length is None or not isinstance(stated, int) or length <= (limit := positions_of(stated, rope)):
+        return
+    fix = f"set data.max_length={limit}"
+    if option := _scaling(stated, rope, length):
+        option = option if text is config else f"{{text_config: {option}}}"
+        fix = f"scale them with --model.config_overrides '{option}', or {fix}"
+    raise RecipeError(f"{what} of {length:,} tokens is beyond the {limit:,} positions of {name}; {fix}")
+
+
+def _scaling(stated: int, rope: Mapping[str, object], length: int) -> str:
+    """Override of the config that extends rotary positions to ``length`` tokens; empty if there is no simple one."""
+    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+    base = original if kind in EXTENDING and isinstance(original, int) else stated
+    factor = math.ceil(100 * length / base) / 100
+    if kind == "default":
+        return f"{{rope_parameters: {{rope_type: yarn, factor: {factor:g}}}}}"
+    if kind in ("yarn", "llama3", "linear", "dynamic"):
+        return f"{{rope_parameters: {{factor: {factor:g}}}}}"
+    if "full_attention" in rope:  # frequencies by kind of layer; those of sliding windows need no extension
+        return (
+            f"{{max_position_embeddings: {length}, "
+            f"rope_parameters: {{full_attention: {{rope_type: linear, factor: {factor:g}}}}}}}"
+        )
+    return ""
