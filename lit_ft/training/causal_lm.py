@@ -122,8 +122,9 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         super().__init__()
         added = added_tokens or [], added_special_tokens or []
         pretrained, tokenizer = (os.path.expanduser(name) for name in (pretrained, tokenizer or pretrained))
-        form = init, dtype, attn_implementation, quantization
-        base = ModelSpec(pretrained, tokenizer, *added, *form, config_overrides=config_overrides)
+        base = ModelSpec(
+            pretrained, tokenizer, *added, init, dtype, attn_implementation, quantization, config_overrides
+        )
         tuning = TuningSpec(peft, adapter_dtype, trainable)
         passes = gradient_checkpointing, activation_offload, compile, liger, fused_lora, neftune_alpha, router_aux_loss
         self.spec = TrainingSpec(base, tuning, *passes)
