@@ -12,7 +12,7 @@ from typing import Literal
 from lit_callbacks.protocols import Message
 
 from lit_ft.data.text.chat_template import ChatTemplate, spell_out_tools
-from lit_ft.data.text.formats import THINKING_KEYS, Chat, Text
+from lit_ft.data.text.formats import THINKING_KEYS, Chat, JsonObject, Text
 from lit_ft.errors import BadRow, RecipeError
 
 Piece = tuple[str, bool]
@@ -103,7 +103,7 @@ def _before(chat: Chat, i: int, template: ChatTemplate) -> str:
             if i > 0:
                 raise
     # A question has no generation prompt, and few templates render an empty conversation.
-    return _begin(chat, i, template)
+    return _begin(chat.messages[: i + 1], chat.tools, template)
 
 
 def _thinking_put_back(message: Message, opener: str, turn: str) -> str:
@@ -196,21 +196,25 @@ def _cut(chat: Chat, i: int, before: str, through: str, template: ChatTemplate, 
             return before, goes_on + template.closing
         notes.append("other opening")
         return opened, through[len(opened) :]
-    # Mistral's template, for example, writes a system prompt into the last turn if it is the user's.
-    opened, generation = _begin(chat, i, template), before.removeprefix(earlier)
+    # Mistral's template writes a system prompt into the last turn if it is the user's; gpt-oss's leaves out what the
+    # model thought before a call once an answer follows it.
+    thoughtless = {key: value for key, value in chat.messages[i].items() if key not in THINKING_KEYS}
+    opened, generation = _begin([*chat.messages[:i], thoughtless], chat.tools, template), before.removeprefix(earlier)
     if before.startswith(earlier) and opened.endswith(template.opening) and template.opening.startswith(generation):
-        return before, through[len(opened) - len(template.opening) + len(generation) :]
+        start = len(opened) - len(template.opening) + len(generation)
+        if through.startswith(opened[:start]):
+            return before, through[start:]
     raise BadRow(
         f"{template.name} writes the turns before turn {i + 1} in another way once it follows, so that its place "
         "cannot be told; give another template with data.chat_template"
     )
 
 
-def _begin(chat: Chat, i: int, template: ChatTemplate) -> str:
-    """Rendered text before the content of a turn, found by rendering the turn with another content."""
-    message = chat.messages[i]
-    other = {**message, "content": "b" if message["content"].lstrip().startswith("a") else "a"}
-    return _common([_render(Chat([*chat.messages[:i], m], chat.tools), i + 1, template) for m in (message, other)])
+def _begin(messages: list[Message], tools: list[JsonObject] | None, template: ChatTemplate) -> str:
+    """Rendered text before the content of the last turn, found by rendering that turn with another content."""
+    *before, last = messages
+    other = {**last, "content": "b" if last["content"].lstrip().startswith("a") else "a"}
+    return _common([_render(Chat([*before, turn], tools), len(messages), template) for turn in (last, other)])
 
 
 def _common(texts: list[str]) -> str:
