@@ -7,17 +7,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.loaders.batching import BatchPlan
-from lit_ft.data.text.formats import Chat
+from lit_ft.data.template_check import compare_with_template
 from lit_ft.data.text.placeholders import placeholder_in
-from lit_ft.data.text.rendering import chat_samples
 from lit_ft.data.tokens.preparation import Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples
-from lit_ft.data.tokens.tokenization import Tokenization, check_encodable, contents_of
+from lit_ft.data.tokens.tokenization import Tokenization, contents_of
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
 
-ROUND_TRIP_ROWS = 200
-"""Rows per source that are rendered and decoded again."""
 TRUNCATED_LIMIT = 0.03
 """Largest fraction of truncated answers that is no problem: a truncated answer ends amid a sentence, without the
 end-of-turn token, and the model learns that too. A few very long rows are usual (99 % whole is a common choice of
@@ -196,36 +193,6 @@ def judge_repetition(train: Samples, validation: Samples | None, shared: list[st
         report.warnings.append(line)
 
 
-def round_trip(tokenization: Tokenization, prepared: Prepared) -> tuple[int, int, str]:
-    """Render conversations, tokenize them, and decode the tokens again.
-
-    Returns:
-        Number of samples that decode to the same text, number of samples, and the text of the first that does not.
-    """
-    right = count = 0
-    first = ""
-    for _, row in prepared.source.rows():
-        try:
-            example = tokenization.example(row)
-            if not isinstance(example, Chat):
-                return 0, 0, ""
-            closing = tokenization.tokenizer.eos_token or ""
-            pieces = chat_samples(example, tokenization.template, tokenization.supervise, closing, [])
-            check_encodable(pieces)
-        except BadRow:
-            continue  # counted where the rows were read
-        for sample in pieces:
-            text = "".join(part for part, _ in sample)
-            ids, _, _ = tokenization.encoder.encode([sample])
-            decoded = tokenization.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            same = decoded.split() == text.split()  # some tokenizers add a space after a special token
-            right, count = right + same, count + 1
-            first = first or ("" if same else text)
-        if count >= ROUND_TRIP_ROWS:
-            break
-    return right, count, first
-
-
 def stretches(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
     """Split a sample into segments of text where supervision begins or ends; each with whether it is supervised."""
     supervised = labels != IGNORE_INDEX
@@ -286,11 +253,6 @@ def inspect_split(
                 "another data.chat_template, or a tokenizer with an end-of-sequence token"
             )
         if tokenization is not None:
-            right, count, first = round_trip(tokenization, one)
-            if right < count:
-                report.warnings.append(
-                    f"{source.name}: {count - right:,} of {count:,} conversations decode to another text than the "
-                    f"template wrote, e.g. {first[:200]!r}"
-                )
-            if count:
-                report.facts[f"template round trip, {source.name}"] = f"{right:,} of {count:,} conversations"
+            compared = compare_with_template(tokenization, one.source.rows())
+            report.facts |= compared.facts(source.name)
+            report.warnings += compared.warnings(source.name)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
@@ -92,7 +93,8 @@ class ChatTemplate:
 
         Args:
             tokenizer: tokenizer with a ``chat_template``.
-            options: variables for the template, e.g. ``{"enable_thinking": False}``.
+            options: variables for the template, e.g. ``{"enable_thinking": False}``; ``strftime_now`` is a date, in
+                place of today, for templates that write the date.
 
         Raises:
             RecipeError: there is no template, or it does not render a question and an answer.
@@ -102,7 +104,7 @@ class ChatTemplate:
                 f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which conversations need; give one "
                 f"with --data.chat_template FILE.jinja, or a built-in one ({', '.join(BUILT_IN)}), or train on raw text"
             )
-        self._tokenizer, self._options = tokenizer, options or {}
+        self._tokenizer, self._options = tokenizer, _with_clock(options or {})
         self.name = f"the chat template of {tokenizer.name_or_path!r}"
         self._check_options(self._options)
         self._rendering = Rendering(self.name)
@@ -161,6 +163,24 @@ class ChatTemplate:
             self._compiled.environment, variables, None, self._compiled.blocks
         )
         return "".join(self._compiled.root_render_func(context))
+
+    def ids(
+        self, messages: Sequence[Message], tools: list[JsonObject] | None = None, generation: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation as ``apply_chat_template`` gives them: the reference for what training sees."""
+        with self._rendering:
+            encoded = self._tokenizer.apply_chat_template(
+                list(messages), tools, add_generation_prompt=generation, return_dict=True, **self._options
+            )
+        return list(encoded["input_ids"])
+
+    @cached_property
+    def is_dated(self) -> bool:
+        """Whether conversations are rendered with today's date."""
+        if "strftime_now" not in str(self._tokenizer.chat_template) or "strftime_now" in self._options:
+            return False
+        options = [{**self._options, "strftime_now": day} for day in ("2001-02-03", "2004-05-06")]
+        return len({ChatTemplate(self._tokenizer, one).render([_QUESTION, _ANSWER]) for one in options}) > 1
 
     @cached_property
     def ending(self) -> str:
@@ -254,6 +274,18 @@ class ChatTemplate:
                     f"{self.name} leaves out the text of turn {number} ({message['role']}); give another template, or "
                     "take the turn out"
                 )
+
+
+def _with_clock(options: dict[str, object]) -> dict[str, object]:
+    """Options with the date ``strftime_now`` as the function of that name, which templates call with a format."""
+    if (day := options.get("strftime_now")) is None:
+        return options
+    try:
+        return {**options, "strftime_now": datetime.fromisoformat(str(day)).strftime}
+    except ValueError as error:
+        raise RecipeError(
+            f"data.template_options: strftime_now={str(day)!r} must be a date, e.g. {datetime.now():%Y-%m-%d}"
+        ) from error
 
 
 def spell_out_tools(chat: Chat) -> Chat:

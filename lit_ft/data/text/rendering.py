@@ -24,7 +24,7 @@ Supervise = Literal["assistant", "last", "all"]
 def prompt_and_answer(chat: Chat, template: ChatTemplate) -> tuple[str, Message, Message]:
     """Prompt of the last answer as the model sees it, the turn before that answer, and the answer."""
     last = _answers(chat)[-1]
-    chat = _with_tools(chat, template, [])
+    chat = with_tools(chat, template, [])
     prompt = _before(chat, last, template)
     return prompt, chat.messages[max(last - 1, 0)], chat.messages[last]
 
@@ -55,8 +55,8 @@ def chat_samples(
     Raises:
         BadRow: the template does not render it, or leaves part of it out.
     """
-    chat = _with_tools(chat, template, notes)
-    turns = _supervised_turns(chat, supervise)
+    chat = with_tools(chat, template, notes)
+    turns = supervised_turns(chat, supervise)
     if not turns:
         return []
     if turns[-1] < len(chat.messages) - 1 and not _is_answer(chat, -1):
@@ -158,7 +158,17 @@ def _is_answer(chat: Chat, i: int) -> bool:
     return bool(chat.messages[i]["role"] == "assistant")
 
 
-def _with_tools(chat: Chat, template: ChatTemplate, notes: list[str]) -> Chat:
+def with_tools(chat: Chat, template: ChatTemplate, notes: list[str]) -> Chat:
+    """Conversation that the template renders in full: tools that it would leave out are written as text.
+
+    Args:
+        chat: conversation; returned as it is where the template renders its tools, or it has none.
+        template: chat template.
+        notes: list that the name of a note is appended to.
+
+    Raises:
+        BadRow: the tools cannot be written as text.
+    """
     if not chat.tools and not any(m["role"] == "tool" or "tool_calls" in m for m in chat.messages):
         return chat
     if template.renders_tools:
@@ -174,7 +184,8 @@ def _answers(chat: Chat) -> list[int]:
     return [i for i in range(len(chat.messages)) if _is_answer(chat, i)]
 
 
-def _supervised_turns(chat: Chat, supervise: Supervise) -> list[int]:
+def supervised_turns(chat: Chat, supervise: Supervise) -> list[int]:
+    """Numbers of the turns that are supervised, from 0; with ``all``, the turn that supervision ends with."""
     answers = _answers(chat)
     if supervise == "all":
         return answers[-1:]

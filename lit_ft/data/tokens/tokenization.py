@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, fields
+from datetime import date
 from functools import cached_property
 from itertools import chain
 from typing import TypeVar
@@ -55,6 +56,8 @@ NOTES = {
     "placeholders": "rows hold placeholders that nobody filled in, such as {{{{name}}}} or {{name}}; fill them in",
     "tools spelled out": "conversations have functions, calls or results, which {template} does not show; they were "
     "spelled out as text",
+    "dated": "conversations hold the date of the day when they are tokenized, which {template} writes; the same on "
+    "every day with data.template_options={{strftime_now: {today}}}",
     "special tokens in text": "rows spell special tokens in their text, which are read as such",
 }
 """Message of each note, printed after a count; names in braces are replaced by settings of the run."""
@@ -98,7 +101,7 @@ class Tokenization:
     def describe(self, notes: Counter[str], rows: int) -> list[str]:
         """Messages for the notes, one line each."""
         closing = self.tokenizer.eos_token
-        words = {"max_length": self.max_length, "overlong": self.overlong, "closing": closing}
+        words = {"max_length": self.max_length, "overlong": self.overlong, "closing": closing, "today": date.today()}
         words["template"] = f"the chat template of {self.tokenizer.name_or_path!r}"
         words["openings"] = _openings(self.template) if notes["other opening"] else ""
         return [f"{notes[name]:,} of {rows:,} {NOTES[name].format(**words)}" for name in NOTES if notes[name]]
@@ -181,6 +184,8 @@ class Tokenization:
                 noted.append("nothing supervised")
             if isinstance(example, Chat) and begins_with_answer(example):
                 noted.append("begins with answer")
+            if isinstance(example, Chat) and self.template.is_dated:
+                noted.append("dated")
             if any(map(placeholder_in, contents_of(example))):
                 noted.append("placeholders")
             if any(map(self.encoder.has_special, contents_of(example))):

@@ -1,0 +1,139 @@
+"""Comparison of the tokens that training sees with those of ``apply_chat_template``, conversation by conversation.
+
+Training renders a conversation prefix by prefix, and tokenizes prompt and answer separately, as they come at inference.
+The conversation at once may have other tokens: a template may write earlier turns otherwise, and a tokenizer may merge
+characters across the border of prompt and answer.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, zip_longest
+
+from lit_ft.data.text.formats import Chat
+from lit_ft.data.text.rendering import chat_samples, supervised_turns, with_tools
+from lit_ft.data.text.sources import RawRow
+from lit_ft.data.tokens.tokenization import Tokenization, check_encodable
+from lit_ft.errors import BadRow, RecipeError
+
+ROWS = 2000
+"""Conversations per source that are compared."""
+_SHOWN = 6
+"""Tokens that are shown where two sides differ."""
+
+
+@dataclass
+class TemplateComparison:
+    """Number of conversations that were compared; where they differ, one text for each, with the place."""
+
+    count: int = 0
+    other_text: list[str] = field(default_factory=list)
+    """Conversations whose tokens do not decode to the text that the template wrote."""
+    other_tokens: list[str] = field(default_factory=list)
+    """Conversations with other tokens than ``apply_chat_template`` gives for all turns through an answer."""
+    other_prompt: list[str] = field(default_factory=list)
+    """Conversations in which an answer does not follow the prompt of ``predict``."""
+
+    def facts(self, name: str) -> dict[str, str]:
+        """Counts as text, by name; empty where the source named so has no conversations."""
+        if not self.count:
+            return {}
+        equal = (self.count - len(one) for one in (self.other_text, self.other_tokens, self.other_prompt))
+        words = ("decode to its text", "have the tokens of apply_chat_template", "follow the prompt of predict")
+        counts = ", ".join(f"{number:,} {what}" for number, what in zip(equal, words, strict=True))
+        return {f"chat template, {name}": f"of {self.count:,} conversations {counts}"}
+
+    def warnings(self, name: str) -> list[str]:
+        """Messages about what differs in the source named so."""
+        found = (
+            (self.other_text, "decode to another text than the template wrote"),
+            (
+                self.other_tokens,
+                "have other tokens than apply_chat_template gives for all turns through an answer (training has those "
+                "of inference: the prompt, then the answer)",
+            ),
+            (self.other_prompt, "have an answer that does not follow the prompt of predict"),
+        )
+        return [
+            f"{name}: {len(texts):,} of {self.count:,} conversations {what}, e.g. {texts[0]}"
+            for texts, what in found
+            if texts
+        ]
+
+
+def compare_with_template(
+    tokenization: Tokenization, rows: Iterable[tuple[str, RawRow | BadRow]]
+) -> TemplateComparison:
+    """Compare the first conversations of a source; other rows have no template.
+
+    Args:
+        tokenization: tokenization of the source.
+        rows: pairs of a location and a row.
+    """
+    found = TemplateComparison()
+    for location, row in rows:
+        try:
+            example = tokenization.example(row)
+            if not isinstance(example, Chat):
+                return found
+            _compare(example, location, tokenization, found)
+        except BadRow:
+            continue  # counted where the rows were read
+        if found.count >= ROWS:
+            break
+    return found
+
+
+def _compare(chat: Chat, location: str, tokenization: Tokenization, found: TemplateComparison) -> None:
+    template, closing = tokenization.template, tokenization.tokenizer.eos_token or ""
+    chat = with_tools(chat, template, [])
+    samples = chat_samples(chat, template, tokenization.supervise, closing, [])
+    check_encodable(samples)
+    if not samples:
+        return
+    turns = iter(supervised_turns(chat, tokenization.supervise))
+    texts, tokens, prompts = [], [], []
+    for sample in samples:
+        *_, last = islice(turns, len(sample) // 2)  # a sample is, turn by turn, the text before it and its own
+        ids = tokenization.encoder.encode([sample])[0].tolist()
+        text = "".join(part for part, _ in sample)
+        decoded = tokenization.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        if decoded.split() != text.split():  # some tokenizers add a space after a special token
+            texts.append(f"{location}: {text[:200]!r}")
+        if at := _first_difference(ids, through := template.ids(chat.messages[: last + 1], chat.tools)):
+            tokens.append(_describe(at, ids, through, chat, location, tokenization))
+        if last > 0 and chat.messages[last]["role"] == "assistant":
+            before = template.ids(chat.messages[:last], chat.tools, generation=True)
+            if at := _first_difference(ids[: len(before)], before):
+                prompts.append(_describe(at, ids, before, chat, location, tokenization))
+    found.count += 1
+    found.other_text += texts[:1]
+    found.other_tokens += tokens[:1]
+    found.other_prompt += prompts[:1]
+
+
+def _first_difference(ids: Sequence[int], reference: Sequence[int]) -> int:
+    """Number of the first token, from 1, that is not the reference's, which may go on; 0 if there is none."""
+    pairs = zip_longest(ids, reference[: len(ids)])
+    return next((number for number, (one, other) in enumerate(pairs, 1) if one != other), 0)
+
+
+def _describe(
+    at: int, ids: Sequence[int], reference: Sequence[int], chat: Chat, location: str, tokenization: Tokenization
+) -> str:
+    """Place of a difference, and both sides from there on."""
+    turns = range(1, len(chat.messages))
+    turn = next((n for n in turns if _tokens_through(n, chat, tokenization) >= at), len(chat.messages))
+    sides = [
+        f"{tokenization.tokenizer.decode(side)!r} {list(side)}"
+        for side in (part[at - 1 : at - 1 + _SHOWN] for part in (ids, reference))
+    ]
+    return f"{location}, turn {turn}, token {at:,}: trained are {sides[0]}, the template has {sides[1]}"
+
+
+def _tokens_through(turns: int, chat: Chat, tokenization: Tokenization) -> int:
+    try:
+        return len(tokenization.template.ids(chat.messages[:turns], chat.tools))
+    except RecipeError:
+        raise
+    except Exception:  # a template may refuse, with any exception, a conversation that ends here
+        return 0
