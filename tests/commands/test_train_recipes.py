@@ -13,7 +13,9 @@ import pytest
 import torch
 import yaml
 from forked_commands import run_forked
+from model_families import FAMILIES, save_family
 from ranks import on_ranks
+from safetensors.torch import load_file
 
 from lit_ft.cli import main
 
@@ -169,6 +171,32 @@ def test_qwen_recipes_run_on_another_model(tmp_path: Path, model_folder: str, wr
     )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "run" / "checkpoints").glob("epoch=0-step=*.ckpt"))
+
+
+THINKING = "{enable_thinking: true}"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, []) for name in FAMILIES), ("qwen3", ["--data.template_options", THINKING])],
+    ids=[*FAMILIES, "qwen3 thinking"],
+)
+def test_recipes_of_families_run_on_a_tiny_model_of_theirs(
+    name: str, options: list[str], tmp_path: Path, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the family's own template: two steps, and every module that the recipe names gets an adapter."""
+    monkeypatch.setenv("LIT_FT_RUN_DIR", "")
+    recipe = REPOSITORY / "recipes" / f"{name}.yaml"
+    small = ["--trainer.max_steps", "2", "--trainer.accumulate_grad_batches", "2", "--trainer.accelerator", "cpu"]
+    small += ["--trainer.log_every_n_steps", "1", "--run_dir", str(tmp_path / "run")]
+    small += [] if name == "qwen3_5" else ["--data.packing", "384"]
+    folders = ["--model.pretrained", save_family(name, tmp_path / "model"), "--data.path", write_rows(count=9)]
+    assert fit_example(recipe, *folders, *small, "--data.max_length", "384", *options) == 0
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        assert [0 < float(row["train/loss"]) < 8 for row in csv.DictReader(file) if row["train/loss"]] == [True, True]
+    trained = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors").keys()
+    targets = yaml.safe_load(recipe.read_text())["model"]["peft"]["init_args"]["target_modules"]
+    assert [target for target in targets if not any(f".{target}.lora_A" in key for key in trained)] == []
 
 
 RANKS = {"long_context": 2}

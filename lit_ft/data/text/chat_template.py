@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from lit_callbacks.protocols import Message
@@ -49,6 +50,10 @@ _PLAIN = """\
 {%- else %}{{ message.role | capitalize + ': ' + message.content + '\\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+_NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
+"""Call by which a template gets today's date."""
+_TWO_DAYS = ("2001-02-03", "2004-05-06")
 
 BUILT_IN = {"chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA, "plain": _PLAIN}
 
@@ -104,13 +109,14 @@ class ChatTemplate:
                 f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which conversations need; give one "
                 f"with --data.chat_template FILE.jinja, or a built-in one ({', '.join(BUILT_IN)}), or train on raw text"
             )
-        self._tokenizer, self._options = tokenizer, _with_clock(options or {})
+        self._tokenizer, self._options = tokenizer, dict(options or {})
         self.name = f"the chat template of {tokenizer.name_or_path!r}"
         self._check_options(self._options)
+        self._day = _day(self._options.pop("strftime_now", None))
         self._rendering = Rendering(self.name)
         try:
             with self._rendering:
-                self._compiled = compile_chat_template(tokenizer.get_chat_template())
+                self._compiled = compile_chat_template(self._text(None) or tokenizer.get_chat_template())
         except (TemplateError, OverflowError, RecursionError, SyntaxError) as error:
             raise RecipeError(
                 f"{self.name} is no Jinja template ({type(error).__name__}: {error}); give another one with "
@@ -154,9 +160,7 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], tools: list[JsonObject] | None, generation: bool) -> str:
         if tools is not None or not all(message.keys() == _PLAIN_KEYS for message in messages):
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools, tokenize=False, add_generation_prompt=generation, **self._options
-            )
+            return str(self._apply(messages, tools, tokenize=False, add_generation_prompt=generation))
         # What apply_chat_template does for plain turns, without the copies that cost more than tokenizing a short row.
         variables = {**self._variables, "messages": messages, "add_generation_prompt": generation}
         context = self._compiled.environment.context_class(
@@ -169,18 +173,28 @@ class ChatTemplate:
     ) -> list[int]:
         """Token ids of a conversation as ``apply_chat_template`` gives them: the reference for what training sees."""
         with self._rendering:
-            encoded = self._tokenizer.apply_chat_template(
-                list(messages), tools, add_generation_prompt=generation, return_dict=True, **self._options
-            )
-        return list(encoded["input_ids"])
+            return list(self._apply(messages, tools, add_generation_prompt=generation, return_dict=True)["input_ids"])
+
+    def _apply(self, messages: Sequence[Message], tools: list[JsonObject] | None, **how: bool) -> Any:
+        return self._tokenizer.apply_chat_template(
+            list(messages), tools, chat_template=self._text(tools), **how, **self._options
+        )
+
+    def _text(self, tools: list[JsonObject] | None) -> str | None:
+        """Template with the date of the options in place of today; None is the tokenizer's own."""
+        if self._day is None:
+            return None
+        day, text = self._day, self._tokenizer.get_chat_template(tools=tools)
+        # transformers hands a template plain data only, so a clock cannot be given to it.
+        return _NOW.sub(lambda call: json.dumps(day.strftime(call["format"])), text)
 
     @cached_property
     def is_dated(self) -> bool:
         """Whether conversations are rendered with today's date."""
-        if "strftime_now" not in str(self._tokenizer.chat_template) or "strftime_now" in self._options:
+        if self._day is not None or not _NOW.search(str(self._tokenizer.chat_template)):
             return False
-        options = [{**self._options, "strftime_now": day} for day in ("2001-02-03", "2004-05-06")]
-        return len({ChatTemplate(self._tokenizer, one).render([_QUESTION, _ANSWER]) for one in options}) > 1
+        days = [ChatTemplate(self._tokenizer, {**self._options, "strftime_now": day}) for day in _TWO_DAYS]
+        return len({one.render([_QUESTION, _ANSWER]) for one in days}) > 1
 
     @cached_property
     def ending(self) -> str:
@@ -276,15 +290,12 @@ class ChatTemplate:
                 )
 
 
-def _with_clock(options: dict[str, object]) -> dict[str, object]:
-    """Options with the date ``strftime_now`` as the function of that name, which templates call with a format."""
-    if (day := options.get("strftime_now")) is None:
-        return options
+def _day(value: object) -> datetime | None:
     try:
-        return {**options, "strftime_now": datetime.fromisoformat(str(day)).strftime}
+        return None if value is None else datetime.fromisoformat(str(value))
     except ValueError as error:
         raise RecipeError(
-            f"data.template_options: strftime_now={str(day)!r} must be a date, e.g. {datetime.now():%Y-%m-%d}"
+            f"data.template_options: strftime_now={str(value)!r} must be a date, e.g. {datetime.now():%Y-%m-%d}"
         ) from error
 
 
