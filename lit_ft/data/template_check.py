@@ -15,8 +15,8 @@ from lit_ft.data.text.sources import RawRow
 from lit_ft.data.tokens.tokenization import Tokenization, check_encodable
 from lit_ft.errors import BadRow, RecipeError
 
-ROWS = 2000
-"""Conversations per source that are compared."""
+ROWS, TOKENS = 1000, 500_000
+"""Conversations and tokens per source after which the comparison ends: a few seconds."""
 _SHOWN = 6
 """Tokens that are shown where two sides differ."""
 
@@ -37,10 +37,12 @@ class TemplateComparison:
         """Counts as text, by name; empty where the source named so has no conversations."""
         if not self.count:
             return {}
-        equal = (self.count - len(one) for one in (self.other_text, self.other_tokens, self.other_prompt))
-        words = ("decode to its text", "have the tokens of apply_chat_template", "follow the prompt of predict")
-        counts = ", ".join(f"{number:,} {what}" for number, what in zip(equal, words, strict=True))
-        return {f"chat template, {name}": f"of {self.count:,} conversations {counts}"}
+        right = [f"{self.count - len(one):,} of {self.count:,}" for one in (self.other_text, self.other_tokens)]
+        prompts = f"{self.count - len(self.other_prompt):,} follow the prompt of predict"
+        return {
+            f"template round trip, {name}": f"{right[0]} conversations",
+            f"tokens of apply_chat_template, {name}": f"{right[1]} conversations; {prompts}",
+        }
 
     def warnings(self, name: str) -> list[str]:
         """Messages about what differs in the source named so."""
@@ -69,32 +71,34 @@ def compare_with_template(
         tokenization: tokenization of the source.
         rows: pairs of a location and a row.
     """
-    found = TemplateComparison()
+    found, tokens = TemplateComparison(), 0
     for location, row in rows:
         try:
             example = tokenization.example(row)
             if not isinstance(example, Chat):
                 return found
-            _compare(example, location, tokenization, found)
+            tokens += _compare(example, location, tokenization, found)
         except BadRow:
             continue  # counted where the rows were read
-        if found.count >= ROWS:
+        if found.count >= ROWS or tokens >= TOKENS:
             break
     return found
 
 
-def _compare(chat: Chat, location: str, tokenization: Tokenization, found: TemplateComparison) -> None:
+def _compare(chat: Chat, location: str, tokenization: Tokenization, found: TemplateComparison) -> int:
+    """Compare a conversation, and return the number of tokens of its samples."""
     template, closing = tokenization.template, tokenization.tokenizer.eos_token or ""
     chat = with_tools(chat, template, [])
     samples = chat_samples(chat, template, tokenization.supervise, closing, [])
     check_encodable(samples)
     if not samples:
-        return
+        return 0
     turns = iter(supervised_turns(chat, tokenization.supervise))
-    texts, tokens, prompts = [], [], []
+    texts, tokens, prompts, count = [], [], [], 0
     for sample in samples:
         *_, last = islice(turns, len(sample) // 2)  # a sample is, turn by turn, the text before it and its own
         ids = tokenization.encoder.encode([sample])[0].tolist()
+        count += len(ids)
         text = "".join(part for part, _ in sample)
         decoded = tokenization.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if decoded.split() != text.split():  # some tokenizers add a space after a special token
@@ -109,6 +113,7 @@ def _compare(chat: Chat, location: str, tokenization: Tokenization, found: Templ
     found.other_text += texts[:1]
     found.other_tokens += tokens[:1]
     found.other_prompt += prompts[:1]
+    return count
 
 
 def _first_difference(ids: Sequence[int], reference: Sequence[int]) -> int:

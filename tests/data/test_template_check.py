@@ -37,8 +37,8 @@ def test_a_merge_across_the_border_of_prompt_and_answer_is_found() -> None:
         f"has ':)red<|im_end|>\\n' {[both, red, end, line]}"
     )
     assert found.facts("a") == {
-        "chat template, a": "of 2 conversations 2 decode to its text, 1 have the tokens of apply_chat_template, 2 "
-        "follow the prompt of predict"
+        "template round trip, a": "2 of 2 conversations",
+        "tokens of apply_chat_template, a": "1 of 2 conversations; 2 follow the prompt of predict",
     }
     (line,) = found.warnings("a")
     assert line.startswith("a: 1 of 2 conversations have other tokens than apply_chat_template gives for all turns thr")
