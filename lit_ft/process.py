@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,17 @@ def seed_micro_batch(trainer: Trainer, batch_idx: int) -> None:
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables by which a user sets the number of threads."""
 _was_lowered = False
+
+
+def started_at() -> float:
+    """Time of the start of this process, as ``time.time()`` counts; where ``/proc`` is missing, of lit_ft's import."""
+    if not (stat := Path("/proc/self/stat")).is_file():
+        return _IMPORTED
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # since boot; see proc(5), starttime
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+_IMPORTED = time.time()
 
 
 def available_cores() -> int:

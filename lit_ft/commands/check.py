@@ -2,17 +2,18 @@
 
 import argparse
 import logging
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from html import escape as escape_html
 from pathlib import Path
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lit_callbacks.output.printable import printable
+from lit_callbacks.report.page import render_page
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -32,6 +33,7 @@ from lit_ft.data.text.sources import shared_content
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import pack_samples
+from lit_ft.recipe.allowed_code import as_options
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
 
@@ -52,12 +54,14 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--samples", metavar="N", type=int, default=3, help="samples shown (default: 3)")
     options, rest = parser.parse_known_args(arguments[1:])
     with _in_the_report_alone():
-        report = CheckCLI(["fit", *rest], options.samples).report
+        cli = CheckCLI(["fit", *rest], options.samples)
+    report = cli.report
     show(report, Console(width=None if Console().is_terminal else 120, highlight=False))
     if options.html:
         page = Path(options.html).expanduser()
         try:
-            page.write_text(to_html(report), encoding="utf-8")
+            command = shlex.join(["python", "-m", "lit_ft", "fit", *rest]) + as_options()
+            page.write_text(to_html(report, cli.recipe_name, command), encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: a null character in the name
             raise RecipeError(f"--html {options.html!r} cannot be written ({error}); name another file") from error
         print(printable(f"report: {page}"))
@@ -225,7 +229,7 @@ def _cells(report: Report) -> list[tuple[str, ...]]:
             f"{one.duplicates:,}",
             "" if np.isnan(one.closed) else f"{one.closed:.1%}",
         )
-        for split, sources in report.sources.items()
+        for split, sources in sorted(report.sources.items())  # train, val
         for one in sources
     ]
 
@@ -253,42 +257,44 @@ def show(report: Report, console: Console) -> None:
         console.print(Text(printable(f"note: {line}")), style="yellow", soft_wrap=True)
     for line in report.problems:
         console.print(Text(printable(f"wrong: {line}")), style="red", soft_wrap=True)
-    console.print("something would train wrong" if report.problems else "nothing would train wrong")
+    console.print(_verdict(report))
 
 
-def escape(text: str) -> str:
-    """Escape text from data for HTML, including control characters."""
-    return escape_html(printable(text))
+def to_html(report: Report, recipe: str, command: str) -> str:
+    """Write a report as an HTML page without external files.
 
-
-def to_html(report: Report) -> str:
-    """Write a report as an HTML page without external files."""
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in _cells(report))
-    most = max((count for _, count in report.histogram), default=1)
-    bars = "".join(
-        f"<tr><td>up to {bound:,}</td><td><div style='width:{300 * count / most:.0f}px'></div></td>"
-        f"<td>{count:,}</td></tr>"
-        for bound, count in report.histogram
+    Args:
+        report: the report.
+        recipe: name of the recipe, the page's title.
+        command: command that trains on the data.
+    """
+    page = render_page(
+        Path(__file__).with_name("check.html.j2"),
+        recipe,
+        report=report,
+        verdict=_verdict(report).capitalize() + ".",
+        headline=_headline(report),
+        command=command,
+        columns=_COLUMNS,
+        sources=_cells(report),
+        lengths=[(f"up to {bound:,}", count, f"{count:,}") for bound, count in report.histogram],
     )
-    facts = "".join(f"<li>{escape(name)}: {escape(fact)}</li>" for name, fact in report.facts.items())
-    lines = [("note", line) for line in report.warnings] + [("wrong", line) for line in report.problems]
-    notes = "".join(f"<li class={kind}>{escape(line)}</li>" for kind, line in lines)
-    examples = "".join(
-        "<pre>" + "".join(f"<b>{escape(text)}</b>" if on else escape(text) for text, on in example) + "</pre>"
-        for example in report.examples
-    )
-    heads = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    verdict = "Something would train wrong." if report.problems else "Nothing would train wrong."
-    return (
-        f"<!doctype html><meta charset=utf-8><title>lit_ft check</title><style>{_STYLE}</style>"
-        f"<h1>{verdict}</h1><ul>{notes}</ul><h2>Sources</h2><table><tr>{heads}</tr>{rows}</table>"
-        f"<h2>Tokens per sample</h2><table class=bars>{bars}</table><h2>Facts</h2><ul>{facts}</ul>"
-        f"<h2>Samples</h2><p>Supervised tokens are <b>green</b>.</p>{examples}\n"
-    )
+    return printable(page)
 
 
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-    "td,th{text-align:left;padding:.1em .8em}.bars div{background:#2a6;height:.9em}.wrong{color:#c00}.note{color:#960}"
-    "pre{white-space:pre-wrap;background:#f6f6f6;padding:.8em}b{color:#063;background:#cfe8cf;font-weight:normal}"
-)
+def _verdict(report: Report) -> str:
+    return "something would train wrong" if report.problems else "nothing would train wrong"
+
+
+def _headline(report: Report) -> list[tuple[str, str, str]]:
+    """Label, value and note of the figures that the page shows first."""
+    train = report.sources["train"]
+    tokens, supervised = sum(one.tokens for one in train), sum(one.supervised for one in train)
+    figures = [
+        ("training samples", f"{sum(one.samples for one in train):,}", f"of {sum(one.rows for one in train):,} rows"),
+        ("tokens", f"{tokens:,}", f"{supervised / max(tokens, 1):.1%} supervised"),
+        ("longest sample", f"{max(one.longest for one in train):,} tokens", "after truncation"),
+    ]
+    if validation := report.sources.get("val"):
+        figures.append(("validation samples", f"{sum(one.samples for one in validation):,}", ""))
+    return [*figures, ("wrong", f"{len(report.problems)}", f"and {len(report.warnings)} to note")]

@@ -56,7 +56,7 @@ from lit_ft.internals.lightning import callbacks_of
 from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.generation import GREEDY, Sampling
-from lit_ft.process import resume_threads
+from lit_ft.process import resume_threads, started_at
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import as_options, check_unpickling
 from lit_ft.recipe.callback_checks import check_callbacks
@@ -280,12 +280,17 @@ class TrainingCLI(LightningCLI):
             )
 
     def _choose_run(self, resume: bool) -> RunFolder:
-        files = self.options.config or []
-        recipe = Path(str(files[0])).stem if files else "run"
+        recipe = self.recipe_name
         if resume:
             return newest_run(recipe)
         unfinished = unfinished_run(recipe) if self.options.resume is not None else None
         return unfinished or new_run(recipe, create=self.subcommand in ("fit", "predict"))
+
+    @property
+    def recipe_name(self) -> str:
+        """File name of the first recipe, without its ending; ``run`` without one."""
+        files = self.options.config or []
+        return Path(str(files[0])).stem if files else "run"
 
     def _timeout(self) -> timedelta | None:
         """Timeout of the recipe's strategy for waits between ranks; None where it sets none."""
@@ -379,7 +384,7 @@ class TrainingCLI(LightningCLI):
             GracefulStop(folder.checkpoints / "last.ckpt"),
             RunState(folder.finished, folder.checkpoints),
             ConsoleSummary(folder, as_options()),
-            RunReport(folder.root),
+            RunReport(folder.root, title=self.recipe_name, began=started_at()),
             ThroughputMonitor(),
         ]
         last: list[Callback] = []

@@ -10,6 +10,7 @@ from typing import TextIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lit_callbacks.output.quantities import as_time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -46,16 +47,6 @@ class StepTimes:
         if done < 1 or math.isinf(self.steps) or step >= self.steps:
             return ""
         return f", {as_time(self.seconds() / done * (self.steps - step))} left"
-
-
-def as_time(seconds: float) -> str:
-    """Text of a time with its two largest units, e.g. ``1 h 5 min``."""
-    whole = round(seconds)
-    for unit, size, below, part in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            rest = whole % size // part
-            return f"{whole // size} {unit}" + (f" {rest} {below}" if rest else "")
-    return f"{whole} s"
 
 
 def describe_metrics(metrics: Mapping[str, float | Tensor | str], stage: str) -> str:

@@ -28,6 +28,7 @@ from lit_callbacks.memory.storage_ledger import (
     vocabulary_of,
 )
 from lit_callbacks.output.log_figures import log_figures
+from lit_callbacks.peak_memory import host_peak
 from lit_callbacks.phases import Phase, failed_in, unwatch, watch
 
 _RARE: tuple[Phase, ...] = ("validation", "checkpoint")
@@ -199,7 +200,7 @@ class MemoryProfiler(Callback):
             "allocated": memory_readings.allocated(device),
             "reserved": memory_readings.reserved(device),
             "host_rss": memory_readings.host_memory(),
-            "host_peak_rss": memory_readings.host_peak(),
+            "host_peak_rss": host_peak(),
         }
         if device.type == "cuda":
             figures |= {"peak_allocated": self._overall[0], "peak_reserved": self._overall[1]}
@@ -244,7 +245,7 @@ class MemoryProfiler(Callback):
             lines.append(f"memory of {at}: {mib(self.breakdown.total)} = {parts}")
             top = ", ".join(f"{name} {mib(size)}" for name, _, size in self.breakdown.modules[:3])
             lines += [f"most activations: {top}"] if top else []
-        lines.append(f"the process's largest resident size: {mib(memory_readings.host_peak())}; see {self._folder}")
+        lines.append(f"the process's largest resident size: {mib(host_peak())}; see {self._folder}")
         return "\n".join(lines)
 
     def _write_timeline(self) -> None:
@@ -286,7 +287,7 @@ class MemoryProfiler(Callback):
             {
                 "allocated": memory_readings.allocated(self._device),
                 "reserved": memory_readings.reserved(self._device),
-                "host peak rss": memory_readings.host_peak(),
+                "host peak rss": host_peak(),
             }
         )
         readings = [f"The device is {self._device}; " + ", ".join(f"{k[:-4]} {v:,.1f} MiB" for k, v in device.items())]

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import sys
 from functools import cache
 
 import torch
@@ -23,12 +22,6 @@ def host_memory() -> int | None:
     except OSError:
         return None
     return (int(resident) - int(shared)) * resource.getpagesize()
-
-
-def host_peak() -> int:
-    """Bytes of the process's peak resident memory, mapped files included."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def allocated(device: torch.device) -> int | None:

@@ -5,6 +5,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from markupsafe import escape
+
 from lit_callbacks.output.printable import printable
 from lit_callbacks.report.report_data import Points
 
@@ -12,10 +14,11 @@ CHARTS = (
     ("loss", "nats", r"(.*[/_])?loss(_step|_epoch)?"),
     ("training loss by source", "nats", r"train/loss/.+"),
     ("validation loss by source", "nats", r"val/loss/.+"),
-    ("accuracy", "share", r".*(accuracy|exact_match)"),
+    ("exact match", "share", r".*exact_match"),
+    ("accuracy", "share", r".*accuracy"),
     ("learning rate", "", r"(.*/)?(learning_rate|lr([-_].*)?)"),
     ("gradient norm", "", r".*grad(ient)?_norm.*"),
-    ("tokens per second", "tokens/s", r"throughput/(total|non_padding|supervised)_tokens_per_second"),
+    ("tokens per second", "tokens/s", r"throughput/tokens_per_second"),
     ("samples per second", "samples/s", r"throughput/samples_per_second"),
     ("MFU", "share", r"throughput/mfu"),
     ("seconds of a step", "s", r"throughput/.*_seconds"),
@@ -23,6 +26,8 @@ CHARTS = (
 )
 """Title and unit of each chart, and a regular expression that the full name of its metrics matches. A metric belongs
 to the first chart that matches."""
+MOST_CURVES = 2
+"""Maximum number of curves that share a chart; of more, each gets its own with its name, and an axis that fits it."""
 MOST_POINTS = 300
 """Maximum number of points of a curve; of more, neighbors are averaged."""
 LONGEST_LABEL = 40
@@ -39,7 +44,13 @@ def sort_into_charts(curves: Mapping[str, Points]) -> dict[tuple[str, str], dict
                 charts.setdefault((title, unit), {})[name] = points
                 break
     order = [title for title, _, _ in CHARTS]
-    return dict(sorted(charts.items(), key=lambda chart: order.index(chart[0][0])))
+    shown: dict[tuple[str, str], dict[str, Points]] = {}
+    for (title, unit), of_chart in sorted(charts.items(), key=lambda chart: order.index(chart[0][0])):
+        if len(of_chart) <= MOST_CURVES:
+            shown[title, unit] = of_chart
+        else:
+            shown |= {(name, unit): {name: points} for name, points in of_chart.items()}
+    return shown
 
 
 def thinned(points: Points) -> Points:
@@ -89,14 +100,14 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if len(curves) > 1:
-            axes.legend(axes.lines, labels, fontsize=7.5, frameon=False)
+            figure.legend(axes.lines, labels, loc="outside upper left", ncols=2, fontsize=8, frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
     # Without sizes of its own, the picture takes the width of the page.
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 
 def _label(name: str) -> str:

@@ -2,18 +2,25 @@
 
 import json
 import math
+import os
 import platform
+import shlex
 import sys
+import time
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, TemplateError  # torch brings it
+from jinja2 import TemplateError  # torch brings it
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from markupsafe import Markup
 
 from lit_callbacks.output.printable import printable
+from lit_callbacks.output.quantities import as_time
+from lit_callbacks.peak_memory import device_peak, host_peak
+from lit_callbacks.report.headline import headline
+from lit_callbacks.report.page import render_page
 from lit_callbacks.report.report_data import ENVIRONMENT, Json, Points, RunData, read_run
 from lit_callbacks.report.report_plots import draw, sort_into_charts
 
@@ -39,28 +46,71 @@ class RunReport(Callback):
     matplotlib (the extra ``plots``); without it the page has tables only.
     """
 
-    def __init__(self, folder: str | Path | None = None, path: str | Path | None = None) -> None:
-        """Set the run's folder and the report's path.
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        path: str | Path | None = None,
+        title: str | None = None,
+        began: float | None = None,
+    ) -> None:
+        """Set the run's folder, the report's path and title, and the beginning of its time.
 
         Args:
             folder: folder of the run; None is ``trainer.default_root_dir``.
             path: path of the HTML report; None is ``report.html`` in the folder of the run.
+            title: title of the report; None is the name of the folder. A resumed run keeps its title.
+            began: ``time.time()`` when the work for the run began; None is now.
         """
         self.folder = None if folder is None else Path(folder)
         self.path = None if path is None else Path(path)
+        self.title = title
+        self._times = _PartTimes(time.time() if began is None else began)
+        self._first_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the versions and devices of the run, which cannot be determined later."""
         if trainer.is_global_zero:
             self._note(trainer, started=_now(), ended=None)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the time in which data and model were prepared."""
+        self._times.switch(BEFORE)
+        self._first_step = trainer.global_step
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the time of training."""
+        self._times.switch(TRAINING)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the time of a validation."""
+        if not trainer.sanity_checking:
+            self._times.switch(VALIDATION)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue the time of training."""
+        if not trainer.sanity_checking:
+            self._times.switch(TRAINING)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the time of what callbacks do with the trained model: evaluation, export."""
+        self._times.switch(AFTER)
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the report, on rank 0."""
+        self._times.switch(AFTER)
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
             logger.save()
-        self._note(trainer, ended=_now())
+        device = trainer.strategy.root_device
+        self._note(
+            trainer,
+            ended=_now(),
+            first_step=self._first_step,
+            seconds={part: round(seconds, 3) for part, seconds in self._times.seconds.items()},
+            peak_process_bytes=host_peak(),
+            peak_device_bytes=device_peak(device),
+        )
         folder = self._root(trainer)
         try:
             path, run = write_report(folder, self.path)
@@ -77,14 +127,36 @@ class RunReport(Callback):
     def _root(self, trainer: Trainer) -> Path:
         return self.folder or Path(trainer.default_root_dir)
 
-    def _note(self, trainer: Trainer, **times: str | None) -> None:
+    def _note(self, trainer: Trainer, **noted: object) -> None:
         path = self._root(trainer) / ENVIRONMENT
         try:
             known = dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(known | describe(trainer) | times, indent=1) + "\n", encoding="utf-8")
+            noted["title"] = known.get("title") or self.title
+            path.write_text(json.dumps(known | describe(trainer) | noted, indent=1) + "\n", encoding="utf-8")
         except (OSError, ValueError, TypeError) as error:
             rank_zero_warn(f"RunReport cannot note versions in {str(path)!r} ({error}); give folder=")
+
+
+class _PartTimes:
+    """Seconds of the parts of a run, one after the other."""
+
+    def __init__(self, began: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self._part, self._since = START, began
+
+    def switch(self, part: str) -> None:
+        """End the current part and begin another."""
+        now = time.time()
+        self.seconds[self._part] = self.seconds.get(self._part, 0.0) + now - self._since
+        self._part, self._since = part, now
+
+
+START = "start: imports, data, model"
+BEFORE = "callbacks before the first step"
+TRAINING = "training"
+VALIDATION = "validation"
+AFTER = "callbacks after the last step"
 
 
 def describe(trainer: Trainer) -> Json:
@@ -94,7 +166,8 @@ def describe(trainer: Trainer) -> Json:
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "command": " ".join(sys.argv),
+        "command": shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
+        "folder": os.getcwd(),
         "device": f"{trainer.world_size} x {device.type} ({name})",
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
@@ -138,27 +211,31 @@ _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, 
 
 
 def _render(run: RunData) -> str:
-    loader = FileSystemLoader(Path(__file__).parent)
-    page = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page.filters["number"] = _number
     charts = sort_into_charts(run.curves)
     if len(run.forgetting) > 1:
         points = [(line["step"], line["loss"]) for line in run.forgetting]
         charts["loss on general text", "nats"] = {"forgetting/loss": points}
     notes = list(run.missing)
     try:
-        pictures = [(title, Markup(draw(title, unit, curves))) for (title, unit), curves in charts.items()]
+        pictures = [
+            (printable(title, one_line=True), Markup(draw(title, unit, curves)))
+            for (title, unit), curves in charts.items()
+        ]
     except ModuleNotFoundError as error:
         pictures = []
         notes.append(f"no curves: {error.name} is missing; pip install 'lit-ft-callbacks[plots]'")
-    return page.get_template("report.html.j2").render(
+    seconds = run.environment.get("seconds") or {}
+    return render_page(
+        Path(__file__).with_name("report.html.j2"),
+        run.environment.get("title") or run.folder.resolve().name,
         run=run,
-        name=run.folder.resolve().name,
+        headline=headline(run),
         pictures=pictures,
         metrics=[(name, *_extent(points)) for name, points in sorted(run.curves.items())],
         prompts=_by_prompt(run),
         notes=notes,
         facts=_facts(run),
+        times=[(part, value, as_time(value)) for part, value in seconds.items()],
     )
 
 
@@ -174,17 +251,15 @@ def _by_prompt(run: RunData) -> dict[str, list[tuple[int, str]]]:
     return answers
 
 
-def _facts(run: RunData) -> Json:
-    """Environment and loss on general text, by label, for the top of the page."""
-    about = {key: value for key, value in run.environment.items() if key != "versions" and value not in (None, "")}
-    if len(run.forgetting) > 1:
-        before, after = run.forgetting[0]["loss"], run.forgetting[-1]["loss"]
-        about["general text"] = f"{before:.3f} nats per token before, {after:.3f} after ({after - before:+.3f})"
-    return {key.replace("_", " "): value for key, value in about.items()}
+def _facts(run: RunData) -> list[str]:
+    """Device, strategy, precision and dates of a run."""
+    about = run.environment
+    facts = [str(run.folder), *(str(about[key]) for key in ("device", "strategy") if about.get(key))]
+    facts += [f"{label} {about[key]}" for key, label in _LABELS.items() if about.get(key) not in (None, "")]
+    return facts
 
 
-def _number(value: object) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else "" if value is None else str(value)
+_LABELS = {"precision": "precision", "started": "started"}
 
 
 def _versions() -> dict[str, str]:
