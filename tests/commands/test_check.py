@@ -69,8 +69,11 @@ def test_good_data(run: Any, tmp_path: Path, model_folder: str, write_rows: Any)
     assert output.count("»") == 1 + 2 * 1 + 1  # in each of two headings, around each of two answers
     assert "nothing would train wrong" in output
     page = (tmp_path / "report.html").read_text()
-    assert "<h1>Nothing would train wrong.</h1>" in page
-    assert "<b>" in page
+    assert "<h1>recipe</h1>" in page
+    assert "<strong>Nothing would train wrong.</strong>" in page
+    assert f'<pre class="command">python -m lit_ft fit {" ".join(arguments)}</pre>' in page
+    assert page.count("<mark>") == 1 + 2
+    assert "note:</strong> one: 1 of 31 samples repeat another" in page
     assert not (tmp_path / "checkpoints").exists()
 
 

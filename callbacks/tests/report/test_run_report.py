@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerations, SpikeGuard
 from lit_callbacks.output.step_lines import add_lines
+from lit_callbacks.report.headline import headline
 from lit_callbacks.report.report_data import read_metrics
 from lit_callbacks.report.report_plots import MOST_POINTS, sort_into_charts, thinned
 from lit_callbacks.report.run_report import write_report
@@ -138,7 +140,9 @@ def test_the_page_shows_what_the_callbacks_wrote(page: Path) -> None:
     assert "<script>alert('Who <i>?')</script> & " in text  # as text
     assert "row-" in text
     assert "12 samples, seen 24 times" in text
-    assert "2.000 nats per token before, 2.000 after (+0.000)" in text
+    assert "2.000\u00a0→ 2.000" in text
+    assert "nats per token, +0.000" in text
+    assert "loss on general text" in text
     assert "width: 3" in text
     assert torch.__version__ in text
     assert "What is not here" not in text
@@ -214,14 +218,58 @@ def test_metrics_are_read_by_step(tmp_path: Path) -> None:
 def test_metrics_are_sorted_into_charts() -> None:
     two = [(0.0, 1.0), (1.0, 2.0)]
     names = ["throughput/mfu", "lr-AdamW", "val_loss", "train/loss_step", "train/loss/a", "memory/host_rss_mib", "odd"]
+    names += [f"val/loss/{source}" for source in "abc"]
     charts = sort_into_charts({**dict.fromkeys(names, two), "once/loss": two[:1]})
     assert {title: list(curves) for (title, _), curves in charts.items()} == {
         "loss": ["val_loss", "train/loss_step"],
         "training loss by source": ["train/loss/a"],
+        **{f"val/loss/{source}": [f"val/loss/{source}"] for source in "abc"},
         "learning rate": ["lr-AdamW"],
         "MFU": ["throughput/mfu"],
         "memory": ["memory/host_rss_mib"],
     }
+
+
+def test_the_headline_is_first(tmp_path: Path) -> None:
+    lines = ["step,train/loss,val/loss,val/exact_match,throughput/run/tokens_per_second,other/loss"]
+    lines += ["1,2.5,,0.125,,9", "9,0.0125,,,,", "9,,0.4,1.0,1234.5,"]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines))
+    environment = {
+        "title": "my recipe",
+        "command": "python -m lit_ft fit --config 'my recipe.yaml'",
+        "optimizer_steps": 9,
+        "first_step": 4,
+        "seconds": {"start": 20.5, "training": 50.0},
+        "peak_process_bytes": 3 * 2**30,
+        "peak_device_bytes": None,
+    }
+    (tmp_path / "environment.json").write_text(json.dumps(environment))
+    path, run = write_report(tmp_path)
+    assert [(figure.label, figure.value.replace("\u00a0", " "), figure.note) for figure in headline(run)] == [
+        ("train/loss", "2.5 → 0.0125", "first and last logged"),
+        ("val/loss", "0.4", "logged once"),
+        ("val/exact_match", "12.5% → 100.0%", "first and last logged"),
+        ("tokens per second", "1,234", "mean of all training steps"),
+        ("time", "1 min 10 s", "5 optimizer steps after 4 earlier ones"),
+        ("peak memory", "3.0 GiB", "of the process, rank 0"),
+    ]
+    text = "".join(parsed(path).words)
+    assert text.count("my recipe") == 3  # title, heading, command
+    assert text.index("2.5\u00a0→ 0.0125") < text.index("python -m lit_ft fit --config 'my recipe.yaml'")
+    assert text.index("my recipe.yaml") < text.index("Curves") < text.index("Time") < text.index("Everything")
+
+
+def test_the_times_of_a_run_add_up(page: Path) -> None:
+    environment = json.loads((page.parent / "environment.json").read_text())
+    assert list(environment["seconds"]) == [
+        "start: imports, data, model",
+        "callbacks before the first step",
+        "training",
+        "callbacks after the last step",
+    ]
+    assert 0 < sum(environment["seconds"].values()) < 100
+    assert shlex.split(environment["command"])[1:] == sys.orig_argv[1:]
+    assert environment["peak_process_bytes"] > 2**27
 
 
 def test_long_curves_are_thinned_to_means() -> None:
@@ -299,6 +347,7 @@ def test_names_and_texts_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert page.count("&lt;script&gt;") >= 4
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", page)
     assert "\\x1b[31mred" in page
-    legend = page[page.index("training loss by source") : page.index("</svg>")]
-    for shown in ("$\\frac{$", "a[/b]", "_hidden", "../up", "two\\nlines", "longlong"):
-        assert shown in legend
+    captions = re.findall("<figcaption>(.*?)</figcaption>", page)
+    assert len(captions) == len(names)  # each curve has a chart of its own
+    for shown in ("$\\frac{$", "a[/b]", "_hidden", "../up", "two\\nlines", "long" * 500):
+        assert f"train/loss/{shown}" in captions
