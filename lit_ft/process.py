@@ -121,11 +121,10 @@ def _load_of_others() -> float:
 def choose_threads() -> None:
     """Let torch use the cores that are free, unless the user sets a number; for a process that just started.
 
-    Threads that share a core wait for each other by spinning, which burns many times the computation itself. Ranks that
-    Lightning starts get their number from Lightning.
+    Threads that share a core wait for each other by spinning, which burns many times the computation itself.
     """
     global _was_lowered
-    if any(name in os.environ for name in THREAD_VARIABLES):
+    if _sets_threads():
         return
     available = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     threads = min(torch.get_num_threads(), free_cores(available, os.cpu_count() or 1, _load_of_others()))
@@ -133,9 +132,28 @@ def choose_threads() -> None:
     torch.set_num_threads(threads)
 
 
+def choose_threads_of_ranks(ranks: int) -> None:
+    """Share the cores that are free among this process and the ranks that Lightning is about to start on this machine.
+
+    They inherit ``OMP_NUM_THREADS``. Lightning would set it too, to the share of all cores, whether they are free or not.
+    """
+    global _was_lowered
+    if _sets_threads():
+        return
+    available = available_cores()
+    threads = max(1, free_cores(available, os.cpu_count() or 1, _load_of_others()) // ranks)
+    _was_lowered = threads < max(1, available // ranks)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def _sets_threads() -> bool:
+    return any(name in os.environ for name in THREAD_VARIABLES)
+
+
 def resume_threads(threads: int | None) -> None:
     """Compute with the threads of the stopped run, unless the user sets a number: sums are rounded by their number."""
-    if threads is not None and not any(name in os.environ for name in THREAD_VARIABLES):
+    if threads is not None and not _sets_threads():
         torch.set_num_threads(min(threads, available_cores()))
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from lit_ft import process
 from lit_ft.process import (
     THREAD_VARIABLES,
     available_cores,
     choose_threads,
+    choose_threads_of_ranks,
     describe_threads,
     free_cores,
     resume_threads,
@@ -81,6 +83,30 @@ def test_threads_are_lowered_to_what_is_free_and_never_raised(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize(
+    ("load", "ranks", "threads", "said"),
+    [
+        (0.0, 2, 4, "4 threads"),
+        (3.2, 2, 2, "2 threads, as other processes use the machine"),
+        (7.2, 4, 1, "1 thread, as other processes use the machine"),
+        (0.0, 16, 1, "1 thread"),
+    ],
+)
+def test_ranks_share_the_cores_that_are_free(
+    monkeypatch: pytest.MonkeyPatch, load: float, ranks: int, threads: int, said: str
+) -> None:
+    for name in THREAD_VARIABLES:
+        monkeypatch.setenv(name, "9")  # so that what is set below is removed after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(process, "_load_of_others", lambda: load)
+    choose_threads_of_ranks(ranks)
+    assert describe_threads() == said
+    assert os.environ["OMP_NUM_THREADS"] == str(threads)  # which the ranks inherit, and Lightning leaves
+    _set_num_threads_if_needed(ranks)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("name", process.THREAD_VARIABLES)
 def test_a_number_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for other in process.THREAD_VARIABLES:
@@ -88,6 +114,7 @@ def test_a_number_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, name: str) 
     monkeypatch.setenv(name, "3")
     monkeypatch.setattr(process, "_load_of_others", lambda: 7.2)
     choose_threads()
+    choose_threads_of_ranks(2)
     assert describe_threads() == "3 threads"
 
 

@@ -3,32 +3,39 @@
 import argparse
 import copy
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch import nn
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.errors import RecipeError
+from lit_ft.internals.lightning import reduces_views
 from lit_ft.internals.torch import clear_mesh_caches
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.communication import step_of
-from lit_ft.planning.memory import Memory, layer_inputs, memory_of
+from lit_ft.planning.layout import Layout, Replication
+from lit_ft.planning.memory import Memory, layer_inputs, memory_of, replicated_memory
 from lit_ft.planning.pipeline_timeline import idle_share, timetable
 from lit_ft.planning.report import MIB, Share, aligned, by_stage, format_layout, rank_share
 from lit_ft.planning.timeline_plot import draw
 from lit_ft.protocols import ChecksRecipe, micro_batch_size
-from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.model_parallel import base_of
+from lit_ft.strategies.parallel.mesh import MeshSizes
 from lit_ft.strategies.sharded import ShardedStrategy
 from lit_ft.training.causal_lm import CausalLM
 
+GIB = 2**30
 _Strategy = TypeVar("_Strategy", bound=ShardedStrategy)
 
 
@@ -43,14 +50,22 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="of each node, in place of trainer.devices")
     parser.add_argument("--num_nodes", type=int, metavar="N", help="in place of trainer.num_nodes")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="also draw the pipeline's schedule (.png, .svg)")
+    parser.add_argument("--memory_gib", type=float, metavar="N", help="memory of a device: say whether a rank fits")
     options, rest = parser.parse_known_args(arguments[1:])
-    PlanCLI(["fit", *rest], options.devices, options.num_nodes, options.draw)
+    PlanCLI(["fit", *rest], options.devices, options.num_nodes, options.draw, options.memory_gib)
 
 
 class PlanCLI(TrainingCLI):
     """``fit`` up to the start of processes; it then builds the layout of one rank after the other."""
 
-    def __init__(self, arguments: list[str], devices: int | None, num_nodes: int | None, picture: Path | None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        devices: int | None,
+        num_nodes: int | None,
+        picture: Path | None,
+        memory_gib: float | None,
+    ) -> None:
         """Parse the options and print the plan.
 
         Args:
@@ -58,8 +73,9 @@ class PlanCLI(TrainingCLI):
             devices: number of ranks per node; None takes the recipe's.
             num_nodes: number of nodes; None takes the recipe's.
             picture: file for a drawing of the pipeline schedule; None draws none.
+            memory_gib: memory of a device; None does not compare with it.
         """
-        self.devices, self.num_nodes, self.picture = devices, num_nodes, picture
+        self.devices, self.num_nodes, self.picture, self.memory_gib = devices, num_nodes, picture, memory_gib
         super().__init__(arguments)
 
     def before_instantiate_classes(self) -> None:
@@ -72,6 +88,8 @@ class PlanCLI(TrainingCLI):
         """Build a trainer with the recipe's strategy; the devices of the recipe need not exist on this machine."""
         given = self.options_init("trainer")
         devices = str(self.devices or given.devices)
+        if devices == "auto" and given.accelerator in ("auto", "cpu"):  # those of this machine, as fit takes them
+            devices = str(max(1, torch.accelerator.device_count() if given.accelerator == "auto" else 1))
         if not devices.isdecimal() or devices == "0":
             raise RecipeError(f"trainer.devices={devices} says no number; give one with --devices N")
         return Trainer(
@@ -102,20 +120,21 @@ class PlanCLI(TrainingCLI):
         """Print memory and communication of each rank."""
         strategy: object = self.trainer.strategy
         if isinstance(strategy, ModelParallelStrategy):
-            self._plan_model_parallel(strategy)
+            memory = self._plan_model_parallel(strategy)
         elif isinstance(strategy, FSDPStrategy):
             with pretended_rank(0, self.trainer.world_size):
-                split = self._split(strategy)
-                print(f"each of {self.trainer.world_size} ranks, with FSDPStrategy:")
-                _print_memory([(f"0-{self.trainer.world_size - 1}", self._memory(split))])
+                memory = [self._memory(self._split(strategy))]
+            print(f"each of {self.trainer.world_size} ranks, with FSDPStrategy:")
+            _print_memory([(f"0-{self.trainer.world_size - 1}", memory[0])])
         else:
-            self._plan_whole(type(strategy).__name__)
+            memory = [self._plan_replicas(strategy)]
         if self.model.spec.base.is_quantized:
             print("the base is quantized: its weights are counted as if they were not")
         if self.picture is not None:
             self._draw(strategy)
+        self._compare(memory)
 
-    def _plan_model_parallel(self, strategy: ModelParallelStrategy) -> None:
+    def _plan_model_parallel(self, strategy: ModelParallelStrategy) -> list[Memory]:
         world, size = self.trainer.world_size, self.trainer.world_size // strategy.sizes().pipeline
         shares: list[Share] = []
         memory: list[Memory] = []
@@ -128,6 +147,7 @@ class PlanCLI(TrainingCLI):
         print(format_layout(layout, shares, step_of(self.trainer)))
         stages = by_stage(shares, world, strategy.sizes().pipeline)
         _print_memory([(ranks, of_stage) for (ranks, _), of_stage in zip(stages, memory, strict=True)])
+        return memory
 
     def _split(self, strategy: _Strategy) -> _Strategy:
         """Copy of the strategy that has sharded the model for this rank, without weights."""
@@ -150,15 +170,51 @@ class PlanCLI(TrainingCLI):
         accumulates = self.trainer.accumulate_grad_batches > 1
         return memory_of(layout, list(module.parameters()), layers, module.optimizer, inputs, accumulates)
 
-    def _plan_whole(self, strategy: str) -> None:
-        module: nn.Module = self.model.check()
-        every = sum(p.numel() for p in module.parameters())
-        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        size = sum(p.numel() * p.element_size() for p in module.parameters()) / MIB
-        print(
-            f"{strategy} on {self.trainer.world_size} ranks: plan knows how FSDPStrategy and ModelParallelStrategy "
-            f"split a model; this one has {every:,} parameters ({trained:,} train), {size:,.1f} MiB"
-        )
+    def _plan_replicas(self, strategy: object) -> Memory:
+        world, name, module = self.trainer.world_size, type(strategy).__name__, self.model
+        if isinstance(strategy, DeepSpeedStrategy):
+            split = strategy.replication()
+        elif isinstance(strategy, DDPStrategy):
+            split = Replication(gradient_copies=1 if reduces_views(strategy) else 2)
+        elif isinstance(strategy, SingleDeviceStrategy):
+            split = Replication()
+        else:
+            raise RecipeError(
+                f"plan knows one device, DDP, lit_ft's DeepSpeedStrategy, FSDPStrategy and ModelParallelStrategy, and "
+                f"trainer.strategy is {name}; name one of them"
+            )
+        skeleton = module.model = module.check()
+        self.trainer.precision_plugin.convert_module(skeleton)
+        base = base_of(module)
+        layout = Layout(base, MeshSizes(1, world, 1, 1), MixedPrecisionPolicy(), reshard_after_forward=False)
+        text, itemsize = base.config.get_text_config(), (split.dtype or base.dtype).itemsize
+        step = step_of(self.trainer)
+        inputs = layer_inputs(layout, len(decoder_layers(base)), text.hidden_size, itemsize, step)
+        memory = replicated_memory(split, list(skeleton.parameters()), module.optimizer, inputs)
+        print(f"each of {world} ranks, with {name}:" if world > 1 else f"one device, with {name}:")
+        print(f"a packed batch has {'at most' if step.is_known else '(assumed)'} {step.tokens:,} tokens")
+        _print_memory([(f"0-{world - 1}" if world > 1 else "0", memory)])
+        if split.on_host:
+            print(f"in host memory, and not counted: {', '.join(sorted(split.on_host))}")
+        return memory
+
+    def _compare(self, memory: list[Memory]) -> None:
+        """Say whether the memory of a device is enough, if it is given; exit code 1 if not."""
+        if self.memory_gib is None:
+            print("does it fit? --memory_gib N, the memory of a device, says it")
+            return
+        most = max(of_rank.total for of_rank in memory) / GIB
+        sizes = f"{most:,.2f} GiB of {self.memory_gib:,.2f} GiB"
+        if math.isnan(most):
+            print("does it fit? unknown, as the size of the optimizer's state is")
+        elif most <= self.memory_gib:
+            left = self.memory_gib - most
+            print(f"fits: {sizes}; {left:,.2f} GiB are left for activations, logits and buffers")
+        elif self.model.spec.base.is_quantized:
+            print(f"may fit: {sizes}, with the quantized weights counted as if they were not")
+        else:
+            print(f"does not fit: {sizes}, before activations, logits and buffers")
+            raise SystemExit(1)
 
     def _draw(self, strategy: object) -> None:
         assert self.picture is not None

@@ -56,7 +56,7 @@ from lit_ft.internals.lightning import callbacks_of
 from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.generation import GREEDY, Sampling
-from lit_ft.process import resume_threads, started_at
+from lit_ft.process import choose_threads_of_ranks, resume_threads, started_at
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import as_options, check_unpickling
 from lit_ft.recipe.callback_checks import check_callbacks
@@ -65,7 +65,7 @@ from lit_ft.recipe.files import check_files, expand_home, in_order
 from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, shortened, unwrap_class_error
 from lit_ft.run import predictions
 from lit_ft.run.folder import BEST, LAST, RunFolder, new_run, newest_run, unfinished_run
-from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero
+from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero, starts_ranks
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.progress import RunProgressBar
 from lit_ft.run.state import RunState
@@ -363,11 +363,14 @@ class TrainingCLI(LightningCLI):
                 kwargs["callbacks"].append(RunProgressBar())
         kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:  # raised by Trainer for bad arguments
             is_absent = given.accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
             advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu" if is_absent else ""
             raise RecipeError(f"trainer: {shortened(str(error), 400)}{advice}") from error
+        if starts_ranks(trainer):
+            choose_threads_of_ranks(trainer.num_devices)
+        return trainer
 
     def _resumed_step(self) -> tuple[int, bool]:
         """Optimizer steps of the checkpoint that the run resumes from, and whether the last one was logged."""

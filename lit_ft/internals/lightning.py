@@ -1,6 +1,7 @@
 """Private API of Lightning, as read in Lightning 2.6, and attributes of its Trainer that it does not declare."""
 
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 
@@ -14,6 +15,11 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Callbacks of a trainer, a public attribute that type checkers do not see."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def reduces_views(strategy: DDPStrategy) -> bool:
+    """Whether DDP's buckets are the gradients themselves; Lightning keeps DDP's arguments in a private attribute."""
+    return bool(strategy._ddp_kwargs.get("gradient_as_bucket_view"))
 
 
 def datamodule_of(trainer: Trainer) -> LightningDataModule | None:

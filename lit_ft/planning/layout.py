@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
@@ -51,3 +52,22 @@ class Layout:
     def world(self) -> int:
         """Number of ranks."""
         return self.sizes.pipeline * self.sizes.data * self.sizes.context * self.sizes.tensor
+
+
+@dataclass(frozen=True)
+class Replication:
+    """What data-parallel ranks that compute with the full model share out: each field's part is split over so many."""
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    gradient_copies: int = 1
+    """Copies of the gradients on a rank: DDP reduces them in buckets beside them, unless these are views."""
+    dtype: torch.dtype | None = None
+    """Dtype that all weights are cast to; None keeps theirs."""
+    has_float32_copy: bool = False
+    """Whether the optimizer steps on a float32 copy of what trains, which it holds with its state."""
+    gathered_elements: int = 0
+    """Largest number of elements of sharded weights that are gathered at the same time."""
+    on_host: frozenset[str] = frozenset()
+    """Parts that are in host memory: ``weights``, ``optimizer``."""

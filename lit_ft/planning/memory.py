@@ -1,4 +1,4 @@
-"""Memory of a rank under a strategy that shards the weights: counted, except where it is marked as estimated."""
+"""Memory of a rank: counted, except where it is marked as estimated."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lit_ft.gradient_norm import local
 from lit_ft.planning import pipeline_timeline
 from lit_ft.planning.communication import Step, bytes_of, sharded
-from lit_ft.planning.layout import Layout
+from lit_ft.planning.layout import Layout, Replication
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,12 @@ class Memory:
     weights: float
     """This rank's weights, trainable and frozen."""
     gathered: float
-    """Full weights that ``fully_shard`` holds at the same time."""
+    """Full weights of sharded ones that are held at the same time."""
     gradients: float
     """Gradients: full if they accumulate over micro-batches, else sharded like the weights."""
     optimizer: float
-    """Optimizer state after a step; ``nan`` if it cannot be computed without the weights' values."""
+    """Optimizer state after a step, and its float32 copies of weights; ``nan`` if it cannot be computed without the
+    weights' values."""
     layer_inputs: float
     """Estimated: inputs of all layers, for all micro-batches that wait for their backward pass. With activation
     checkpointing a layer keeps no more than its input; without, it keeps several times as much."""
@@ -60,6 +61,43 @@ def memory_of(
         gathered=_gathered(layout, parameters, layers),
         gradients=_together(trained) if waits else bytes_of(trained),
         optimizer=optimizer_bytes(make_optimizer, trained),
+        layer_inputs=inputs,
+    )
+
+
+def replicated_memory(
+    split: Replication,
+    parameters: Sequence[nn.Parameter],
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    inputs: float,
+) -> Memory:
+    """Memory of a rank that computes with the full model: one device, DDP, or ZeRO, whose ranks share parts of it out.
+
+    ZeRO divides by the number of ranks the optimizer's state (stage 1), also the gradients (2), also the weights (3):
+    Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
+
+    Args:
+        split: what the ranks share out.
+        parameters: parameters of the full model; they may be on the meta device.
+        make_optimizer: function that creates the optimizer from a list of parameters.
+        inputs: bytes of the layers' inputs, as ``layer_inputs`` returns them.
+    """
+    sizes = [(p.requires_grad, p.numel(), (split.dtype or p.dtype).itemsize) for p in parameters]
+    weights = sum(count * itemsize for _, count, itemsize in sizes)
+    trained = sum(count * itemsize for trains, count, itemsize in sizes if trains)
+    optimized = [p for p in parameters if p.requires_grad]
+    copies = 0
+    if split.has_float32_copy:
+        optimized = [nn.Parameter(torch.empty(p.shape, device="meta")) for p in optimized]
+        copies = bytes_of(optimized)
+    largest = max((itemsize for *_, itemsize in sizes), default=0)
+    return Memory(
+        weights=0 if "weights" in split.on_host else weights / split.weights,
+        gathered=min(weights, split.gathered_elements * largest),
+        gradients=trained * split.gradient_copies / split.gradients,
+        optimizer=0
+        if "optimizer" in split.on_host
+        else (copies + optimizer_bytes(make_optimizer, optimized)) / split.optimizer,
         layer_inputs=inputs,
     )
 

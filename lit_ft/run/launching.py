@@ -36,6 +36,11 @@ def _launcher() -> TorchElasticEnvironment | SLURMEnvironment | None:
     return next((kind() for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect()), None)
 
 
+def starts_ranks(trainer: Trainer) -> bool:
+    """Whether Lightning will start the other ranks of this machine: not torchrun, SLURM or the user."""
+    return trainer.num_devices > 1 and _launcher() is None and "LOCAL_RANK" not in os.environ
+
+
 def is_rank_zero() -> bool:
     """Whether this process is rank 0; works before there is a trainer."""
     if (launcher := _launcher()) is not None:

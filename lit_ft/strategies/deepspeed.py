@@ -24,6 +24,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.deepspeed import stop_gathering_in_calls
 from lit_ft.internals.torch import without_forward_hooks
 from lit_ft.model.spec import ModelSpec
+from lit_ft.planning.layout import Replication
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint
 from lit_ft.strategies.module_calls import Answer, wrap_answer
@@ -237,6 +238,25 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         for part in head:
             for parameter in part.parameters(recurse=False):
                 deepspeed.zero.register_external_parameter(module, parameter)
+
+    def replication(self) -> Replication:
+        """What the ranks share out, from DeepSpeed's configuration."""
+        assert isinstance(self.config, dict)
+        zero, ranks = self.config.get("zero_optimization", {}), self.num_nodes * self.num_processes
+        stage = zero_config.stage_of(self.config)
+        half = {"bf16": torch.bfloat16, "16": torch.float16}.get(str(self.precision_plugin.precision).split("-")[0])
+        offloads = {"weights": "offload_param", "optimizer": "offload_optimizer"}
+        return Replication(
+            weights=ranks if stage >= 3 else 1,
+            gradients=ranks if stage >= 2 else 1,
+            optimizer=ranks,
+            dtype=half,
+            has_float32_copy=True,
+            gathered_elements=int(zero.get("stage3_max_live_parameters", 1e9)) if stage >= 3 else 0,
+            on_host=frozenset(
+                part for part, key in offloads.items() if zero.get(key, {}).get("device", "none") != "none"
+            ),
+        )
 
     # --- steps -----------------------------------------------------------------------------------
 

@@ -264,9 +264,70 @@ def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monkey
         timeline_plot.draw(timetable("GPipe", 2, 2), tmp_path / "schedule.png", "")
 
 
+def memory_line(text: str) -> list[float]:
+    """Numbers of the only line of the table of memory, MiB: weights, gathered, gradients, optimizer, inputs, sum."""
+    lines = text.splitlines()
+    row = next(i for i, line in enumerate(lines) if line.startswith("ranks")) + 1
+    return [float(cell.replace(",", "")) for cell in lines[row].split()[1:]]
+
+
+MODEL = 4 * (384 * 48 + 2 * 20_928 + 48) / 2**20  # embedding, two layers, last norm
+"""MiB of the test model in float32; all of it trains."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weights", "gathered", "gradients", "optimizer"),
+    [
+        (["auto", "--devices", "1"], 1, 0, 1, 2),
+        (["ddp", "--devices", "4"], 1, 0, 2, 2),
+        # ZeRO's optimizer also holds a float32 copy of the weights. Stage 3 keeps up to 1e9 weights gathered.
+        (["DeepSpeedStrategy", "--trainer.strategy.stage", "1", "--devices", "4"], 1, 0, 1, 3 / 4),
+        (["DeepSpeedStrategy", "--trainer.strategy.stage", "2", "--devices", "4"], 1, 0, 1 / 4, 3 / 4),
+        (["DeepSpeedStrategy", "--trainer.strategy.stage", "3", "--devices", "4"], 1 / 4, 1, 1 / 4, 3 / 4),
+    ],
+    ids=["one device", "ddp", "zero 1", "zero 2", "zero 3"],
+)
+def test_memory_of_replicas(
+    recipe: str,
+    capsys: pytest.CaptureFixture[str],
+    strategy: list[str],
+    weights: float,
+    gathered: float,
+    gradients: float,
+    optimizer: float,
+) -> None:
+    chosen = strategy[0].replace("DeepSpeed", "lit_ft.strategies.DeepSpeed")
+    assert plan("--config", recipe, "--num_nodes", "1", "--trainer.strategy", chosen, *strategy[1:]) == 0
+    inputs = 2 * 256 * 48 * 4 / 2**20  # two layers, a packed batch of 256 tokens, a hidden size of 48
+    expected = [weights * MODEL, gathered * MODEL, gradients * MODEL, optimizer * MODEL, inputs]
+    assert memory_line(capsys.readouterr().out) == pytest.approx([*expected, sum(expected)], abs=0.06)
+
+
+def test_half_precision_and_offloading_under_zero(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--trainer.strategy.stage", "2", "--trainer.strategy.offload_optimizer", "true"]
+    options += ["--trainer.precision", "bf16-mixed", "--devices", "2", "--num_nodes", "1"]
+    assert plan("--config", recipe, "--trainer.strategy", "lit_ft.strategies.DeepSpeedStrategy", *options) == 0
+    out = capsys.readouterr().out
+    assert memory_line(out)[:4] == pytest.approx([MODEL / 2, 0, MODEL / 4, 0], abs=0.06)
+    assert "in host memory, and not counted: optimizer" in out
+
+
+def test_does_it_fit(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["--config", recipe, "--trainer.strategy", "auto", "--devices", "1", "--num_nodes", "1"]
+    assert plan(*one, "--memory_gib", "24") == 0
+    assert "fits: 0.00 GiB of 24.00 GiB; 24.00 GiB are left for activations, logits and buffers" in (
+        capsys.readouterr().out
+    )
+    assert plan(*one, "--memory_gib", "0.0005") == 1
+    assert "does not fit: 0.00 GiB of 0.00 GiB, before activations" in capsys.readouterr().out
+
+
 def test_plan_of_a_strategy_that_it_does_not_know(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--config", recipe, "--trainer.strategy", "ddp") == 0
-    assert capsys.readouterr().out.startswith("DDPStrategy on 4 ranks: plan knows how FSDPStrategy and ModelParallel")
+    content = yaml.safe_load(Path(recipe).read_text())
+    content["trainer"] |= {"strategy": {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}}
+    Path(recipe).write_text(yaml.safe_dump(content))
+    assert plan("--config", recipe) == 2
+    assert "trainer.strategy is ModelParallelStrategy; name one of them" in capsys.readouterr().err
 
 
 def test_a_picture_needs_a_pipeline(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
