@@ -135,7 +135,7 @@ def choose_threads() -> None:
 def choose_threads_of_ranks(ranks: int) -> None:
     """Share the cores that are free among this process and the ranks that Lightning is about to start on this machine.
 
-    They inherit ``OMP_NUM_THREADS``. Lightning would set it too, to the share of all cores, whether they are free or not.
+    They inherit ``OMP_NUM_THREADS``. Lightning would set it too, to their share of all cores, free or not.
     """
     global _was_lowered
     if _sets_threads():

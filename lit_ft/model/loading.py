@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from lit_callbacks.output.heartbeat import heartbeat
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -220,7 +221,7 @@ def _read(
     options = quantized_base.reading_options(config, quantization)
     casts_later = deferred_cast.is_wanted() and dtype != "auto" and "device_map" not in options
     try:
-        with without_report_of_unused():
+        with heartbeat(f"reading the weights of {pretrained}"), without_report_of_unused():
             model, report = AutoModelForCausalLM.from_pretrained(
                 pretrained,
                 config=config,

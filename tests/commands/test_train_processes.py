@@ -51,6 +51,21 @@ def test_two_ranks_equal_one_process(tmp_path: Path, model_folder: str, write_ro
         assert losses(one, name)
 
 
+def test_two_ranks_answer_each_row_once_in_order(tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    # Seven rows in micro-batches of 2: the ranks have a different number of batches, and the last is not full.
+    rows = [{"id": f"q{i}", **row} for i, row in enumerate(make_rows(7))]
+    arguments = ["predict", *recipe(tmp_path, model_folder, None)[1:], "--data.test_path", write_rows(rows)]
+    arguments += ["--max_new_tokens", "4"]
+    two = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    for name, options in (("one", []), ("two", two)):
+        done = lit_ft(*arguments, "--run_dir", str(tmp_path / name), *options)
+        assert done.returncode == 0, done.stderr
+    answers = (tmp_path / "two" / "predictions.jsonl").read_text(encoding="utf-8")
+    assert [json.loads(line)["id"] for line in answers.splitlines()] == [row["id"] for row in rows]
+    assert answers == (tmp_path / "one" / "predictions.jsonl").read_text(encoding="utf-8")
+    assert [path.name for path in (tmp_path / "two").glob("predictions*")] == ["predictions.jsonl"]
+
+
 def stop_after(run_dir: Path, arguments: list[str], steps: int, number: signal.Signals, ranks: int = 1) -> str:
     """Start a run, send it a signal once it has logged some steps; returns what it wrote."""
     said = run_dir.with_name("said")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lit_callbacks.output import heartbeat
 from safetensors.torch import load_file, save_file
 
 from lit_ft import CausalLM, RecipeError
@@ -107,3 +108,12 @@ def test_a_damaged_generation_config(model_folder: str, tmp_path: Path) -> None:
 def test_what_is_no_name(name: str) -> None:
     with pytest.raises(RecipeError, match="model.pretrained="):
         load_tokenizer(name)
+
+
+def test_the_reading_of_weights_is_said_at_intervals(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeat, "SECONDS_BETWEEN_LINES", 1e-4)
+    caplog.set_level("INFO")
+    load_base(model_folder)
+    assert f"reading the weights of {model_folder}: 0 s so far" in caplog.messages

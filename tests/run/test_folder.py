@@ -150,7 +150,7 @@ def test_a_file_system_without_locks_is_named(
 
 
 @pytest.mark.processes
-def test_fit_refuses_a_running_run_and_validate_reads_it(
+def test_a_second_fit_or_resume_of_a_running_run_is_refused_and_validate_reads_it(
     tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     arguments = recipe(tmp_path, model_folder, write_rows(count=8), max_steps=1)
@@ -158,7 +158,7 @@ def test_fit_refuses_a_running_run_and_validate_reads_it(
     here(monkeypatch, *arguments, *run)
     with other_process(lambda: RunFolder(tmp_path / "run").claim(resuming=True)) as process:
         before = {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
-        for more in ([], ["--ckpt_path", "last"]):
+        for more in ([], ["--ckpt_path", "last"], ["--resume", "auto"]):
             here(monkeypatch, *arguments, *run, *more, code=2)
             assert f"is in use by process {process}" in capsys.readouterr().err
         val = ["--data.val_path", write_rows(count=4, name="val.json"), "--ckpt_path", "last"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_callbacks.export.manifest import MANIFEST, ManifestError, list_files, read_manifest, sync, write_manifest
+from lit_callbacks.output.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +57,8 @@ def write_atomically(
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        write(temporary)
+        with heartbeat(f"writing {folder}"):
+            write(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         for name, text in (texts or {}).items():
