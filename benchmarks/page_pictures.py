@@ -15,7 +15,7 @@ PAGES = Path(__file__).parents[1] / "docs" / "pages"
 SHOTS = (("report", 1280, False), ("report", 390, True), ("check", 1280, True), ("check", 390, False))
 """Page, width in pixels, and whether it is in dark mode."""
 HEIGHT = 1300
-COLORS = 48
+COLORS = 96
 """Colors of a picture; few keep it small."""
 
 
@@ -42,7 +42,7 @@ def shoot(browser: str, page: Path, picture: Path, width: int, dark: bool) -> No
         shot = Path(folder) / "shot.png"
         subprocess.run([*command, f"--screenshot={shot}", frame.as_uri()], check=True, capture_output=True, timeout=100)
         whole = Image.open(shot).convert("RGB").crop((0, 0, width, HEIGHT))
-    whole.quantize(COLORS, dither=Image.Dither.NONE).save(picture, optimize=True)
+    whole.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
 def main() -> None:
