@@ -90,7 +90,7 @@ def run(checkout: Path, command: str) -> "subprocess.CompletedProcess[str]":
 def test_each_command_runs_as_printed(checkout: Path) -> None:
     best = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"monitor": "val/loss"}}
     (checkout / "best.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": [best]}}))
-    recipe = "--config recipes/qwen.yaml --config mine.yaml --config best.yaml --trainer.max_steps 2"
+    recipe = "--config recipes/qwen.yaml --config mine.yaml --config best.yaml --trainer.max_epochs 1"
     done = run(checkout, f"python -m lit_ft fit {recipe} --model.max_new_tokens 8 --run_dir RUN")
     assert done.returncode == 0, done.stderr
     for command in commands(TEXT["README.md"]):

@@ -156,7 +156,8 @@ class LossLedger(Callback):
                 f"LossLedger cannot keep a step's losses ({type(error).__name__}: {error}); 'sample_losses' is "
                 "(samples,), 'token_losses' (samples, tokens), and ids= and sources= return one of each a sample"
             )
-        if not self._has_recorded:
+        # Micro-batches before the first optimizer step may be empty, and have no losses.
+        if not self._has_recorded and trainer.global_step > self._started:
             rank_zero_warn(
                 f"LossLedger sees no losses of samples: {type(pl_module).__name__}.training_step returns neither "
                 "'sample_losses' nor 'token_losses', and nothing has called record; nothing is kept until it does"

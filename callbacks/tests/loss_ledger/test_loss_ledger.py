@@ -215,6 +215,16 @@ def test_a_module_that_gives_no_losses_is_a_warning(tmp_path: Path) -> None:
     assert not (tmp_path / "loss_ledger").exists()
 
 
+def test_an_empty_first_micro_batch_is_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    class FirstIsEmpty(Steps):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            outputs = super().training_step(batch, batch_idx)
+            return outputs if batch_idx % 2 else outputs["loss"] * 0
+
+    fit(tmp_path, FirstIsEmpty(), rows([1.0, 2.0, 3.0, 4.0]), LossLedger(), accumulate_grad_batches=2)
+    assert not [warning for warning in recwarn if "LossLedger" in str(warning.message)]
+
+
 def test_samples_without_ids_are_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="cannot tell samples apart: the dict has no 'sample_ids'"):
         assert fit(tmp_path, Steps(), DataLoader([{"value": 1.0}]), LossLedger()).global_step == 2
