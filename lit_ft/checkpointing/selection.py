@@ -93,7 +93,10 @@ class Best(NamedTuple):
 def best_known(folder: Path) -> list[Best]:
     """Best checkpoint of each metric that the run's ``ModelCheckpoint`` callbacks monitor, by its newest checkpoint."""
     found, _ = candidates(folder)
-    states = _content(found[0].path).get("callbacks", {}).values() if found else []
+    # Several callbacks may save at the same position, and the first of them before the best is known.
+    of_newest = [one.path for one in found if one.position == found[0].position]
+    written_last = max(of_newest, key=lambda path: path.stat().st_mtime_ns, default=None)
+    states = [] if written_last is None else _content(written_last).get("callbacks", {}).values()
     return [
         Best(_here(folder, Path(state["best_model_path"])), state["monitor"], float(state["best_model_score"]))
         for state in states

@@ -13,6 +13,7 @@ import yaml
 from command_line import losses, recipe
 from conftest import make_rows
 
+from lit_ft.checkpointing.selection import best_known
 from lit_ft.cli import main
 
 pytestmark = pytest.mark.slow
@@ -148,3 +149,11 @@ def test_the_next_command_answers_where_nothing_is_to_be_merged(fit: Any, said: 
     command = next_line(told)
     assert command == ["predict", "--config", str(run / "config.yaml"), "--ckpt_path", "last"]
     assert "4 answers: " in said(*command, "--max_new_tokens", "2")
+
+
+def test_the_best_of_a_step_that_another_callback_saves_first(fit: Any) -> None:
+    every_epoch = {"class_path": "ModelCheckpoint", "init_args": {"every_n_epochs": 1, "save_last": True}}
+    run, told = fit(every_epoch, MONITORS, options=["--trainer.max_steps", "-1", "--trainer.max_epochs", "1"])
+    ((path, monitor, _),) = best_known(run / "checkpoints")
+    assert (path.parent, monitor) == (run / "checkpoints", "val/loss")
+    assert f"export --run {run} --ckpt_path best --merge" in told
