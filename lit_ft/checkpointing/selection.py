@@ -93,15 +93,16 @@ class Best(NamedTuple):
 def best_known(folder: Path) -> list[Best]:
     """Best checkpoint of each metric that the run's ``ModelCheckpoint`` callbacks monitor, by its newest checkpoint."""
     found, _ = candidates(folder)
-    # Several callbacks may save at the same position, and the first of them before the best is known.
-    of_newest = [one.path for one in found if one.position == found[0].position]
-    written_last = max(of_newest, key=lambda path: path.stat().st_mtime_ns, default=None)
-    states = [] if written_last is None else _content(written_last).get("callbacks", {}).values()
-    return [
-        Best(_here(folder, Path(state["best_model_path"])), state["monitor"], float(state["best_model_score"]))
-        for state in states
-        if state.get("monitor") and state.get("best_model_path") and state.get("best_model_score") is not None
-    ]
+    known: dict[str, Best] = {}
+    # Several callbacks may save after the newest step, the first of them before a new best is known. What a callback
+    # saves as its best says so itself.
+    for path in [one.path for one in found if one.position[:3] == found[0].position[:3]]:
+        for callback, state in _content(path).get("callbacks", {}).items():
+            if state.get("monitor") and state.get("best_model_path") and state.get("best_model_score") is not None:
+                best = Path(state["best_model_path"])
+                if callback not in known or best.name == path.name:
+                    known[callback] = Best(_here(folder, best), state["monitor"], float(state["best_model_score"]))
+    return list(known.values())
 
 
 def best_of(folder: Path) -> Path:
