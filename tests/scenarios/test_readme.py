@@ -28,6 +28,7 @@ ELSEWHERE = {
     "pip install -e ./callbacks -e .": "needs a package index: test_what_is_installed_is_here",
     "make quickstart": "installs: its lines are printed by test_make_targets",
     "make test": "runs this test: its lines are printed by test_make_targets",
+    "python -m lit_ft chat RUN --compare": "asks in a terminal, or reads questions from a pipe, and here is neither",
     "tensorboard --logdir checkpoints/runs": "serves until it is stopped: test_what_is_installed_is_here",
 }
 """Commands that are not run here, and why."""
