@@ -70,8 +70,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = root / "recipes" / "data" / f"quickstart_{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8"))[:rows]), encoding="utf-8")
     for model in ("checkpoints/tiny-qwen2", "Qwen/Qwen2.5-0.5B-Instruct", "models/Qwen2.5-0.5B-Instruct"):
-        (root / model).parent.mkdir(exist_ok=True)
-        (root / model).symlink_to(REPOSITORY / "checkpoints" / "tiny-qwen2")
+        shutil.copytree(REPOSITORY / "checkpoints" / "tiny-qwen2", root / model)
+        config = root / model / "config.json"
+        config.write_text(
+            config.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 32768')
+        )
     rows = [{"instruction": f"Say {number}.", "input": "", "output": f"{number}"} for number in range(20)]
     for name, count in (("huanhuan.json", 4), ("rows.json", 20), ("new.json", 1)):
         (root / name).write_text(json.dumps(rows[:count]))
