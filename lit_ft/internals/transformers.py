@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jinja2 import Template
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
@@ -71,3 +73,39 @@ def compile_chat_template(template: str) -> Template:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(template)
+
+
+@runtime_checkable
+class GroupedExperts(Protocol):
+    """Experts of a layer in one tensor per projection: attributes that ``use_experts_implementation`` gives the class.
+
+    ``gate_up_proj`` and ``down_proj`` are ``(E, O, I)``, or ``(E, I, O)`` if transposed; ``gate_up_proj_bias`` and
+    ``down_proj_bias`` are ``(E, O)``.
+    """
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
+    _apply_gate: Callable[[Tensor], Tensor]
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, is_transposed: bool = False) -> Tensor:
+    """Product of each group of rows with a matrix of its own, by the fastest kernel of this torch and device.
+
+    Args:
+        rows: rows ``(S, I)``, sorted by group.
+        weight: matrices ``(E, O, I)``, or ``(E, I, O)`` if transposed.
+        ends: index after each group's last row, ``(E,)``, int32.
+        is_transposed: whether inputs come before outputs in ``weight``.
+    """
+    from transformers.integrations.moe import _grouped_linear
+
+    product: Tensor = _grouped_linear(rows, weight, ends, is_transposed=is_transposed)
+    return product
+
+
+def gated(experts: GroupedExperts, gate_and_up: Tensor) -> Tensor:
+    """Activation of the gate times the other half, ``(S, 2 I) -> (S, I)``, as the model's class has it."""
+    return experts._apply_gate(gate_and_up)

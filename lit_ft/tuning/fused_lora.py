@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lit_ft.internals.torch import forward_hooks
+from lit_ft.tuning import expert_lora
 
 
 def fuse(model: nn.Module, keeps_products: bool = False) -> None:
-    """Let plain LoRA linear layers of a model compute their products in one autograd function.
+    """Let plain LoRA linear layers of a model compute their products in one autograd function, and LoRA on experts too.
 
     Layers with another base layer than ``nn.Linear`` (quantized bases), embeddings and variants of LoRA (DoRA, ...)
     keep PEFT's ``forward``; a notice gives their number.
@@ -35,13 +36,18 @@ def fuse(model: nn.Module, keeps_products: bool = False) -> None:
     left: Counter[str] = Counter()
     reported: set[str] = set()
     for layer in model.modules():
-        if not isinstance(layer, lora.LoraLayer):
+        if not isinstance(layer, lora.LoraLayer) or isinstance(layer, lora.ParamWrapper):
             continue
         if reason := _unlike_plain_lora(layer):
             left[reason] += 1
             continue
         layer.__class__ = FusedLinear
         layer.keeps_products, layer.reported = keeps_products, reported
+    for experts in expert_lora.outer_wrappers(model):
+        if reason := expert_lora.obstacle(experts):
+            left[reason] += 1
+        else:
+            experts.__class__ = expert_lora.FusedExperts
     for reason, count in left.items():
         rank_zero_info(f"model.fused_lora: PEFT computes {count} LoRA layers itself ({reason})")
 

@@ -1,0 +1,98 @@
+"""LoRA on the fused experts of a layer, computed beside the experts' weights and not added to them.
+
+transformers keeps the experts of a layer in one tensor per projection, e.g. ``mlp.experts.gate_up_proj`` ``(E, O, I)``,
+and PEFT's ``ParamWrapper`` (``target_parameters``) adds a product of the same size to it in each forward pass. The sum
+is as large as all experts of the layer, is kept for the backward pass, and is rounded to the base's dtype: in bfloat16 a
+small product vanishes in it. Here the tokens of an expert are multiplied by its weight and by its two small matrices.
+
+Modules, parameters, saving and merging stay PEFT's: the outer wrapper of a layer's experts changes its class, which
+overrides ``forward`` alone.
+
+Legend: S pairs of a token and one of its experts, sorted by expert; E experts, I inputs and O outputs of one, R rank.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from peft.tuners.lora import ParamWrapper
+from torch import Tensor, nn
+
+from lit_ft.internals.transformers import GroupedExperts, gated, grouped_linear
+
+
+def outer_wrappers(model: nn.Module) -> list[ParamWrapper]:
+    """PEFT's wrappers of parameters that are not inside another one: it nests those of a module's parameters."""
+    nested = {id(layer.base_layer) for layer in model.modules() if isinstance(layer, ParamWrapper)}
+    return [layer for layer in model.modules() if isinstance(layer, ParamWrapper) and id(layer) not in nested]
+
+
+def wrapped_parameters(outer: ParamWrapper) -> Iterator[ParamWrapper]:
+    """The wrapper and those inside it, one for each parameter of a module that has LoRA."""
+    layer: nn.Module = outer
+    while isinstance(layer, ParamWrapper):
+        yield layer
+        layer = layer.base_layer
+
+
+class FusedExperts(ParamWrapper):
+    """Experts of a layer with LoRA on their tensors; where this does not apply, PEFT's own wrappers compute them."""
+
+    first_expert: int = 0
+    """Index of the first expert that is here, where ranks hold different experts."""
+
+    def forward(self, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Outputs of the experts for tokens ``(tokens, I)``; the arguments are those of the experts themselves.
+
+        Args:
+            x: hidden states.
+            args: indices of each token's experts and weights of their outputs, ``(tokens, k)`` both.
+            kwargs: the same by name.
+        """
+        wrappers = list(wrapped_parameters(self))
+        if self.disable_adapters or any(layer.merged or len(layer.active_adapters) != 1 for layer in wrappers):
+            return super().forward(x, *args, **kwargs)
+        index, weights = (*args, *kwargs.values())
+        return self._outputs(x, index, weights, {layer.parameter_name: layer for layer in wrappers})
+
+    def _outputs(self, x: Tensor, index: Tensor, weights: Tensor, adapted: dict[str, ParamWrapper]) -> Tensor:
+        experts: GroupedExperts = self.get_base_layer()
+        of_expert, order = index.flatten().sort(stable=True)
+        counts = torch.zeros(experts.num_experts, dtype=torch.int32, device=x.device)
+        counts.scatter_add_(0, of_expert, torch.ones_like(of_expert, dtype=torch.int32))  # bincount would wait for CUDA
+        ends = counts.cumsum(0, dtype=torch.int32)
+
+        def project(inputs_SI: Tensor, name: str) -> Tensor:
+            weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None
+            out_SO = grouped_linear(inputs_SI, weight, ends, experts.is_transposed)
+            if name in adapted:
+                a_ERI, b_EOR = self._factors(adapted[name], weight)
+                out_SO = out_SO + grouped_linear(grouped_linear(inputs_SI, a_ERI, ends), b_EOR, ends)
+            return out_SO if bias is None else out_SO + bias[of_expert]
+
+        inner = gated(experts, project(x[order // index.shape[1]], "gate_up_proj"))
+        out = project(inner, "down_proj")
+        in_place = torch.empty_like(out).index_copy(0, order, out)
+        return (in_place.view(*index.shape, -1) * weights[..., None]).sum(1).to(x.dtype)
+
+    def _factors(self, layer: ParamWrapper, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """A ``(E, R, I)`` and scaled B ``(E, O, R)`` of the experts that are here, in the dtype of their weights."""
+        (name,) = layer.active_adapters
+        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        here = slice(self.first_expert, self.first_expert + len(weight))
+        a_ERI = a.view(layer.num_experts, -1, a.shape[1])[here]
+        b_EOR = b.view(b.shape[0], -1, layer.num_experts).permute(2, 0, 1)[here] * layer.scaling[name]
+        missing = -a_ERI.shape[1] % (16 // weight.element_size())  # kernels for groups want rows of whole 16 bytes
+        a_ERI, b_EOR = nn.functional.pad(a_ERI, (0, 0, 0, missing)), nn.functional.pad(b_EOR, (0, missing))
+        return a_ERI.to(weight.dtype), b_EOR.to(weight.dtype).contiguous()
+
+
+def obstacle(outer: ParamWrapper) -> str | None:
+    """Reason why PEFT has to compute a wrapper itself; None if ``FusedExperts`` can."""
+    experts = outer.get_base_layer()
+    if not isinstance(experts, GroupedExperts):
+        return f"a parameter of {type(experts).__name__}"
+    if experts.has_post_expert_norm or not experts.has_gate or experts.num_experts == 1:
+        return f"{type(experts).__name__}, which has a norm, no gate, or one expert"
+    if others := {layer.parameter_name for layer in wrapped_parameters(outer)} - {"gate_up_proj", "down_proj"}:
+        return f"{', '.join(sorted(others))} of {type(experts).__name__}"
+    return None
