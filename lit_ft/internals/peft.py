@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
     from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -43,3 +44,15 @@ def kasa_loss(model: PeftModel) -> Tensor:
     """KaSA's regularization term; PEFT's documentation tells training loops to call this method, private by name."""
     loss: Tensor = model.base_model._get_kasa_loss()
     return loss
+
+
+def renamed_targets(model: PreTrainedModel) -> frozenset[str]:
+    """Names of linear layers that PEFT takes for experts or routers of transformers 4 in a LoRA config, and moves."""
+    from peft.utils.transformers_weight_conversion import (
+        _MODEL_TO_CONVERSION_PATTERN,
+        _MOE_FUSED_TARGETS,
+        _MOE_TARGET_MODULE_MAPPING,
+    )
+
+    pattern = _MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+    return frozenset(_MOE_TARGET_MODULE_MAPPING.get(pattern, ()) if pattern in _MOE_FUSED_TARGETS else ())

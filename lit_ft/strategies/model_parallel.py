@@ -325,13 +325,13 @@ class ModelParallelStrategy(ShardedStrategy):
             parallel.assign_experts(experts)
             if copies > 1:
                 fully_shard(
-                    experts,
+                    expert_parallel.holder(experts),
                     mesh=mesh["copies"],
                     reshard_after_forward=False,
                     mp_policy=self._precision_policy(),
                     shard_placement_fn=lambda _: Shard(1),
                 )
-        return {weight for experts in dealt for weight in experts.parameters()}
+        return {weight for experts in map(expert_parallel.holder, dealt) for weight in experts.parameters()}
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Build the optimizers; if weights lie on different meshes, each parameter is updated separately."""

@@ -26,9 +26,8 @@ def outer_wrappers(model: nn.Module) -> list[ParamWrapper]:
     return [layer for layer in model.modules() if isinstance(layer, ParamWrapper) and id(layer) not in nested]
 
 
-def wrapped_parameters(outer: ParamWrapper) -> Iterator[ParamWrapper]:
-    """The wrapper and those inside it, one for each parameter of a module that has LoRA."""
-    layer: nn.Module = outer
+def wrapped_parameters(layer: nn.Module) -> Iterator[ParamWrapper]:
+    """Wrappers around a module, from the outer one: one for each of its parameters that has LoRA."""
     while isinstance(layer, ParamWrapper):
         yield layer
         layer = layer.base_layer
@@ -52,10 +51,18 @@ class FusedExperts(ParamWrapper):
         if self.disable_adapters or any(layer.merged or len(layer.active_adapters) != 1 for layer in wrappers):
             return super().forward(x, *args, **kwargs)
         index, weights = (*args, *kwargs.values())
-        return self._outputs(x, index, weights, {layer.parameter_name: layer for layer in wrappers})
+        return self.outputs(x, index, weights)
 
-    def _outputs(self, x: Tensor, index: Tensor, weights: Tensor, adapted: dict[str, ParamWrapper]) -> Tensor:
+    def outputs(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Outputs of the experts that are here, ``(tokens, I)``.
+
+        Args:
+            x: hidden states, ``(tokens, I)``.
+            index: each token's experts, counted from the first that is here, ``(tokens, k)``.
+            weights: router weights of their outputs, ``(tokens, k)``.
+        """
         experts: GroupedExperts = self.get_base_layer()
+        adapted = {layer.parameter_name: layer for layer in wrapped_parameters(self)}
         of_expert, order = index.flatten().sort(stable=True)
         counts = torch.zeros(experts.num_experts, dtype=torch.int32, device=x.device)
         counts.scatter_add_(0, of_expert, torch.ones_like(of_expert, dtype=torch.int32))  # bincount would wait for CUDA

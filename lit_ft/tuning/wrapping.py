@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
@@ -24,7 +24,7 @@ from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.model.quantization import linear_modules
-from lit_ft.tuning import compatibility, prompt_learning
+from lit_ft.tuning import compatibility, experts, prompt_learning
 
 
 def add_peft(
@@ -44,8 +44,10 @@ def add_peft(
     prompt_learning.check_sizes(peft)
     adapt_to_architecture(model, peft)
     check_target_modules(model, peft)
+    experts.check_target_parameters(model, peft)
     peft = copy.deepcopy(peft)
     peft.task_type = "CAUSAL_LM"
+    experts.resolve_targets(model, peft)
     name_all_linear(model, peft)
     in_float32 = adapter_dtype == "float32"
     wrap = partial(get_peft_model, model, peft, autocast_adapter_dtype=in_float32)
@@ -85,9 +87,10 @@ def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
     names = [name for name, _ in model.named_modules()]
     unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))
     if unmatched:
+        of_experts = f"; its experts train by {experts.advice(model)}" if experts.expert_layers(model) else ""
         raise RecipeError(
             f"model.peft target_modules {unmatched} match nothing in {type(model).__name__}; "
-            f"its linear layers are {linear_layers(model)}"
+            f"its linear layers are {linear_layers(model)}{of_experts}"
         )
 
 
@@ -157,7 +160,9 @@ def check_ranks(model: PeftModel) -> None:
         RecipeError: a rank is too large, or the scale is 0; the message names the layer.
     """
     for name, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer) or not isinstance(layer.get_base_layer(), nn.Linear):
+        if not isinstance(layer, ParamWrapper) and not (
+            isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear)
+        ):
             continue
         size, rank = min(layer.in_features, layer.out_features), layer.r.get("default", 0)
         if layer.lora_alpha.get("default", 1) <= 0:

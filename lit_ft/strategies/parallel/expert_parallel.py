@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,16 +20,22 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.torch import all_to_all_single_autograd, own_parameters, wait_tensor
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.parameter_patterns import layers_by_wildcard
+from lit_ft.tuning.expert_lora import FusedExperts, obstacle
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Outputs of a layer's experts, from hidden states, indices of each token's experts, and weights of their outputs."""
 
 
 def experts_of(base: PreTrainedModel) -> list[nn.Module]:
-    """Modules that each hold the experts of one layer, from Hugging Face's ``base_model_ep_plan``."""
+    """Experts of each layer, or PEFT's wrappers around them, from Hugging Face's ``base_model_ep_plan``."""
     plan = Architecture.of(base.config).expert_plan
     names = {f"{base.base_model_prefix}.{name}" for name, style in plan.items() if style == "ep_dispatch_experts"}
     return [module for name, module in base.named_modules() if layers_by_wildcard(name) in names]
+
+
+def holder(experts: nn.Module) -> nn.Module:
+    """Module that holds the experts' weights: inside PEFT's wrappers where they have LoRA."""
+    return experts.get_base_layer() if isinstance(experts, ParamWrapper) else experts
 
 
 def expert_count(experts: nn.Module) -> int | None:
@@ -46,7 +53,8 @@ def check(base: PreTrainedModel, size: int) -> None:
     """Refuse models whose experts cannot be distributed over ``size`` ranks, before weights are read.
 
     Raises:
-        RecipeError: the model has no experts, their number is not divisible, or an adapter changes them.
+        RecipeError: the model has no experts, their number is not divisible, or an adapter other than LoRA on their
+            fused tensors changes them.
     """
     experts = experts_of(base)
     if not experts:
@@ -56,10 +64,11 @@ def check(base: PreTrainedModel, size: int) -> None:
         )
     for module in experts:
         count = expert_count(module)
-        if count is None:
+        why = obstacle(module) if isinstance(module, ParamWrapper) else None
+        if count is None or why is not None:
             raise RecipeError(
-                f"expert_parallel_size={size}: {type(module).__name__} is changed by an adapter; take LoRA on "
-                "attention only, or set it to 1"
+                f"expert_parallel_size={size}: {why or type(module).__name__} is changed by an adapter; take LoRA on "
+                "gate_up_proj, down_proj (target_parameters) or attention only, or set it to 1"
             )
         if count % size:
             fitting = [n for n in range(1, count + 1) if count % n == 0]
@@ -80,20 +89,28 @@ class ExpertParallel:
         self.mesh, self.size, self.group = mesh, mesh.size(), mesh.get_group()
 
     def assign_experts(self, experts: nn.Module) -> None:
-        """Keep this rank's experts of a layer, and make its forward pass send tokens to the ranks of their experts."""
-        total = expert_count(experts)
+        """Keep this rank's experts of a layer, and make its forward pass send tokens to the ranks of their experts.
+
+        The matrices of LoRA stay whole here: they are sharded with the layer's other weights.
+        """
+        held, total = holder(experts), expert_count(experts)
         assert total is not None, "check has refused it"
-        for key, weight in list(experts.named_parameters(recurse=False, remove_duplicate=False)):
+        for key, weight in list(held.named_parameters(recurse=False, remove_duplicate=False)):
             part = distribute_tensor(weight.data, self.mesh, [Shard(0)], src_data_rank=None)
             own = DTensor.from_local(part.to_local().clone(), self.mesh, [Shard(0)], run_check=False)
-            experts.register_parameter(key, nn.Parameter(own, requires_grad=weight.requires_grad))
-        set_expert_count(experts, total // self.size)
-        forward = experts.forward
+            held.register_parameter(key, nn.Parameter(own, requires_grad=weight.requires_grad))
+        set_expert_count(held, total // self.size)
+        forward = held.forward
+        if experts is not held:
+            assert isinstance(experts, FusedExperts), "check has refused it"
+            experts.first_expert = self.mesh.get_local_rank() * (total // self.size)
+            # By way of the holder, whose hooks gather its weights where several ranks share them.
+            forward, experts.forward = experts.outputs, held.__call__
 
         def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             return self._exchange(experts, forward, total, hidden, index, weights)
 
-        experts.forward = on_own_experts
+        held.forward = on_own_experts
 
     def _exchange(
         self, experts: nn.Module, forward: Forward, total: int, hidden: Tensor, index: Tensor, weights: Tensor
@@ -101,8 +118,8 @@ class ExpertParallel:
         """Outputs of the experts for this rank's N tokens, ``(N, H)``.
 
         Args:
-            experts: module that holds this rank's experts.
-            forward: original forward function of the module.
+            experts: module that holds this rank's experts, or PEFT's wrapper around it.
+            forward: function that computes the experts that are here.
             total: number of experts on all ranks.
             hidden: hidden states of this rank's tokens, ``(N, H)``.
             index: indices of the k experts of each token, ``(N, k)``.
@@ -122,17 +139,18 @@ class ExpertParallel:
         return (in_place.view(*index.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
     def _compute(self, experts: nn.Module, forward: Forward, hidden: Tensor, of_expert: Tensor) -> Tensor:
-        whole = {key: weight for key, weight in own_parameters(experts).items() if isinstance(weight, DTensor)}
+        own = own_parameters(holder(experts))
+        whole = {key: weight for key, weight in own.items() if isinstance(weight, DTensor)}
         # An expert's gradient is the sum over the tokens of all ranks of this group, but is averaged only over the
         # ranks that hold the same expert; the other gradients are averaged over both.
         local = {key: _ScaleGradient.apply(w.to_local(), 1 / self.size) for key, w in whole.items()}
-        own_parameters(experts).update(local)
+        own.update(local)
         try:
             if len(hidden) == 0:  # each rank needs gradients of its weights: their reduction may be a collective
-                return hidden + sum(weight.sum() * 0 for weight in local.values())
+                return hidden + sum(weight.sum() * 0 for weight in experts.parameters())
             return forward(hidden, of_expert[:, None], torch.ones_like(of_expert[:, None], dtype=hidden.dtype))
         finally:
-            own_parameters(experts).update(whole)
+            own.update(whole)
 
     def _send(self, rows: Tensor, sizes_in: Sequence[int], sizes_out: Sequence[int]) -> Tensor:
         return _Wait.apply(all_to_all_single_autograd(rows, list(sizes_in), list(sizes_out), self.group))

@@ -18,7 +18,7 @@ from lit_ft.model.quantization import is_quantized
 from lit_ft.protocols import SplitsForward
 from lit_ft.strategies.parallel import expert_parallel, pipeline_parallel, tensor_plan
 from lit_ft.training.spec import spec_of
-from lit_ft.tuning import compatibility
+from lit_ft.tuning import compatibility, expert_lora
 
 Size = int | Literal["auto"]
 """Number of ranks along a dimension of the mesh; auto is what the other dimensions leave."""
@@ -117,6 +117,11 @@ class ParallelDims:
             tensor_plan.check(base, sizes.tensor, self.tp_plan)
         if self.expert_parallel_size > 1:
             self._check_experts(sizes, base)
+            if spec is not None and not spec.fused_lora and expert_lora.outer_wrappers(base):
+                raise RecipeError(
+                    f"expert_parallel_size={self.expert_parallel_size} with model.fused_lora=false: PEFT adds LoRA to "
+                    "whole expert tensors, of which a rank has a part; set model.fused_lora to true"
+                )
         splits_tokens = sizes.data < math.prod(sizes) or self.expert_parallel_size > 1
         if spec is not None and spec.router_aux_loss is not None and splits_tokens:
             raise RecipeError(
