@@ -76,6 +76,10 @@ ON_QUANTIZED_ONLY: dict[str, peft.PeftConfig] = {
         r=4, lora_alpha=8, init_lora_weights="loftq", loftq_config={"loftq_bits": 4}, **LAYERS, **CAUSAL
     )
 }
+PARAMETERS: dict[str, peft.PeftConfig] = {
+    "LoRA on parameters": peft.LoraConfig(r=4, target_parameters=["down_proj.weight"], **LAYERS, **CAUSAL),
+}
+"""Meant for fused experts; tests/tuning/test_expert_lora.py trains those."""
 TOKENS: dict[str, peft.PeftConfig] = {
     "LoRA and token rows": peft.LoraConfig(r=4, trainable_token_indices=[3, 4], **LAYERS, **CAUSAL),
 }

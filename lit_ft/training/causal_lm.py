@@ -31,6 +31,7 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
+from lit_ft.training.expert_load import ExpertLoad
 from lit_ft.training.guarded_steps import GuardedStepsModule
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
@@ -39,7 +40,7 @@ from lit_ft.training.optimizers.configure import configure_optimizers
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec, batches_for_init
-from lit_ft.tuning import adapter_files, method_hooks
+from lit_ft.tuning import adapter_files, experts, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
 
@@ -50,7 +51,9 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, each a mean over supervised tokens
     (train: of one optimizer step over all ranks; val and test: of the whole set), ``.../loss/<source>`` where
     the data has several sources (train: of those in the step), and ``train/grad_norm``, ``train/learning_rate``,
-    ``train/router_aux_loss`` (without its factor).
+    ``train/router_aux_loss`` (without its factor), and of mixture-of-experts models
+    ``train/expert_load_max_over_mean/layer_<n>``, a step's tokens of the layer's busiest expert over the mean of its
+    experts, and without ``layer_<n>`` the largest of these.
     """
 
     def __init__(
@@ -136,6 +139,8 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         """What the adapter's init found in an earlier run, where it is not to be done again."""
         self.weight_count: WeightCount | None = None
         """Of the whole model, once it is built."""
+        self.expert_notes: list[str] = []
+        """Lines about experts and routers, once the model is built; none for a dense model."""
         self.record_losses: Callable[..., None] | None = None
         """Takes ids, tokens' losses, tokens and sources of a batch's samples; ``lit_callbacks.LossLedger``'s."""
         self.train_metrics = StageMetrics(has_router_loss=router_aux_loss is not None)
@@ -175,6 +180,9 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
             self._packed, self.start = self.spec.build(self.start, self._device_of_run(), first_batches)
             self.model = self._packed.model
             self.weight_count = WeightCount.of(self.model)
+            self.expert_notes = experts.describe(self._packed.base, self.spec.router_aux_loss is not None)
+            if not self.spec.compile:  # hooks would break the graphs of layers
+                self.train_metrics.expert_load = ExpertLoad.of(self._packed.base)
             self._state = SavedState(self, self._packed, self.start, self.base_fingerprint)
             self._fp32_buffers = {n: b.clone() for n, b in self.model.named_buffers() if b.dtype == torch.float32}
 

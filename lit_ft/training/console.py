@@ -45,7 +45,8 @@ class ConsoleSummary(Callback):
         self._times = StepTimes(trainer.global_step, optimizer_steps(trainer))
         self._said, self._said_at = trainer.global_step, time.monotonic()
         if isinstance(pl_module, CausalLM):
-            rank_zero_info(f"training {describe_model(pl_module)}")
+            for line in (f"training {describe_model(pl_module)}", *pl_module.expert_notes):
+                rank_zero_info(line)
             if pl_module.spec.base.init == "random" and pl_module.spec.tuning.peft is not None:
                 rank_zero_info(
                     "the frozen base is random and in no checkpoint: the same seed_everything draws it again"

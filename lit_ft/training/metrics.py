@@ -8,12 +8,14 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.training.expert_load import ExpertLoad
 
 
 def metric_names(split: str) -> list[str]:
     """Names of the metrics that ``CausalLM`` logs of a split (train, val, test), apart from losses of sources."""
     names = [f"{split}/{name}" for name in ("loss", "perplexity", "token_accuracy", "router_aux_loss")]
-    return [*names, "train/learning_rate", "train/grad_norm", "train/regularization"] if split == "train" else names
+    of_steps = ["train/learning_rate", "train/grad_norm", "train/regularization", "train/expert_load_max_over_mean"]
+    return [*names, *of_steps] if split == "train" else names
 
 
 class TokenMean(Metric):
@@ -87,7 +89,7 @@ class SourceMeans(TokenMean):
 
 
 class StageMetrics(nn.Module):
-    """Loss and token accuracy over the supervised tokens of a stage, and the loss of each source of the data."""
+    """Loss and token accuracy over the supervised tokens of a stage, losses of the data's sources, load of experts."""
 
     def __init__(self, has_router_loss: bool = False) -> None:
         """Start with zero tokens.
@@ -99,6 +101,7 @@ class StageMetrics(nn.Module):
         self.loss, self.token_accuracy = TokenMean(), TokenMean()
         self.router_aux_loss = TokenMean() if has_router_loss else None
         self.sources: SourceMeans | None = None
+        self.expert_load: ExpertLoad | None = None
 
     def add(self, result: TokenLoss, batch: PackedBatch) -> None:
         """Add a packed batch."""
@@ -131,6 +134,11 @@ class StageMetrics(nn.Module):
             module.log(f"{prefix}/router_aux_loss", self.router_aux_loss.compute())
         for name, mean in ({} if self.sources is None else self.sources.compute()).items():
             module.log(f"{prefix}/loss/{name}", mean)
+        if self.expert_load is not None:
+            loads = self.expert_load.compute()
+            module.log(f"{prefix}/expert_load_max_over_mean", loads.max())
+            for name, load in zip(self.expert_load.names, loads, strict=True):
+                module.log(f"{prefix}/expert_load_max_over_mean/{name}", load)
         for metric in self.children():
             metric.reset()  # type: ignore[operator]
         return loss

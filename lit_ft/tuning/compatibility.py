@@ -139,6 +139,11 @@ METHODS: Sequence[MethodSupport] = (
         _on_quantized("is left out by PEFT for packed layers, which would train plain LoRA (peft 0.21)"),
         tensor=_WHOLE_WEIGHTS,
     ),
+    _row(
+        "target_parameters",
+        dict.fromkeys(("torchao", "gptqmodel", "otherwise_quantized"), _NOT_ON_THIS_BASE),
+        tensor="multiplies whole tensors, of which a tensor-parallel rank has a part",
+    ),
     _row("trainable_token_indices", _TOKENS),
     _row(
         "alora_invocation_tokens", packed="has to find its tokens in each sample of a packed batch, which PEFT does not"

@@ -31,6 +31,8 @@ class ExpertLayer:
     """Path of the module that holds the experts, without PEFT's wrappers."""
     module: nn.Module
     """Module that the layer calls: the experts, or PEFT's wrapper around them."""
+    holder: nn.Module
+    """Module that holds the experts."""
     tensors: dict[str, nn.Parameter]
     """Fused weights by name, ``(experts, ., .)`` each."""
     router: dict[str, nn.Parameter]
@@ -56,7 +58,7 @@ def _expert_layers(model: nn.Module) -> Iterator[ExpertLayer]:
             tensors = {key: p for key, p in holder.named_parameters(recurse=False) if _is_fused(holder, p)}
             if tensors:
                 count = full_shape(next(iter(tensors.values())))[0]
-                yield ExpertLayer(_join(path, name), child, tensors, _router(path, parent, name, count))
+                yield ExpertLayer(_join(path, name), child, holder, tensors, _router(path, parent, name, count))
 
 
 def _is_fused(holder: nn.Module, parameter: nn.Parameter) -> bool:
@@ -150,7 +152,9 @@ def resolve_targets(model: PreTrainedModel, peft: PeftConfig) -> None:
     apart = [name for name in named if name in routers or name.rsplit(".", 1)[-1] in moved]
     if apart or (moved and isinstance(peft.target_modules, str)) or peft.target_modules == "all-linear":
         peft.target_modules = set(named) - set(apart)
-        peft.target_parameters = sorted({*(peft.target_parameters or ()), *(f"{name}.weight" for name in apart)}) or None
+        peft.target_parameters = (
+            sorted({*(peft.target_parameters or ()), *(f"{name}.weight" for name in apart)}) or None
+        )
 
 
 def _is_excluded(peft: LoraConfig, name: str) -> bool:
@@ -182,9 +186,7 @@ def describe(base: PreTrainedModel, has_router_loss: bool) -> list[str]:
     if is_quantized(base) and dense:
         size = sum(full_numel(p) * p.element_size() for p in dense) / MIB
         kind = str(dense[0].dtype).removeprefix("torch.")
-        lines.append(
-            f"fused experts are no linear layers and are not quantized: they take {size:,.1f} MiB in {kind}"
-        )
+        lines.append(f"fused experts are no linear layers and are not quantized: they take {size:,.1f} MiB in {kind}")
     return lines
 
 

@@ -76,12 +76,18 @@ def check_init(peft: PeftConfig, is_quantized: bool) -> None:
     """Refuse settings that an init cannot be combined with.
 
     Raises:
-        RecipeError: DoRA, whose magnitudes would be those of the changed base; LoftQ on a base that is not quantized.
+        RecipeError: DoRA, whose magnitudes would be those of the changed base; LoftQ on a base that is not quantized;
+            parameters that are no linear layers.
     """
     if isinstance(peft, LoraConfig) and peft.use_dora and init_of(peft).startswith(FROM_THE_BASE):
         raise RecipeError(
             f"model.peft: init_lora_weights={init_of(peft)!r} takes the start out of the base, and use_dora trains "
             "magnitudes of that changed base, so that the adapter could not be used on the base itself; leave one out"
+        )
+    if isinstance(peft, LoraConfig) and peft.target_parameters and init_of(peft) not in ("", "gaussian"):
+        raise RecipeError(
+            f"model.peft: init_lora_weights={init_of(peft)!r} reads linear layers, and target_parameters are none; take "
+            "the default, or leave target_parameters out"
         )
     if init_of(peft) == "loftq" and not is_quantized:
         raise RecipeError(

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers import BitsAndBytesConfig
-from tuning_methods import METHODS, NOT_TRAINED, ON_QUANTIZED_ONLY, TOKENS
+from tuning_methods import METHODS, NOT_TRAINED, ON_QUANTIZED_ONLY, PARAMETERS, TOKENS
 
 from benchmarks.support_tables import headings
 from lit_ft import CausalLM, RecipeError
@@ -23,7 +23,7 @@ from lit_ft.strategies.zero import config as zero_config
 from lit_ft.tuning import compatibility
 from lit_ft.tuning.compatibility import check_quantized, check_situation, rows_of
 
-ALL: dict[str, PeftConfig] = {**METHODS, **ON_QUANTIZED_ONLY, **TOKENS, **NOT_TRAINED}
+ALL: dict[str, PeftConfig] = {**METHODS, **ON_QUANTIZED_ONLY, **PARAMETERS, **TOKENS, **NOT_TRAINED}
 NF4 = BitsAndBytesConfig(load_in_4bit=True)
 
 

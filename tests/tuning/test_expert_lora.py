@@ -2,11 +2,9 @@
 
 import os
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from architectures import save_model
 from compared_strategies import Record, assert_same, sgd
 from conftest import make_rows
@@ -24,7 +22,10 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "ddp": (2, lambda: "ddp"),
     "fsdp": (2, FSDPStrategy),
     "zero2": (2, lambda: DeepSpeedStrategy(stage=2)),
-    "zero3": (2, lambda: DeepSpeedStrategy(stage=3)),
+    "zero3": (
+        2,
+        lambda: DeepSpeedStrategy(config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
+    ),
     "pipeline": (2, lambda: ModelParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, timeout=MINUTE)),
     "context": (2, lambda: ModelParallelStrategy(context_parallel_size=2, timeout=MINUTE)),
     "experts": (2, lambda: ModelParallelStrategy(expert_parallel_size=2, timeout=MINUTE)),
@@ -74,4 +75,5 @@ def test_strategies_compute_what_one_process_computes(
     wanted, weights = kept["one"]
     assert sum("experts" in name for name in weights) == 16  # A and B of two tensors in each of four layers
     for steps, found in live_ranks(STRATEGIES[strategy][0], fit, make_trainer, mixtral, data, strategy):
-        assert_same(steps, found or weights, wanted, weights, 1e-5, strategy)
+        is_whole = found.keys() == weights.keys()  # a pipeline's stages send theirs to rank 0
+        assert_same(steps, found if is_whole else weights, wanted, weights, 1e-5, strategy)
