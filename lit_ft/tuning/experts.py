@@ -86,7 +86,7 @@ def _join(*parts: str) -> str:
 
 
 def short_names(model: nn.Module) -> list[str]:
-    """Names of the fused tensors as ``target_parameters`` takes them, without layers' numbers: mlp.experts.down_proj."""
+    """Names of the fused tensors as ``target_parameters`` takes them, e.g. ``mlp.experts.down_proj`` of all layers."""
     paths = [f"{layer.name}.{key}" for layer in expert_layers(model) for key in layer.tensors]
     return list(dict.fromkeys(re.split(r"\.\d+\.", path)[-1] for path in paths))
 

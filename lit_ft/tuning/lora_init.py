@@ -86,8 +86,8 @@ def check_init(peft: PeftConfig, is_quantized: bool) -> None:
         )
     if isinstance(peft, LoraConfig) and peft.target_parameters and init_of(peft) not in ("", "gaussian"):
         raise RecipeError(
-            f"model.peft: init_lora_weights={init_of(peft)!r} reads linear layers, and target_parameters are none; take "
-            "the default, or leave target_parameters out"
+            f"model.peft: init_lora_weights={init_of(peft)!r} reads linear layers, and target_parameters are none; "
+            "take the default, or leave target_parameters out"
         )
     if init_of(peft) == "loftq" and not is_quantized:
         raise RecipeError(

@@ -20,6 +20,7 @@ from lit_callbacks.export.merge_check import (
     Layout,
     MergeFailed,
     check_buffers,
+    check_experts,
     check_kept,
     check_same,
     compare,
@@ -260,9 +261,11 @@ def _write_merged(
 
     again = read_back(folder, layout)
     check_buffers(again, buffers)
+    experts = check_experts(model, again) if quantized_base != "keep" else 0
     got = logits_of(again, ids)
     if quantized_base is None:
-        rank_zero_info(f"merge verified: {compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]))}")
+        report = compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]))
+        rank_zero_info(f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}")
         return
     lost = share_lost(expected, got, untrained)
     if in_memory is not None:

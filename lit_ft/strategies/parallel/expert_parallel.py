@@ -105,7 +105,7 @@ class ExpertParallel:
             assert isinstance(experts, FusedExperts), "check has refused it"
             experts.first_expert = self.mesh.get_local_rank() * (total // self.size)
             # By way of the holder, whose hooks gather its weights where several ranks share them.
-            forward, experts.forward = experts.outputs, held.__call__
+            forward, experts.forward = experts.outputs, held.__call__  # type: ignore[method-assign]
 
         def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             return self._exchange(experts, forward, total, hidden, index, weights)
