@@ -50,6 +50,24 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
 }
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+MORE_EXPERTS: dict[str, dict[str, Any]] = {
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {  # a dense layer, then three with experts and a shared expert
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 2,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+}
+"""Mixture-of-experts models that only the tests of experts build."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 """Target modules of adapters that leave out the experts."""
 
@@ -57,7 +75,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 def save_model(architecture: str, folder: Path) -> str:
     tokenizer = make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(architecture, **{**COMMON, **ids, **{**OWN, **REFUSED}[architecture]})
+    config = AutoConfig.for_model(architecture, **{**COMMON, **ids, **{**OWN, **REFUSED, **MORE_EXPERTS}[architecture]})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():

@@ -2,8 +2,9 @@
 
 transformers keeps the experts of a layer in one tensor per projection, e.g. ``mlp.experts.down_proj`` ``(E, O, I)``,
 and PEFT's ``ParamWrapper`` (``target_parameters``) adds a product of the same size to it in each forward pass. The sum
-is as large as all experts of the layer, is kept for the backward pass, and is rounded to the base's dtype: in bfloat16
-a small product vanishes in it. Here an expert's tokens are multiplied by its weight and by its two small matrices.
+is as large as all experts of the layer, is rounded to their dtype, and is kept for the backward pass: in all layers
+together as much memory as the experts themselves. Here an expert's tokens are multiplied by its weight and by its two
+small matrices.
 
 Modules, parameters, saving and merging stay PEFT's: the outer wrapper of a layer's experts changes its class, which
 overrides ``forward`` alone.

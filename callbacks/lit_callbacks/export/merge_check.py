@@ -292,7 +292,7 @@ def check_experts(model: "PeftModel", got: "PreTrainedModel") -> int:
 
 
 def _lost_experts(layer: "ParamWrapper", got: Tensor) -> Tensor:
-    """Whether each expert of a merged parameter lacks its change, ``(experts,)``; the change is rounded as merges do."""
+    """Whether each expert of a merged parameter lacks its change, ``(experts,)``; changes are rounded as merges do."""
     base = layer.get_param().detach().cpu()
     wide = torch.promote_types(base.dtype, got.dtype)
     merged = base.to(wide)

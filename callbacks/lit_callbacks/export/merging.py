@@ -86,9 +86,9 @@ def unsplit(
 
 
 def _name_in_base(name: str) -> str:
-    for wrapping in ("base_model.model.", ".base_layer", ".original_module", ".token_adapter"):
-        name = name.replace(wrapping, "", 1)
-    return name
+    for wrapping in (".base_layer", ".original_module", ".token_adapter"):
+        name = name.replace(wrapping, "")  # wrappers of a layer's experts are inside each other
+    return name.removeprefix("base_model.model.")
 
 
 def _buffers_of_base(base: nn.Module) -> dict[str, Tensor]:
