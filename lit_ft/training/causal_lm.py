@@ -31,11 +31,10 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
-from lit_ft.training.expert_load import ExpertLoad
 from lit_ft.training.guarded_steps import GuardedStepsModule
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
-from lit_ft.training.metrics import StageMetrics
+from lit_ft.training.metrics import ExpertLoad, StageMetrics
 from lit_ft.training.optimizers.configure import configure_optimizers
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.saved_state import SavedState

@@ -164,12 +164,6 @@ def check_ranks(model: PeftModel) -> None:
             isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear)
         ):
             continue
-        if isinstance(layer, ParamWrapper) and not layer.get_param().is_floating_point():
-            raise RecipeError(
-                f"model.peft: target_parameters reaches {name.removeprefix('base_model.model.')}, whose weights are "
-                "quantized; leave it out (peft 0.21 takes linear layers with these names for experts: name it in "
-                "exclude_modules)"
-            )
         size, rank = min(layer.in_features, layer.out_features), layer.r.get("default", 0)
         if layer.lora_alpha.get("default", 1) <= 0:
             raise RecipeError(

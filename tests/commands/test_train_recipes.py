@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from architectures import save_model
 from forked_commands import run_forked
 from model_families import FAMILIES, save_family
 from ranks import on_ranks
@@ -104,7 +105,10 @@ def test_fragments_run_on_top_of_the_quickstart(
         assert REFUSED[path.stem] in capsys.readouterr().err
         return
     else:
+        if path.stem == "lora_experts":
+            options += ["--model.pretrained", save_model("qwen3_moe", tmp_path / "model")]
         assert quickstart_with(name, *options, *INSTEAD.get(path.stem, [])) == 0
+        assert ("routers are frozen; experts train by LoRA on" in caplog.text) == (path.stem == "lora_experts")
         assert "done: 2 optimizer steps" in caplog.text
     written = ("adapter/adapter_config.json", "merged/config.json")  # what trains all weights has no adapter
     assert any((tmp_path / "run" / name).is_file() for name in written)

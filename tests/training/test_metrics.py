@@ -1,12 +1,15 @@
 """Means over tokens are exact to fp32, whatever the module is cast to and however many tokens there are."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from architectures import save_model
 from conftest import make_rows
+from lightning.pytorch import Callback
 from peft import LoraConfig
 from ranks import on_ranks
 from torch import nn
@@ -14,7 +17,8 @@ from torch import nn
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.data.text.sources import Source
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lit_ft.training.metrics import SourceMeans, TokenMean
+from lit_ft.training.metrics import ExpertLoad, SourceMeans, TokenMean
+from lit_ft.tuning.experts import expert_layers
 
 CASTS: dict[str, Any] = {
     "to": lambda module: module.to(dtype=torch.bfloat16),
@@ -99,3 +103,67 @@ def test_half_precision_rounds_the_model_and_not_its_metrics(
         for name, value in got.items():
             assert value == pytest.approx(wanted[name], rel=0.02, abs=0.01), name
         assert got["of sources"] == pytest.approx(got["val/loss"], rel=1e-6)
+
+
+# --- load of experts -----------------------------------------------------------------------------------
+
+LOAD = "train/expert_load_max_over_mean"
+
+
+class Loads(Callback):
+    """Logged loads of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            metrics = trainer.callback_metrics
+            self.steps.append({name: float(value) for name, value in metrics.items() if name.startswith(LOAD)})
+
+
+def fitted_loads(
+    make_trainer: Any, folder: str, data: str, devices: int = 1, strategy: Any = "auto", **options: Any
+) -> Any:
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    loads = Loads()
+    trainer = make_trainer(
+        max_steps=2,
+        devices=devices,
+        strategy=strategy() if callable(strategy) else strategy,
+        callbacks=[loads],
+        accumulate_grad_batches=2 // devices,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(CausalLM(folder, **options), TextDataModule(data, micro_batch_size=2, val_path=data))
+    return loads.steps
+
+
+@pytest.mark.processes
+def test_one_process_and_ranks_log_the_same(make_trainer: Any, write_rows: Any, tmp_path: Path) -> None:
+    folder, data = save_model("mixtral", tmp_path / "model"), write_rows(make_rows(8))
+    one = fitted_loads(make_trainer, folder, data)
+    layers = [one[1][f"{LOAD}/layer_{place}"] for place in range(4)]
+    assert len(one) == 2
+    assert all(1 < load <= 2 for load in layers)  # of 4 experts, each token has 2
+    assert one[1][LOAD] == max(layers)
+    assert fitted_loads(make_trainer, folder, data, gradient_checkpointing=True)[0] == one[0]
+    for strategy in ("ddp", lambda: ModelParallelStrategy(expert_parallel_size=2)):
+        for found in on_ranks(2, fitted_loads, make_trainer, folder, data, 2, strategy, timeout=100):
+            assert found[0] == pytest.approx(one[0])
+
+
+def test_the_busiest_expert_over_the_mean() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.Module()
+            self.experts.weight = torch.nn.Parameter(torch.zeros(4, 2, 3))
+
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Layer(), Layer()])})
+    load = ExpertLoad(expert_layers(model))
+    load.update(0, torch.tensor([[0, 1], [0, 2]]))
+    load.update(1, torch.tensor([[0, 1], [2, 3]]))
+    load.update(0, torch.tensor([[0, 3]]))
+    assert load.names == ["layer_0", "layer_1"]
+    assert load.compute().tolist() == [3 / (6 / 4), 1.0]
