@@ -34,6 +34,7 @@ from lit_ft.strategies.model_parallel import base_of
 from lit_ft.strategies.parallel.mesh import MeshSizes
 from lit_ft.strategies.sharded import ShardedStrategy
 from lit_ft.training.causal_lm import CausalLM
+from lit_ft.tuning import expert_lora
 
 GIB = 2**30
 _Strategy = TypeVar("_Strategy", bound=ShardedStrategy)
@@ -130,6 +131,11 @@ class PlanCLI(TrainingCLI):
             memory = [self._plan_replicas(strategy)]
         if self.model.spec.base.is_quantized:
             print("the base is quantized: its weights are counted as if they were not")
+        if added := expert_lora.bytes_of_sums(self.model.check(), self.model.spec.fused_lora):
+            print(
+                f"PEFT adds LoRA to the weights of experts in each forward pass: {added / MIB:,.1f} MiB for all of them, "
+                "of which gradient_checkpointing holds a layer's at a time"
+            )
         if self.picture is not None:
             self._draw(strategy)
         self._compare(memory)

@@ -34,6 +34,18 @@ def wrapped_parameters(layer: nn.Module) -> Iterator[ParamWrapper]:
         layer = layer.base_layer
 
 
+def bytes_of_sums(model: nn.Module, is_fused: bool) -> int:
+    """Bytes of the experts that PEFT makes anew in a forward pass, where it computes them itself.
+
+    Args:
+        model: model with its adapter.
+        is_fused: whether ``FusedExperts`` computes what it can.
+    """
+    by_peft = [outer for outer in outer_wrappers(model) if not is_fused or obstacle(outer) is not None]
+    sums = [layer.get_param() for outer in by_peft for layer in wrapped_parameters(outer)]
+    return sum(weight.numel() * weight.element_size() for weight in sums)
+
+
 class FusedExperts(ParamWrapper):
     """Experts of a layer with LoRA on their tensors; where this does not apply, PEFT's own wrappers compute them."""
 

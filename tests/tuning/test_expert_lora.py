@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.packed_batch import PackedBatch, as_packed_batch
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lit_ft.tuning.expert_lora import FusedExperts, wrapped_parameters
+from lit_ft.tuning.expert_lora import FusedExperts, bytes_of_sums, wrapped_parameters
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3")
 
@@ -190,6 +190,30 @@ def test_in_bfloat16_rounding_is_less_than_peft_s(folder_of: Callable[[str], str
         plain = experts.get_base_layer()(x, index, weights)
         beside, added = ((part(x, index, weights) - plain).float() for part in (experts, by_peft))
     assert (beside - exact).norm() < (added - exact).norm()
+
+
+def test_no_copy_of_the_experts_is_kept_for_the_backward_pass(folder_of: Callable[[str], str]) -> None:
+    together, _ = packed([9, 17, 5])
+
+    def copies(module: CausalLM) -> int:
+        """Bytes of saved tensors as large as all experts of a layer, parameters apart."""
+        weights = {p.data_ptr() for p in module.parameters()}
+        shapes = {p.shape for p in module.parameters() if p.ndim == 3}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.data_ptr() not in weights and {tensor.shape, tensor.mT.shape if tensor.ndim > 1 else ()} & shapes:
+                kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            module(together).loss_sum.backward()
+        return sum(kept.values())
+
+    by_peft = module_of(folder_of("mixtral"), fused_lora=False)
+    assert copies(module_of(folder_of("mixtral"))) == 0
+    assert copies(by_peft) == bytes_of_sums(by_peft, is_fused=False) > 0
+    assert bytes_of_sums(by_peft, is_fused=True) == 0
 
 
 # --- saved, resumed, merged ----------------------------------------------------------------------------

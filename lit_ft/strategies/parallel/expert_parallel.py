@@ -102,7 +102,9 @@ class ExpertParallel:
         set_expert_count(held, total // self.size)
         forward = held.forward
         if experts is not held:
-            assert isinstance(experts, FusedExperts), "check has refused it"
+            assert isinstance(experts, ParamWrapper), "check has refused it"
+            experts.__class__ = FusedExperts  # it is not yet where the model has no weights
+            assert isinstance(experts, FusedExperts)
             experts.first_expert = self.mesh.get_local_rank() * (total // self.size)
             # By way of the holder, whose hooks gather its weights where several ranks share them.
             forward, experts.forward = experts.outputs, held.__call__  # type: ignore[method-assign]
