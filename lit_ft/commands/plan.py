@@ -133,8 +133,8 @@ class PlanCLI(TrainingCLI):
             print("the base is quantized: its weights are counted as if they were not")
         if added := expert_lora.bytes_of_sums(self.model.check(), self.model.spec.fused_lora):
             print(
-                f"PEFT adds LoRA to the weights of experts in each forward pass: {added / MIB:,.1f} MiB for all of them, "
-                "of which gradient_checkpointing holds a layer's at a time"
+                f"PEFT adds LoRA to the weights of experts in each forward pass: {added / MIB:,.1f} MiB in all layers "
+                "(with gradient_checkpointing in one at a time)"
             )
         if self.picture is not None:
             self._draw(strategy)

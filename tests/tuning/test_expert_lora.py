@@ -13,7 +13,7 @@ from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from conftest import make_rows
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
-from lit_callbacks.export.merge_check import MergeFailed
+from lit_callbacks.export.merge_check import MergeFailed, compare
 from lit_callbacks.export.merging import save_merged
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraModel, ParamWrapper
@@ -277,3 +277,18 @@ def test_a_merge_that_loses_an_expert_is_refused(
     with pytest.raises(MergeFailed, match=rf"wrong: expert 3 of {lost} lacks what was trained; nothing was written"):
         save_merged(model, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+def test_in_bfloat16_a_router_may_choose_another_expert_for_some_tokens(
+    folder_of: Callable[[str], str], tmp_path: Path
+) -> None:
+    save_merged(module_of(folder_of("qwen3_moe"), dtype="bfloat16").model, tmp_path / "merged")
+    logits = torch.randn(20, 8)
+    other = logits.clone()
+    other[3] += 1
+    assert compare(logits, other, 1e-2, share=0.9).largest_difference == 0
+    with pytest.raises(MergeFailed):
+        compare(logits, other, 1e-2)
+    other[5:8] += 1
+    with pytest.raises(MergeFailed, match=r"at 90% of the positions"):
+        compare(logits, other, 1e-2, share=0.9)

@@ -17,6 +17,7 @@ from lit_callbacks.export.base_files import BaseFiles, add_files
 from lit_callbacks.export.merge_check import (
     BOUNDS,
     DEQUANTIZED_BOUND,
+    SHARE_ON_EXPERTS,
     Layout,
     MergeFailed,
     check_buffers,
@@ -264,7 +265,8 @@ def _write_merged(
     experts = check_experts(model, again) if quantized_base != "keep" else 0
     got = logits_of(again, ids)
     if quantized_base is None:
-        report = compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]))
+        share = SHARE_ON_EXPERTS if layout.has_experts and merged_dtype != torch.float32 else 1.0
+        report = compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]), share)
         rank_zero_info(f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}")
         return
     lost = share_lost(expected, got, untrained)

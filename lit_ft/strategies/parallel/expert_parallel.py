@@ -65,10 +65,10 @@ def check(base: PreTrainedModel, size: int) -> None:
     for module in experts:
         count = expert_count(module)
         why = obstacle(module) if isinstance(module, ParamWrapper) else None
-        if count is None or why is not None:
+        if count is None or why is not None or not any(True for _ in holder(module).parameters(recurse=False)):
             raise RecipeError(
-                f"expert_parallel_size={size}: {why or type(module).__name__} is changed by an adapter; take LoRA on "
-                "gate_up_proj, down_proj (target_parameters) or attention only, or set it to 1"
+                f"expert_parallel_size={size}: an adapter changes {why or f'experts to {type(module).__name__}'}; take "
+                "LoRA on gate_up_proj and down_proj (target_parameters) or on attention, or set it to 1"
             )
         if count % size:
             fitting = [n for n in range(1, count + 1) if count % n == 0]
