@@ -699,9 +699,23 @@ EXPERT_CASES = {
     "router": (
         [
             *("--trainer.devices=2", f"{S}tensor_parallel_size=2", "--model.peft=peft.LoraConfig"),
-            "--model.peft.init_args.target_modules=[gate]",
+            *("--model.peft.init_args.target_modules=[gate]", "--model.peft.init_args.r=2"),
         ],
-        "LoRA on MixtralTopKRouter .routers and experts. computes something else there",
+        "target_parameters.* multiplies whole tensors, of which a tensor-parallel rank has a part",
+    ),
+    "experts in full": (
+        [
+            *("--trainer.devices=2", f"{S}expert_parallel_size=2", "--model.peft=peft.LoraConfig"),
+            *("--model.peft.init_args.target_modules=[q_proj]", "--model.peft.init_args.modules_to_save=[experts]"),
+        ],
+        "an adapter changes experts to ModulesToSaveWrapper; take LoRA on gate_up_proj and down_proj",
+    ),
+    "by PEFT": (
+        [
+            *("--trainer.devices=2", f"{S}expert_parallel_size=2", "--model.peft=peft.LoraConfig"),
+            *("--model.peft.init_args.target_parameters=[mlp.experts.down_proj]", "--model.fused_lora=false"),
+        ],
+        "expert_parallel_size=2 with model.fused_lora=false: PEFT adds LoRA to whole expert tensors",
     ),
 }
 
