@@ -41,6 +41,7 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "experts": (2, lambda: ModelParallelStrategy(expert_parallel_size=2, timeout=MINUTE)),
     "experts, shared by two ranks": (4, lambda: ModelParallelStrategy(expert_parallel_size=2, timeout=MINUTE)),
 }
+MERGED = ("fsdp", "experts, shared by two ranks")
 IN_CONTEXT = ("context", "pipeline")
 
 
@@ -50,12 +51,14 @@ def fit(make_trainer: Any, folder: str, data: str, strategy: str | None, **optio
     world, make = (1, lambda: "auto") if strategy is None else STRATEGIES[strategy]
     replicas = 1 if strategy in IN_CONTEXT else world
     record = Record(None, None)
+    out = Path(data).parent / str(strategy)
+    merger = [AdapterMerger(out / "adapter", out / "merged")] if strategy in (None, *MERGED) else []
     trainer = make_trainer(
         max_steps=3,
         devices=world,
         strategy=make(),
         accumulate_grad_batches=4 // replicas,
-        callbacks=[record],
+        callbacks=[record, *merger],
         use_distributed_sampler=False,
     )
     module = CausalLM(folder, **{"peft": LORA, "optimizer": sgd, **options})
@@ -96,11 +99,17 @@ def test_strategies_compute_what_one_process_computes(
     data = write_rows(make_rows(22))
     if "one" not in kept:
         kept["one"] = fit(make_trainer, mixtral, data, None)
+        kept["merged"] = load_whole(Path(data).parent / "None" / "merged")
     wanted, weights = kept["one"]
     assert sum("experts" in name for name in weights) == 16  # A and B of two tensors in each of four layers
     for steps, found in ranks(STRATEGIES[strategy][0], fit, make_trainer, mixtral, data, strategy):
         is_whole = found.keys() == weights.keys()  # a pipeline's stages send theirs to rank 0
         assert_same(steps, found if is_whole else weights, wanted, weights, 1e-5, strategy)
+    if strategy in MERGED:
+        merged = load_whole(Path(data).parent / strategy / "merged")
+        assert merged.keys() == kept["merged"].keys() == load_whole(Path(mixtral)).keys()
+        for name, weight in kept["merged"].items():
+            torch.testing.assert_close(merged[name], weight, atol=1e-5, rtol=1e-5, msg=name)
 
 
 # --- one process ---------------------------------------------------------------------------------------
