@@ -72,10 +72,11 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 """Target modules of adapters that leave out the experts."""
 
 
-def save_model(architecture: str, folder: Path) -> str:
+def save_model(architecture: str, folder: Path, layers: int = 4) -> str:
     tokenizer = make_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(architecture, **{**COMMON, **ids, **{**OWN, **REFUSED, **MORE_EXPERTS}[architecture]})
+    own = {**OWN, **REFUSED, **MORE_EXPERTS}[architecture]
+    config = AutoConfig.for_model(architecture, **{**COMMON, "num_hidden_layers": layers, **ids, **own})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():

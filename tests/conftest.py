@@ -164,7 +164,8 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 
 def silent_trainer(**options: Any) -> Trainer:
     silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return Trainer(**{"accelerator": "cpu", **dict.fromkeys(silent, False), **options})
+    # Two micro-batches of validation before training would take as long as a step; runs of commands keep them.
+    return Trainer(**{"accelerator": "cpu", "num_sanity_val_steps": 0, **dict.fromkeys(silent, False), **options})
 
 
 @pytest.fixture(scope="module")

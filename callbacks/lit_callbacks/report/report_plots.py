@@ -86,9 +86,10 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
             "text.parse_math": False,
         }
     ):
-        figure = Figure(figsize=(4.4, 2.7), layout="constrained")
+        figure = Figure(figsize=(4.4, 2.7))
         FigureCanvasSVG(figure)
-        axes = figure.subplots()
+        # Room for a label of eight characters; a layout engine would draw everything twice to measure it.
+        axes = figure.subplots(gridspec_kw={"left": 0.19, "right": 0.97, "bottom": 0.18, "top": 0.92})
         prefixes = {name.rpartition("/")[0] for name in curves}
         shared = prefixes.pop() if len(prefixes) == 1 else ""
         labels = [_label(name.removeprefix(f"{shared}/")) for name in curves]
