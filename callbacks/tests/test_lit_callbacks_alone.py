@@ -6,11 +6,13 @@ import shutil
 import sys
 import venv
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import distribution, distributions, version
 from pathlib import Path
 
 import pytest
 from fresh_process import python
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.slow
 
@@ -35,20 +37,38 @@ def test_importing_costs_under_a_fifth_of_a_second_and_brings_no_other_package(t
     assert min(costs) < 0.2
 
 
+def link(names: list[str], site: Path) -> None:
+    """Link the packages of distributions, and of all that they declare to need, from the environment of this test."""
+    seen = set[str]()
+    while names:
+        if (name := canonicalize_name(names.pop())) in seen:
+            continue
+        seen.add(name)
+        wanted = distribution(name)
+        for top in {file.parts[0] for file in wanted.files or [] if not file.parts[0].startswith("..")}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(wanted.locate_file(top))))
+        needs = [Requirement(line) for line in wanted.requires or []]
+        names += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+
+
 @pytest.fixture(scope="module")
 def clean_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An environment of its own with ``pip install ./callbacks`` and a logger that needs a package."""
+    """An environment with the built ``lit_callbacks``, what it declares to need, and a logger that needs a package.
+
+    What it needs is linked from the environment of this test: pip would unpack gigabytes.
+    """
     root = tmp_path_factory.mktemp("clean")
-    venv.create(root / "venv", with_pip=True)
-    executable = root / "venv" / "bin" / "python"
+    venv.create(root / "venv")
+    (site,) = (root / "venv" / "lib").glob("python*/site-packages")
     source = root / "callbacks"
     shutil.copytree(HERE.parent, source, ignore=shutil.ignore_patterns("*.egg-info", "tests", "__pycache__", "build"))
-    # Compiled are the modules that are imported, when they are.
-    # The torch of these tests: a newer one may bring gigabytes of CUDA.
-    torch = f"torch=={version('torch').split('+')[0]}"
-    install = "-m", "pip", "install", "-q", "--no-compile", str(source), "tensorboard", torch
-    python(executable, *install, folder=root, timeout=500)
-    yield executable
+    install = "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(site), str(source)
+    python(sys.executable, "-m", "pip", *install, folder=root, timeout=500)
+    (built,) = distributions(path=[str(site)])
+    assert built.version == version("lit-ft-callbacks")
+    link([Requirement(line).name for line in built.requires or [] if "extra ==" not in line] + ["tensorboard"], site)
+    yield root / "venv" / "bin" / "python"
     shutil.rmtree(root)
 
 

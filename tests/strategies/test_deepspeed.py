@@ -107,6 +107,7 @@ def fit(folder: str, case: Case) -> tuple[list[tuple[float, float]], dict[str, t
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
         callbacks=[record],
         plugins=[AnyCheckpointIO()],
     )
