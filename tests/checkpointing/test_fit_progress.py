@@ -49,9 +49,10 @@ def whole_run(run: Run, folder: Path) -> Outcome:
     return _WHOLE[key]
 
 
-def assert_equals_the_plain_loop(run: Run, folder: Path, epochs: int) -> None:
+def assert_equals_the_plain_loop(
+    run: Run, folder: Path, losses: dict[int, float], weights: dict[str, torch.Tensor]
+) -> None:
     got = whole_run(run, folder)
-    losses, weights = plain_losses(run, epochs)
     assert got.losses == pytest.approx(losses, rel=1e-5)
     for name, tensor in got.weights.items():
         torch.testing.assert_close(tensor, weights[name], atol=2e-6, rtol=1e-4, msg=name)
@@ -262,7 +263,7 @@ def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_
 ) -> None:
     data = {"streaming": streaming, "shuffle_buffer": 9}
     run = make_run((13, 8), data=data, trainer={"max_epochs": 3, **options}, schedule=schedule)
-    assert_equals_the_plain_loop(run, tmp_path, 3)
+    assert_equals_the_plain_loop(run, tmp_path, *plain_losses(run, 3))
     assert_resumed_equals(run, tmp_path, "batch", 1 if "overfit_batches" in options else 7)
 
 
@@ -284,9 +285,10 @@ def test_under_each_option_two_ranks_do_the_same(
     # Half the micro-batch: a rank has as many of them in an epoch as one process has.
     data = {"streaming": streaming, "shuffle_buffer": 9, "micro_batch_size": 1}
     run = make_run((13, 8), data=data, trainer={"max_epochs": 3, **options}, schedule=schedule, ranks=2)
+    plain = plain_losses(run, 3)
 
     def compare() -> None:
-        assert_equals_the_plain_loop(run, tmp_path, 3)
+        assert_equals_the_plain_loop(run, tmp_path, *plain)
         assert_resumed_equals(run, tmp_path, "batch", 1 if "overfit_batches" in options else 7)
 
     on_ranks(2, compare)

@@ -1,9 +1,11 @@
 """Tensor, sequence and pipeline parallelism, with sharded data parallelism, compute what one process computes."""
 
+import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -96,6 +98,14 @@ LAYOUTS = {
 }
 
 
+def in_turn(cases: Iterable[Any], ways: Iterable[str], takes_all: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+    """Each case with one of the ways in turn, or with all of them; with ``LIT_FT_EVERY_CASE=1`` each with all."""
+    every, turn = os.environ.get("LIT_FT_EVERY_CASE"), itertools.cycle(ways)
+    return [
+        (case, way) for case in cases for way in (list(ways) if every or takes_all(case) else itertools.islice(turn, 1))
+    ]
+
+
 COLUMNS = {
     "TP2": Layout(tensor=2),
     "TP2 + sequence": Layout(tensor=2, options=SEQUENCE),
@@ -114,6 +124,7 @@ class Run:
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     precision: Any = "32-true"
+    validates: bool = True
     epochs: int = 2
     steps: int = 3
     resume: str | None = None
@@ -130,7 +141,7 @@ def fit(
     strategy: Any = None,
     callbacks: Sequence[Callback] = (),
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float]:
-    """Loss and gradient norm of each step, final weights (rank 0's), loss of the validation."""
+    """Loss and gradient norm of each step, final weights (rank 0's), loss of the validation or NaN."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     replicas = 1 if layout is None else layout.data
     module = CausalLM(folder, **run.model, optimizer=run.optimizer)
@@ -148,12 +159,13 @@ def fit(
         use_distributed_sampler=False,
         plugins=[AnyCheckpointIO()],
     )
-    trainer.fit(module, TextDataModule(data, micro_batch_size=4, max_length=96, val_path=data), ckpt_path=run.resume)
+    rows = TextDataModule(data, micro_batch_size=4, max_length=96, val_path=data if run.validates else None)
+    trainer.fit(module, rows, ckpt_path=run.resume)
     if run.save is not None and run.save_after is None:
         trainer.save_checkpoint(run.save)
     gather = getattr(trainer.strategy, "full_weights", full_weights)
     weights = gather(module, lambda _, p: p.requires_grad, keep=trainer.global_rank == 0)
-    return record.steps, weights, float(trainer.callback_metrics["val/loss"])
+    return record.steps, weights, float(trainer.callback_metrics.get("val/loss", math.nan))
 
 
 @pytest.fixture(scope="session")
@@ -245,17 +257,7 @@ def _needs_torch(request: Any) -> None:
         pytest.skip("zero-bubble schedules are refused before torch 2.13")
 
 
-def in_turn(layouts: Sequence[str], ways: Sequence[str] = tuple(WAYS)) -> list[Any]:
-    """Each layout with each way to train, but layouts of eight ranks in turn; with ``LIT_FT_EVERY_CASE=1`` all."""
-    large = [layout for layout in layouts if LAYOUTS[layout].world == 8 and not os.environ.get("LIT_FT_EVERY_CASE")]
-    return [
-        pytest.param(layout, way, id=f"{layout}-{way}")
-        for layout in layouts
-        for way in ([ways[large.index(layout) % len(ways)]] if layout in large else ways)
-    ]
-
-
-@pytest.mark.parametrize(("layout", "way"), in_turn(list(LAYOUTS)))
+@pytest.mark.parametrize(("layout", "way"), in_turn(LAYOUTS, WAYS, lambda layout: LAYOUTS[layout].world == 2))
 def test_same_numbers(check_same: Any, qwen2: Any, layout: str, way: str) -> None:
     check_same(qwen2(LAYOUTS[layout].layers), Run(WAYS[way]), LAYOUTS[layout])
 
@@ -341,10 +343,13 @@ def test_same_numbers_in_other_ways(
     if "compile" not in run.model:
         check_same(qwen2(layout.layers, tied), run, layout, tolerance)
         return
-    # Each layer takes seconds to compile, on each rank; the numbers are those of layers that are not compiled.
+    # A layer takes seconds to compile, on each rank, and once more for validation.
     folder = qwen2(layout.pipeline, tied)
-    results = live_ranks(layout.world, fit, make_trainer, folder, rows, run, layout)
-    check_results(results, one_process(folder, Run()), tolerance)
+    results = live_ranks(layout.world, fit, make_trainer, folder, rows, replace(run, validates=False), layout)
+    steps, weights, _ = one_process(folder, Run())
+    for found, _, _ in results:
+        assert found == results[0][0]
+    assert_same(results[0][0], results[0][1], steps, weights, tolerance)
 
 
 PRECISIONS: dict[str, Run] = {
@@ -354,8 +359,10 @@ PRECISIONS: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", ["tp2-sequence", "dp2xpp2", "pp2xtp2"])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    in_turn(["tp2-sequence", "dp2xpp2", "pp2xtp2"], PRECISIONS, lambda layout: layout != "pp2xtp2"),
+)
 def test_precisions(
     make_trainer: Any, qwen2: Any, rows: str, one_process: Any, live_ranks: LiveRanks, layout: str, precision: str
 ) -> None:
@@ -393,8 +400,7 @@ def fit_and_write(
     return loss, module.answer(["<|user|>one two", "<|user|>three four five"], 4)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", ["tp2-sequence", "pp2xtp2", "ZBVZeroBubble", "dp2xpp2"])
+@pytest.mark.parametrize(("layout", "way"), in_turn(["tp2-sequence", "dp2xpp2", "pp2xtp2", "ZBVZeroBubble"], WAYS))
 def test_adapter_and_merged_model_are_those_of_one_process(
     make_trainer: Any, qwen2: Any, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path, layout: str, way: str
 ) -> None:
@@ -429,10 +435,17 @@ def test_experts_are_written_under_their_published_names(
 
 # --- architectures -------------------------------------------------------------------------------------
 
-IN_EVERY_RUN = {
-    *(("gemma2", "DP2 x TP2 x PP2"), ("qwen3_moe", "TP2 + sequence"), ("mixtral", "EP2"), ("phi3", "TP2 + sequence")),
-    *(("granite", "PP2"), ("gpt_neox", "DP2 x TP2 x PP2"), ("gpt_oss", "DP2 x TP2 x PP2"), ("gemma2", "CP2")),
+THREE = "DP2 x TP2 x PP2"
+IN_EVERY_RUN: dict[tuple[str, str], list[str]] = {
+    ("gemma2", THREE): ["LoRA"],
+    ("gpt_oss", THREE): ["full"],
+    ("gpt_neox", THREE): ["full"],
+    **{(name, "TP2 + sequence"): list(WAYS) for name in ("qwen3_moe", "phi3")},
+    ("granite", "PP2"): list(WAYS),
+    ("mixtral", "EP2"): list(WAYS),
+    ("gemma2", "CP2"): list(WAYS),
 }
+"""Ways to train of the cells that every run compares; eight ranks with one of them."""
 REFUSED = {
     **{(name, "CP2"): "has eager" for name in ("gemma2", "gpt_oss")},
     **{(name, "EP2"): "no plan for experts" for name in OWN if name not in EXPERTS},
@@ -480,9 +493,10 @@ def test_architectures(
             live_ranks(layout.world, fit_architecture, make_trainer, folder, data, Run(), layout)
         record_cell(architecture, column, "refused")
         return
+    whole = request.config.getoption("--matrix") or os.environ.get("LIT_FT_EVERY_CASE")
     targets = ATTENTION if architecture in EXPERTS else "all-linear"
-    runs = Run(), Run({"peft": LoraConfig(r=4, target_modules=targets)})
-    for run in runs:
+    runs = {"full": Run(), "LoRA": Run({"peft": LoraConfig(r=4, target_modules=targets)})}
+    for run in (runs[way] for way in (WAYS if whole else IN_EVERY_RUN[architecture, column])):
         steps, wanted = fit_architecture(make_trainer, folder, data, run)
         ranks = live_ranks(layout.world, fit_architecture, make_trainer, folder, data, run, layout)
         for found, _ in ranks:
@@ -566,18 +580,7 @@ def place_of(name: str) -> tuple[int, tuple[Any, ...]]:
     return 2, (Layout(data=2), OTHERS[name])
 
 
-def moves() -> list[Any]:
-    """Each move with each way to train; one from eight ranks with all weights, which are saved by every rank."""
-    every = bool(os.environ.get("LIT_FT_EVERY_CASE"))
-    return [
-        pytest.param(before, after, way, id=f"{before}-{after}-{way}")
-        for before, after in MOVES
-        for way in WAYS
-        if every or way == "full" or place_of(before)[0] < 8
-    ]
-
-
-@pytest.mark.parametrize(("before", "after", "way"), moves())
+@pytest.mark.parametrize(("before", "after", "way"), [(*move, way) for move, way in in_turn(MOVES, ["full", "LoRA"])])
 def test_a_run_goes_on_under_another_layout(
     make_trainer: Any,
     qwen2: Any,

@@ -331,7 +331,7 @@ def test_inits_that_would_not_train_right_are_refused(
 ) -> None:
     config = peft.LoraConfig(r=4, **LAYERS, **CAUSAL, **options)
     with pytest.raises(RecipeError, match=match):
-        make_trainer(max_steps=1).fit(CausalLM(model_folder, peft=config), TextDataModule(write_rows()))
+        make_trainer(max_steps=1).fit(CausalLM(model_folder, peft=config), TextDataModule(write_rows(count=4)))
 
 
 def test_adalora_lowers_ranks_and_adds_its_term_once_a_step(
