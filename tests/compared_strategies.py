@@ -1,5 +1,8 @@
 """Comparison of fits under a strategy with a fit in one process."""
 
+import itertools
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,14 @@ import torch
 from conftest import record_difference
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
+
+
+def in_turn(cases: Iterable[Any], ways: Iterable[str], takes_all: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+    """Each case with one of the ways in turn, or with all of them; with ``LIT_FT_EVERY_CASE=1`` each with all."""
+    every, turn = os.environ.get("LIT_FT_EVERY_CASE"), itertools.cycle(ways)
+    return [
+        (case, way) for case in cases for way in (list(ways) if every or takes_all(case) else itertools.islice(turn, 1))
+    ]
 
 
 class Record(Callback):

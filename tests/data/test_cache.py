@@ -6,16 +6,18 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import make_rows, make_tokenizer
+from lightning.pytorch.strategies import DDPStrategy
 from ranks import on_ranks
+from torch.distributed import distributed_c10d
 
-from lit_ft import RecipeError, cli
+from lit_ft import CausalLM, RecipeError, TextDataModule, cli
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens import cache as token_cache
 from lit_ft.data.tokens.preparation import Preparation
@@ -229,47 +231,32 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "cache").iterdir()] in (["key.lock"], [])
 
 
-SLOW = """
-import sys, time
-from datetime import timedelta
-import torch.distributed as dist
-from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.strategies import DDPStrategy
-from lit_ft import CausalLM, TextDataModule
-from lit_ft.data.tokens.tokenization import Tokenization
-
-encode = Tokenization.encode
-def slowly(self, rows):
-    print("TOKENIZES", flush=True)
-    time.sleep(12)  # longer than the process group waits
-    return encode(self, rows)
-Tokenization.encode = slowly
-
-seed_everything(1)
 class Impatient(DDPStrategy):
-    def setup_distributed(self):
+    def setup_distributed(self) -> None:
         super().setup_distributed()  # processes may take longer than that to find each other
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=6))
-
-strategy = Impatient(process_group_backend="gloo")
-trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, logger=False,
-                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(CausalLM(sys.argv[1]), TextDataModule(sys.argv[2], max_length=128))
-print("TRAINED", flush=True)
-"""
+        distributed_c10d._set_pg_timeout(timedelta(seconds=5))
 
 
 @pytest.mark.processes
 def test_slow_tokenization_outlasts_the_process_groups_timeout(
-    tmp_path: Path, model_folder: str, write_rows: Any
+    make_trainer: Any, tmp_path: Path, model_folder: str, write_rows: Any
 ) -> None:
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW)
-    environment = {**os.environ, "LIT_FT_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, str(script), model_folder, write_rows()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.stdout.count("TRAINED") == 2, done.stderr[-2000:]
-    assert done.stdout.count("TOKENIZES") == 1
+    data, encode = write_rows(), Tokenization.encode
+
+    def slowly(tokenization: Tokenization, rows: Any) -> Any:
+        with (tmp_path / "tokenized").open("a") as file:
+            file.write("once\n")
+        time.sleep(8)  # longer than the process group waits
+        return encode(tokenization, rows)
+
+    def train() -> int:
+        Tokenization.encode = slowly  # type: ignore[method-assign]
+        trainer = make_trainer(devices=2, strategy=Impatient(process_group_backend="gloo"), max_steps=2)
+        trainer.fit(CausalLM(model_folder), TextDataModule(data, max_length=128, cache_dir=str(tmp_path / "cache")))
+        return trainer.global_step
+
+    assert on_ranks(2, train) == [2, 2]
+    assert (tmp_path / "tokenized").read_text() == "once\n"
 
 
 def test_a_package_that_is_missing_is_named() -> None:

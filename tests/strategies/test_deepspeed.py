@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from compared_strategies import in_turn
 from conftest import make_rows, record_difference
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
@@ -27,6 +28,7 @@ from lit_ft.strategies.zero.config import check_recipe
 from lit_ft.training.exact_match import ExactMatch
 from lit_ft.training.loss import token_cross_entropy
 
+pytestmark = pytest.mark.xdist_group("DeepSpeed")  # its tests share ranks and fits
 LORA = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 
 
@@ -264,21 +266,19 @@ MOVES = [
 ]
 
 
+PAIRS = [("LoRA", sgd), ("full", adamw)], [("LoRA", adamw), ("full", sgd)]
+"""Ways to train and optimizers, of which a move to another strategy takes two in turn."""
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("way", "optimizer"),
+    ("before", "after", "way", "optimizer"),
     [
-        pytest.param(
-            way,
-            optimizer,
-            id=f"{way}-{optimizer.__name__}",
-            marks=pytest.mark.xdist_group(f"{way}-{optimizer.__name__}"),
-        )
-        for way in WAYS
-        for optimizer in (sgd, adamw)
+        pytest.param(*move, way, optimizer, id=f"{'-'.join(move)}-{way}-{optimizer.__name__}")
+        for move, pairs in in_turn(MOVES, PAIRS, lambda move: move[0] == move[1])
+        for way, optimizer in pairs
     ],
 )
-@pytest.mark.parametrize(("before", "after"), MOVES, ids=lambda place: place)
 def test_resumes(
     fit_once: Any,
     folders: Any,

@@ -1,11 +1,10 @@
 """Tensor, sequence and pipeline parallelism, with sharded data parallelism, compute what one process computes."""
 
-import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ATTENTION, EXPERTS, OWN, save_model
-from compared_strategies import Record, adamw, assert_same, load_whole, sgd
+from compared_strategies import Record, adamw, assert_same, in_turn, load_whole, sgd
 from conftest import make_rows, make_tokenizer, record_cell
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -34,7 +33,7 @@ from lit_ft.commands.plan import pretended_rank
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.parallel.pipeline_parallel import ZERO_BUBBLE
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("model parallel")]  # its tests share ranks and fits
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 WAYS: dict[str, dict[str, Any]] = {"LoRA": {"peft": LORA}, "full": {}}
@@ -96,14 +95,6 @@ LAYOUTS = {
     "dp2xZBVZeroBubble": scheduled("ZBVZeroBubble", data=2),
     "tp2xDualPipeV": scheduled("DualPipeV", tensor=2),
 }
-
-
-def in_turn(cases: Iterable[Any], ways: Iterable[str], takes_all: Callable[[Any], bool] = lambda _: False) -> list[Any]:
-    """Each case with one of the ways in turn, or with all of them; with ``LIT_FT_EVERY_CASE=1`` each with all."""
-    every, turn = os.environ.get("LIT_FT_EVERY_CASE"), itertools.cycle(ways)
-    return [
-        (case, way) for case in cases for way in (list(ways) if every or takes_all(case) else itertools.islice(turn, 1))
-    ]
 
 
 COLUMNS = {

@@ -1,13 +1,16 @@
 """Every strategy computes what one process computes."""
 
+import json
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compared_strategies import Record, adamw, assert_same, load_whole, sgd
+from compared_strategies import Record, adamw, assert_same, in_turn, load_whole, sgd
+from conftest import make_rows
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
@@ -20,7 +23,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.training.optimizers import compatibility
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("strategies")]  # its tests share ranks and fits
 
 STRATEGIES: dict[str, tuple[int, Any]] = {
     "ddp": (2, lambda: "ddp"),
@@ -66,15 +69,45 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rows") / "rows.json"
+    path.write_text(json.dumps(make_rows(13), ensure_ascii=False), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, Any]:
+    """Results of fits on one process."""
+    return {}
+
+
+@pytest.fixture
+def one_process(make_trainer: Any, model_folder: str, rows: str, kept: dict[str, Any]) -> Callable[..., Any]:
+    """``fit`` on one process, once for each way."""
+
+    def fit_once(how: dict[str, Any]) -> Any:
+        if (key := repr(how)) not in kept:
+            kept[key] = fit(make_trainer, model_folder, rows, how)
+        return kept[key]
+
+    return fit_once
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_same_numbers(
-    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str, way: str
+    make_trainer: Any,
+    model_folder: str,
+    rows: str,
+    one_process: Callable[..., Any],
+    live_ranks: LiveRanks,
+    strategy: str,
+    way: str,
 ) -> None:
-    data = write_rows(count=13)
-    one, weights = fit(make_trainer, model_folder, data, WAYS[way])
+    one, weights = one_process(WAYS[way])
     for steps, found in live_ranks(
-        STRATEGIES[strategy][0], fit, make_trainer, model_folder, data, WAYS[way], strategy, timeout=100
+        STRATEGIES[strategy][0], fit, make_trainer, model_folder, rows, WAYS[way], strategy, timeout=100
     ):
         assert len(steps) == 4
         assert_same(steps, found, one, weights, 1e-5)
@@ -103,11 +136,17 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", PRECISIONS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_precisions(
-    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str, way: str
+    make_trainer: Any,
+    model_folder: str,
+    rows: str,
+    one_process: Callable[..., Any],
+    live_ranks: LiveRanks,
+    strategy: str,
+    way: str,
 ) -> None:
-    data, how = write_rows(count=13), PRECISIONS[way]
-    one, _ = fit(make_trainer, model_folder, data, how)
-    for steps, _ in live_ranks(2, fit, make_trainer, model_folder, data, how, strategy):
+    how = PRECISIONS[way]
+    one, _ = one_process(how)
+    for steps, _ in live_ranks(2, fit, make_trainer, model_folder, rows, how, strategy):
         # bf16 rounds to 2^-9 of a value; how it adds up depends on how a step is split.
         for got, wanted in zip(steps, one, strict=True):
             assert got == pytest.approx(wanted, rel=2e-2)
@@ -188,22 +227,25 @@ def stop_and_resume(
     return live_ranks(STRATEGIES.get(after, (1,))[0], fit, *common, rest, after, timeout=100)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("before", "after"), MOVES)
+@pytest.mark.parametrize(
+    ("before", "after", "way"),
+    [(*move, way) for move, way in in_turn(MOVES, ["full", "LoRA"], lambda move: move[0] == move[1])],
+)
 def test_a_run_goes_on_under_another_strategy(
     make_trainer: Any,
     model_folder: str,
-    write_rows: Any,
+    rows: str,
+    one_process: Callable[..., Any],
     live_ranks: LiveRanks,
     tmp_path: Path,
     before: str,
     after: str,
     way: str,
 ) -> None:
-    data, how, saved = write_rows(count=13), {**WAYS[way], "optimizer": adamw}, tmp_path / "saved.ckpt"
-    whole, weights = fit(make_trainer, model_folder, data, how)
+    how, saved = {**WAYS[way], "optimizer": adamw}, tmp_path / "saved.ckpt"
+    whole, weights = one_process(how)
     stopped = {"epochs": 1, "save": str(saved)}
-    ranks = stop_and_resume(live_ranks, (make_trainer, model_folder, data), how, stopped, before, after)
+    ranks = stop_and_resume(live_ranks, (make_trainer, model_folder, rows), how, stopped, before, after)
     assert saved.is_dir() == (way == "full" and before.startswith("fsdp"))
     for steps, found in ranks:
         assert len(steps) == 2
