@@ -137,7 +137,7 @@ class SaveRecipe(SaveConfigCallback):
         config["ckpt_path"] = config["resume"] = None
         config["resume_data"] = "same"
         path = RunFolder(Path(config["run_dir"])).config
-        self.parser.save(config, path, skip_none=False, overwrite=True, multifile=False)
+        self.parser.save(config, path, skip_none=False, skip_validation=True, overwrite=True, multifile=False)
         for logger in trainer.loggers:
             logger.log_hyperparams(load_yaml(path.read_text(encoding="utf-8")))
 
