@@ -2,7 +2,6 @@
 
 import csv
 import os
-import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -201,8 +200,9 @@ def test_damage_is_said_and_the_checkpoint_before_it_resumed(tmp_path: Path, rec
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kills"), [("one", 4), ("ddp", 3), ("fsdp folder", 3)])
-def test_ten_kills_lose_nothing(tmp_path: Path, name: str, kills: int) -> None:
-    recipe = write_recipe(tmp_path, accumulate=1, steps=12)
+def test_ten_kills_lose_nothing(tmp_path: Path, recipe: Path, name: str, kills: int) -> None:
+    import random
+
     result = torture(name, kills, recipe, tmp_path / "torture", random.Random(0))
     assert result.kills == kills
     assert result.wrong == 0
