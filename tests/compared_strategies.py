@@ -12,12 +12,17 @@ from conftest import record_difference
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
 
+EVERY_CASE = bool(os.environ.get("LIT_FT_EVERY_CASE"))
+"""Whether all cases run, on models of the sizes that docs/numerics.md was measured with."""
 
-def in_turn(cases: Iterable[Any], ways: Iterable[str], takes_all: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+
+def in_turn(cases: Iterable[Any], ways: Iterable[Any], takes_all: Callable[[Any], bool] = lambda _: False) -> list[Any]:
     """Each case with one of the ways in turn, or with all of them; with ``LIT_FT_EVERY_CASE=1`` each with all."""
-    every, turn = os.environ.get("LIT_FT_EVERY_CASE"), itertools.cycle(ways)
+    turn = itertools.cycle(ways)
     return [
-        (case, way) for case in cases for way in (list(ways) if every or takes_all(case) else itertools.islice(turn, 1))
+        (case, way)
+        for case in cases
+        for way in (list(ways) if EVERY_CASE or takes_all(case) else itertools.islice(turn, 1))
     ]
 
 
