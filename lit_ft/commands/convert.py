@@ -1,31 +1,61 @@
-"""The ``convert data`` command: write tokenized data as Megatron's .bin/.idx or as Parquet."""
+"""The ``convert`` command: data as Megatron's .bin/.idx or as Parquet, and models as Megatron's checkpoints."""
 
+import tempfile
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_ft.commands.export import export
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.data.tokens.megatron_indexed import IndexedWriter
 from lit_ft.data.tokens.samples import Samples
 from lit_ft.errors import RecipeError
+from lit_ft.export.restore_run import module_of
+from lit_ft.megatron.conversion import to_hugging_face, to_megatron
+from lit_ft.megatron.layout import Layout
+from lit_ft.megatron.logits import Check
+from lit_ft.megatron.names import Format, LayerSpec, Naming
 from lit_ft.model.loading import load_tokenizer
 from lit_ft.recipe.parser import RecipeParser
+from lit_ft.run.folder import RunFolder
 from lit_ft.training.console import show_progress_on_terminals_only
 
 
 def run(arguments: list[str]) -> None:
     """Parse the options and convert."""
     show_progress_on_terminals_only()
-    if arguments[1:2] not in (["data"], ["--help"], ["-h"]):
-        what = f"convert {arguments[1]!r}" if arguments[1:] else "convert"
-        raise RecipeError(f"{what} is not known; say `convert data --path FILE --tokenizer FOLDER --out PREFIX`")
-    parser = RecipeParser(prog="python -m lit_ft convert data", description=(convert_data.__doc__ or "").split("\n")[0])
-    parser.add_function_arguments(convert_data, as_group=False)
-    convert_data(**parser.parse_args([a for a in arguments[1:] if a != "data"]).as_dict())
+    what = arguments[1] if len(arguments) > 1 else ""
+    if what in ("--help", "-h"):
+        print(_HELP)
+    elif what == "data":
+        parser = _parser("data", convert_data.__doc__)
+        parser.add_function_arguments(convert_data, as_group=False)
+        convert_data(**parser.parse_args(arguments[2:]).as_dict())
+    elif what == "model":
+        parser = _parser("model", convert_model.__doc__)
+        parser.add_argument("path", help="model, run or checkpoint to convert")
+        for option in ("from", "to"):
+            parser.add_argument(f"--{option}", type=Literal["hf", "megatron"], required=True, help=_SIDES[option])
+        parser.add_function_arguments(convert_model, as_group=False, skip={"path", "source", "to"})
+        options = parser.parse_args(arguments[2:]).as_dict()
+        convert_model(source=options.pop("from"), **options)
+    else:
+        raise RecipeError(f"convert {what!r} is not known; {_HELP}" if what else _HELP)
+
+
+_HELP = (
+    "say `convert data --path FILE --tokenizer FOLDER --out PREFIX`, or `convert model --from hf --to megatron FOLDER "
+    "--out FOLDER`; each takes --help"
+)
+_SIDES = {"from": "hf or megatron: what the path is", "to": "megatron or hf: what is written"}
+
+
+def _parser(what: str, text: str | None) -> RecipeParser:
+    return RecipeParser(prog=f"python -m lit_ft convert {what}", description=(text or "").split("\n")[0])
 
 
 def convert_data(
@@ -69,6 +99,82 @@ def convert_data(
             )
     names = ", ".join(str(file) for file in written)
     rank_zero_info(f"{len(samples):,} documents, {int(samples.lengths.sum()):,} tokens: {names}")
+
+
+def convert_model(
+    path: str,
+    source: Literal["hf", "megatron"],
+    to: Literal["hf", "megatron"],
+    out: str,
+    like: str | None = None,
+    format: Format = "torch_dist",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+    virtual_pipeline: int = 1,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    vocabulary_multiple: int = 128,
+    layer_spec: LayerSpec = "te",
+    moe_grouped_gemm: bool = False,
+    adapter: Literal["merged", "apart"] = "merged",
+    verify: Check | None = None,
+) -> None:
+    """Convert a model between Hugging Face and Megatron, and verify the result.
+
+    Args:
+        path: model folder, hub id or run's folder; or a Megatron checkpoint, as --load or --save name it.
+        source: hf or megatron.
+        to: megatron or hf.
+        out: folder to write.
+        like: Hugging Face model with the config, sizes and tokenizer of the checkpoint; needed for --to hf.
+        format: format of the checkpoint: torch_dist, or torch (the legacy one, a file per rank).
+        tensor_parallel: Megatron's --tensor-model-parallel-size.
+        pipeline_parallel: Megatron's --pipeline-model-parallel-size.
+        expert_parallel: Megatron's --expert-model-parallel-size.
+        virtual_pipeline: Megatron's --num-virtual-stages-per-pipeline-rank.
+        first_stage_layers: Megatron's --decoder-first-pipeline-num-layers.
+        last_stage_layers: Megatron's --decoder-last-pipeline-num-layers.
+        vocabulary_multiple: Megatron's --make-vocab-size-divisible-by.
+        layer_spec: Megatron's layers that load the checkpoint: te (Transformer Engine) or local.
+        moe_grouped_gemm: names of experts for Megatron's --moe-grouped-gemm; torch_dist fits both.
+        adapter: adapter of a run: merged into the weights, or apart in OUT/adapter beside the base model.
+        verify: comparison of logits: megatron (Megatron-Core's own model) or reduced (first and last layer, in plain
+            torch); by default megatron where it is installed and memory suffices.
+    """
+    if source == to:
+        raise RecipeError(f"--from {source} --to {to} converts nothing; name hf and megatron, in either order")
+    layout = Layout(
+        tensor_parallel,
+        pipeline_parallel,
+        expert_parallel,
+        virtual_pipeline,
+        first_stage_layers,
+        last_stage_layers,
+        vocabulary_multiple,
+    )
+    if to == "hf":
+        if like is None:
+            raise RecipeError(
+                "--to hf needs --like: a Hugging Face model with the sizes and tokenizer of the checkpoint"
+            )
+        if layout != Layout():
+            raise RecipeError("sizes of a parallel layout are for --to megatron; a Hugging Face folder has none")
+        to_hugging_face(Path(path), like, Path(out), verify)
+        return
+    if like is not None:
+        raise RecipeError(f"like={like!r} is for --to hf; the model's own config is read")
+    naming = Naming(format, layer_spec, has_experts=False, grouped=moe_grouped_gemm)
+    run = Path(path) if (Path(path) / "config.yaml").is_file() else None
+    if run is None:
+        to_megatron(path, Path(out), layout, naming, verify)
+    elif adapter == "merged":
+        with tempfile.TemporaryDirectory(dir=Path(out).absolute().parent, prefix=".merged-") as merged:
+            export(run=path, out=f"{merged}/model", merge=True)
+            to_megatron(f"{merged}/model", Path(out), layout, naming, verify)
+    else:
+        to_megatron(module_of(RunFolder(run).recipe()).spec.base.pretrained, Path(out), layout, naming, verify)
+        export(run=path, out=f"{out}/adapter")
 
 
 def _write_indexed(samples: Samples, prefix: Path, vocabulary: int) -> list[Path]:

@@ -6,7 +6,9 @@ not tensors. A checkpoint of this project has only tensors.
 
 import pickle
 import posixpath
+from collections.abc import Mapping
 from pathlib import PurePosixPath
+from typing import IO, ClassVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -33,6 +35,9 @@ _CLASSES = {
 class SafeFileSystemReader(FileSystemReader):
     """torch's reader of sharded checkpoints, safe for folders from untrusted sources."""
 
+    classes: ClassVar[Mapping[str, set[str]]] = _CLASSES
+    """Classes that an index may name, by module."""
+
     # Because this method has no parameter named `kwargs`, torch does not try another index if this one is refused.
 
     def read_metadata(self, *args: object, **options: object) -> Metadata:
@@ -45,7 +50,7 @@ class SafeFileSystemReader(FileSystemReader):
         path = self._get_metadata_path()
         try:
             with open(path, "rb") as file:
-                metadata = _MetadataUnpickler(file).load()
+                metadata = _MetadataUnpickler(file, self.classes).load()
             _check_files(metadata)
         except _Refused as error:
             message = f"{str(self.path)!r} is not read: its .metadata {error}; take another checkpoint"
@@ -67,11 +72,15 @@ class _Refused(Exception):
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that resolves only the classes of an index."""
 
+    def __init__(self, file: IO[bytes], classes: Mapping[str, set[str]]) -> None:
+        super().__init__(file)
+        self._classes = classes
+
     def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("pathlib", "PosixPath"):
             return posixpath.join  # the path becomes a plain string: a class could be modified by the pickle
         is_torch_value = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_torch_value or (module, name) == ("torch", "Size") or name in _CLASSES.get(module, ()):
+        if is_torch_value or (module, name) == ("torch", "Size") or name in self._classes.get(module, ()):
             return super().find_class(module, name)
         raise _Refused(f"names code that no checkpoint needs ({module}.{name})")
 

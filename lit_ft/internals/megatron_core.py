@@ -1,0 +1,31 @@
+"""Parts of Megatron-Core 0.16.1 that ask for CUDA or Transformer Engine, replaced so that its model runs on a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Context in which Megatron-Core builds and runs its ``GPTModel`` on the CPU, for verification alone."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+
+    def cuda(tensor: Tensor, *_: object, **__: object) -> Tensor:
+        return tensor
+
+    with (
+        # The device of rotary frequencies, masks and received activations.
+        patch.object(torch.cuda, "current_device", lambda: "cpu"),
+        patch.object(torch.cuda, "synchronize", lambda *_: None),
+        # The last pipeline stage moves its copy of tied embeddings.
+        patch.object(Tensor, "cuda", cuda),
+        # There is no dropout, so no state of a generator is kept apart.
+        patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
+        # The name is not defined without Transformer Engine, and the router asks whether it is None.
+        patch.object(moe_utils, "te_general_gemm", None, create=True),
+    ):
+        yield

@@ -1,0 +1,1 @@
+"""Conversion of model checkpoints between Hugging Face and Megatron-Core, on a CPU."""

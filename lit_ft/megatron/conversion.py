@@ -1,0 +1,208 @@
+"""The two conversions: write, verify, and only then give the result its name."""
+
+import dataclasses
+import json
+import shutil
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lit_ft.errors import RecipeError
+from lit_ft.megatron import legacy, torch_dist
+from lit_ft.megatron.arguments import check_arguments, command_line, saved_arguments
+from lit_ft.megatron.families import Key
+from lit_ft.megatron.hugging_face import INDEX, HuggingFaceWeights, index_text, plan_files, write_file
+from lit_ft.megatron.layout import Layout
+from lit_ft.megatron.logits import Check, check_logits
+from lit_ft.megatron.mapping import AsHuggingFace, AsMegatron
+from lit_ft.megatron.names import Naming
+from lit_ft.megatron.output_folder import OutputFolder
+from lit_ft.megatron.progress import progress
+from lit_ft.megatron.shape import ModelShape
+from lit_ft.megatron.source import TRACKER, MegatronSource, checkpoint_folder
+from lit_ft.megatron.verification import check_back, check_forth
+from lit_ft.model.loading import load_config, load_tokenizer
+
+ARGUMENTS = "megatron_arguments.txt"
+"""File with the options of ``pretrain_gpt.py`` that load a checkpoint."""
+_RELEASE = "release"
+"""Folder of a checkpoint that starts a training: Megatron looks for no optimizer state in it."""
+_TEXTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")
+_NOT_TEXTS = ("config.json", INDEX, "manifest.json", "adapter_config.json", "base.json")
+"""Files beside the weights of a model folder that a conversion copies, and those among them that it does not."""
+
+
+def open_checkpoint(path: Path) -> MegatronSource:
+    """Open a Megatron checkpoint of either format.
+
+    Raises:
+        RecipeError: there is none, it is incomplete, or it cannot be read.
+    """
+    folder = checkpoint_folder(path)
+    if (folder / torch_dist.INDEX).is_file():
+        return torch_dist.TorchDistSource(folder)
+    return legacy.LegacySource(folder)
+
+
+def local_folder(pretrained: str) -> Path:
+    """Folder of a model: the folder itself, or the snapshot of a hub id that was downloaded before."""
+    folder = Path(pretrained).expanduser()
+    cached = None if folder.is_dir() else try_to_load_from_cache(pretrained, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else folder
+
+
+def _shape_of(pretrained: str) -> ModelShape:
+    """Sizes of a model, which has at least as many rows of embeddings as its tokenizer has tokens.
+
+    Raises:
+        RecipeError: it cannot be converted.
+    """
+    shape = ModelShape.of(load_config(pretrained), pretrained)
+    if (local_folder(pretrained) / "tokenizer_config.json").is_file():
+        tokens = len(load_tokenizer(pretrained))
+        if tokens > shape.vocabulary:
+            raise RecipeError(
+                f"{pretrained}: the tokenizer has {tokens:,} tokens, and the model vocab_size={shape.vocabulary:,}; "
+                "put back the tokenizer of the model, or resize the model's embeddings"
+            )
+    return shape
+
+
+def to_megatron(pretrained: str, out: Path, layout: Layout, naming: Naming, check: Check | None) -> None:
+    """Write a Hugging Face model as a Megatron checkpoint.
+
+    Args:
+        pretrained: folder or hub id of the model.
+        out: folder to write, for Megatron's ``--load``.
+        layout: parallel layout.
+        naming: format and layer specification.
+        check: how logits are compared; None takes the strictest that this machine can run.
+
+    Raises:
+        RecipeError: the model or the layout cannot be converted, or the result is not that of the source.
+    """
+    shape = _shape_of(pretrained)
+    naming = dataclasses.replace(naming, has_experts=bool(shape.experts))
+    layout.check(shape)
+    weights = HuggingFaceWeights(local_folder(pretrained))
+    as_megatron = AsMegatron(weights, shape, layout)
+    dtype = as_megatron.dtype(shape.all_keys()[0])
+    arguments = saved_arguments(shape, layout, naming, dtype)
+    files = {name: (weights.folder / name).stat().st_mtime_ns for name in _names_of(weights.folder, ("*.safetensors",))}
+    command = {"source": str(weights.folder.absolute()), "files": files, "arguments": vars(arguments)}
+    folder = OutputFolder(out, command)
+    try:
+        _write_checkpoint(folder, shape, layout, naming, arguments, as_megatron)
+        folder.text(TRACKER, _RELEASE)
+        folder.text(ARGUMENTS, command_line(shape, layout, naming, dtype, str(weights.folder.absolute())))
+        written = open_checkpoint(folder.temporary)
+        check_back(weights, AsHuggingFace(written, shape, str(folder.temporary), pretrained))
+        report = check_logits(weights, written, folder.temporary / _RELEASE, shape, check)
+    except RecipeError:
+        folder.discard()
+        raise
+    finally:
+        folder.close()
+    folder.finish()
+    rank_zero_info(f"{out}: {shape.model_type}, {naming.format}, every bit comes back from it; {report}")
+    rank_zero_info(f"Megatron loads it with: pretrain_gpt.py --load {out} $(cat {out / ARGUMENTS})")
+
+
+def _write_checkpoint(
+    folder: OutputFolder, shape: ModelShape, layout: Layout, naming: Naming, arguments: Namespace, source: AsMegatron
+) -> None:
+    sizes = {
+        key: sum(torch.Size(shape.shape_of(part)).numel() for part in key.weight.parts) * source.dtype(key).itemsize
+        for key in shape.all_keys()
+    }
+    with progress("writing", sum(sizes.values())) as advance:
+
+        def part(key: Key, rank: int, ranks: int) -> Tensor:
+            advance(sizes[key] // ranks)
+            return source.part(key, rank, ranks)
+
+        if naming.format == "torch":
+            for name, write in legacy.write_ranks(shape, layout, naming, arguments, part):
+                folder.step(f"{_RELEASE}/{name}", write)
+            return
+        release = folder.temporary / _RELEASE
+        if not (release / torch_dist.INDEX).is_file():
+            rows = layout.padded(shape.vocabulary)
+            for name, write in torch_dist.write_parts(shape, naming, rows, source.dtype, lambda key: part(key, 0, 1)):
+                folder.step(f"{_RELEASE}/{name}", write)
+            torch_dist.join_parts(release, arguments)
+
+
+def to_hugging_face(path: Path, like: str, out: Path, check: Check | None) -> None:
+    """Write a Megatron checkpoint as a Hugging Face model.
+
+    Args:
+        path: folder of the checkpoint, or the one that ``--save`` named.
+        like: folder or hub id of a model with the same sizes, whose config and tokenizer are taken.
+        out: folder to write.
+        check: how logits are compared; None takes the strictest that this machine can run.
+
+    Raises:
+        RecipeError: the checkpoint cannot be converted, or the result is not that of the source.
+    """
+    shape = _shape_of(like)
+    source = open_checkpoint(path)
+    check_arguments(source.arguments, shape, str(path), like)
+    as_hugging_face = AsHuggingFace(source, shape, str(path), like)
+    tensors = as_hugging_face.tensors()
+    texts = local_folder(like)
+    command = {
+        "source": str(checkpoint_folder(path).absolute()),
+        "tensors": [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors],
+        "like": str(texts.absolute()),
+    }
+    folder = OutputFolder(out, command)
+    try:
+        files = plan_files(tensors)
+        with progress("writing", sum(tensor.bytes for tensor in tensors)) as advance:
+
+            def read(name: str) -> Tensor:
+                tensor = as_hugging_face.read(name)
+                advance(tensor.nbytes)
+                return tensor
+
+            for name, contents in files:
+                folder.step(name, partial(write_file, tensors=contents, read=read))
+        if len(files) > 1:
+            folder.text(INDEX, index_text(files))
+        for name in _names_of(texts, _TEXTS):
+            (folder.temporary / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(texts / name, folder.temporary / name)
+        folder.text("config.json", _config_text(texts / "config.json", tensors[0].dtype))
+        written = HuggingFaceWeights(folder.temporary)
+        check_forth(source, AsMegatron(written, shape, Layout()), shape, sum(tensor.bytes for tensor in tensors))
+        report = check_logits(written, source, checkpoint_folder(path), shape, check)
+    except RecipeError:
+        folder.discard()
+        raise
+    finally:
+        folder.close()
+    folder.finish()
+    if source.has_optimizer:
+        rank_zero_warn(
+            f"{path} also holds an optimizer's state, which is not converted: a training here starts with a new one"
+        )
+    rank_zero_info(f"{out}: {shape.model_type}, every bit of {path} comes back from it; {report}")
+
+
+def _names_of(folder: Path, patterns: tuple[str, ...]) -> list[str]:
+    found = {file.relative_to(folder).as_posix() for pattern in patterns for file in folder.glob(pattern)}
+    return sorted(found - set(_NOT_TEXTS))
+
+
+def _config_text(path: Path, dtype: torch.dtype) -> str:
+    """Text of a config, with the dtype of the weights."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    name = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
+    config[name] = str(dtype).removeprefix("torch.")
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"

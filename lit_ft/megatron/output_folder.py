@@ -1,0 +1,96 @@
+"""Output folders that appear complete or not at all, and whose writing can be resumed.
+
+The content is written in steps to ``.<name>.unfinished`` beside the final path. A step that is complete stays there
+after a kill, and the same command takes it from there.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.export.manifest import list_files, sync, write_durably, write_manifest
+
+from lit_ft.checkpointing.storage.replacement import replace
+from lit_ft.errors import RecipeError
+
+_COMMAND = "unfinished.json"
+
+
+class OutputFolder:
+    """Folder that is being written."""
+
+    def __init__(self, path: Path, command: Mapping[str, object]) -> None:
+        """Open the folder, with the complete steps of an earlier process that ran the same command.
+
+        Args:
+            path: final path.
+            command: what determines the content, as JSON.
+
+        Raises:
+            RecipeError: the path exists, or another process writes it.
+        """
+        self.path = path.expanduser().absolute()
+        self.temporary = self.path.with_name(f".{self.path.name}.unfinished")
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise RecipeError(f"out={str(path)!r} exists; name a new folder, or remove it")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise RecipeError(f"out={str(path)!r} is being written by another process; name another folder") from error
+        text = json.dumps(command, indent=1, sort_keys=True, default=str)
+        record = self.temporary / _COMMAND
+        if record.is_file() and record.read_text(encoding="utf-8") == text:
+            rank_zero_info(f"{self.temporary} is continued")
+        else:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.temporary.mkdir()
+            write_durably(record, text)
+
+    def step(self, name: str, write: Callable[[Path], object]) -> None:
+        """Write a file or folder, unless an earlier process has.
+
+        Args:
+            name: path within the folder.
+            write: writes it to the path that it is given.
+        """
+        final = self.temporary / name
+        if final.exists():
+            return
+        final.parent.mkdir(parents=True, exist_ok=True)
+        partial = final.with_name(f"{final.name}.partial")
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        write(partial)
+        sync(partial)
+        partial.rename(final)
+        sync(final.parent)
+
+    def text(self, name: str, text: str) -> None:
+        """Write a text file."""
+        path = self.temporary / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def finish(self) -> None:
+        """Write the manifest and give the folder its name."""
+        write_manifest(self.temporary, names=[name for name in list_files(self.temporary) if name != _COMMAND])
+        (self.temporary / _COMMAND).unlink()
+        if self.path.is_dir():
+            self.path.rmdir()  # it is empty
+        replace(self.temporary, self.path)
+        self.close()
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.temporary)
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes write the folder."""
+        self._lock.release()
+        Path(self._lock.lock_file).unlink(missing_ok=True)

@@ -1,0 +1,51 @@
+"""Progress of a conversion in bytes, with the time left: a bar on a terminal, lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lit_ft.run.progress import as_time
+
+SECONDS_BETWEEN_LINES = 10
+
+
+class Advance(Protocol):
+    """Function that counts bytes that are done."""
+
+    def __call__(self, count: int, /) -> None:
+        """Add bytes."""
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Advance]:
+    """Show the progress of a step.
+
+    Args:
+        what: what is done, e.g. ``writing``.
+        total: bytes of the step.
+    """
+    if sys.stderr.isatty():
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda count: bar.advance(task, count)
+        return
+    began = said = time.monotonic()
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done, said
+        done += count
+        now = time.monotonic()
+        if now - said >= SECONDS_BETWEEN_LINES and done < total:
+            said = now
+            left = as_time((now - began) / done * (total - done))
+            rank_zero_info(f"{what}: {done / 2**30:,.2f} of {total / 2**30:,.2f} GiB, {left} left")
+
+    yield advance
