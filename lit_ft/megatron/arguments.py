@@ -37,6 +37,8 @@ def model_arguments(shape: ModelShape) -> dict[str, Value]:
     }
     if shape.rope_factor is not None:
         values |= {"use_rope_scaling": True, "rope_scaling_factor": shape.rope_factor}
+    if shape.window is not None:
+        values["window_size"] = f"{shape.window - 1},0"  # before and after a token
     if shape.experts:
         values |= {
             "num_experts": shape.experts,

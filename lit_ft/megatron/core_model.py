@@ -5,6 +5,7 @@ Needs the extra ``megatron``.
 
 import socket
 import tempfile
+import warnings
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, distributed, multiprocessing
 from torch.nn import functional as F
+from torch.serialization import safe_globals
 
 from lit_ft.internals.megatron_core import on_cpu
 from lit_ft.megatron import legacy, torch_dist
@@ -48,6 +50,7 @@ def logits(checkpoint: CoreCheckpoint, ids: Tensor) -> Tensor:
     Returns:
         Logits, ``(samples, tokens, vocabulary)``.
     """
+    warnings.filterwarnings("ignore", module="megatron")  # about Transformer Engine and Apex, which a CPU does not need
     import megatron.core.models.gpt  # noqa: F401  # once, before the ranks are forked
 
     layout = checkpoint.layout
@@ -119,6 +122,7 @@ def build(shape: ModelShape, layout: Layout, rows: int) -> "list[GPTModel]":
         add_bias_linear=False,
         add_qkv_bias=shape.family.qkv_bias,
         qk_layernorm=shape.family.qk_norm,
+        window_size=None if shape.window is None else (shape.window - 1, 0),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -190,7 +194,8 @@ def _load(modules: "list[GPTModel]", checkpoint: CoreCheckpoint) -> None:
             unfused = entry.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
             if entry.key not in stored and unfused in stored:
                 entry.key = unfused
-        state = dist_checkpointing.load({"model": sharded}, str(checkpoint.folder))["model"]
+        with safe_globals([Namespace]):  # as Megatron-LM does
+            state = dist_checkpointing.load({"model": sharded}, str(checkpoint.folder))["model"]
         module.load_state_dict(state, strict=True)
 
 

@@ -62,9 +62,15 @@ def _attention(hidden: Tensor, weights: Weights, shape: ModelShape, cos: Tensor,
         query, key, value = (
             heads.transpose(0, 1) for heads in (_rotate(query, cos, sin), _rotate(key, cos, sin), value)
         )
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        context = F.scaled_dot_product_attention(query, key, value, _mask(len(hidden), shape), enable_gqa=True)
         output = output + context.transpose(0, 1).flatten(1) @ out.T
     return output
+
+
+def _mask(tokens: int, shape: ModelShape) -> Tensor:
+    """Whether a token (row) attends to another (column)."""
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    return causal if shape.window is None else causal.triu(1 - shape.window)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ class ModelShape:
     rotary_base: float
     rope_factor: float | None
     """Factor of Llama 3's scaled rotary frequencies; None without scaling."""
+    window: int | None
+    """Number of tokens that a token attends to, itself included; None for all before it."""
     is_tied: bool
     experts: int
     """Number of experts in a layer; 0 in dense models."""
@@ -97,6 +99,7 @@ class ModelShape:
             norm_epsilon=options["rms_norm_eps"],
             rotary_base=rope["rope_theta"],
             rope_factor=rope["factor"] if rope["rope_type"] == "llama3" else None,
+            window=options.get("sliding_window") if config.model_type == "mistral" else None,
             is_tied=known.is_tied,
             experts=experts if has_experts else 0,
             experts_per_token=known.experts_per_token if has_experts else 1,
