@@ -3,6 +3,7 @@
 Needs the extra ``megatron``.
 """
 
+import re
 import socket
 import tempfile
 import warnings
@@ -80,13 +81,14 @@ def _run_rank(rank: int, world: int, port: int, checkpoint: CoreCheckpoint, ids:
     distributed.destroy_process_group()
 
 
-def build(shape: ModelShape, layout: Layout, rows: int) -> "list[GPTModel]":
+def build(shape: ModelShape, layout: Layout, rows: int, initialize: bool = False) -> "list[GPTModel]":
     """Megatron-Core's model on this rank, one module per virtual pipeline stage; its process groups are created.
 
     Args:
         shape: sizes of the model.
         layout: parallel layout.
         rows: rows of the padded vocabulary.
+        initialize: whether weights are drawn; those that are loaded need no values before.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -126,7 +128,7 @@ def build(shape: ModelShape, layout: Layout, rows: int) -> "list[GPTModel]":
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
-        perform_initialization=False,
+        perform_initialization=initialize,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         tensor_model_parallel_size=layout.tensor_parallel,
@@ -182,7 +184,8 @@ def _load(modules: "list[GPTModel]", checkpoint: CoreCheckpoint) -> None:
         content = load(checkpoint.folder / layout.folder_of(rank) / legacy.FILE)
         for number, module in enumerate(modules):
             state = content[f"model{number}" if len(modules) > 1 else "model"]
-            module.load_state_dict({_local_name(name): value for name, value in state.items()}, strict=True)
+            own = {_local_name(name): value for name, value in state.items() if not _GROUPED_STATE.search(name)}
+            module.load_state_dict(own, strict=True)
         return
     from megatron.core import dist_checkpointing
 
@@ -199,6 +202,8 @@ def _load(modules: "list[GPTModel]", checkpoint: CoreCheckpoint) -> None:
         module.load_state_dict(state, strict=True)
 
 
+_GROUPED_STATE = re.compile(r"\.mlp\.experts\.linear_fc\d\._extra_state")
+"""State of experts that are one module in Transformer Engine, and several in the local specification."""
 _LOCAL = Naming("torch", "local", has_experts=False, grouped=False)
 
 

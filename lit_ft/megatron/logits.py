@@ -25,7 +25,7 @@ Check = Literal["reduced", "megatron"]
 _IDS, _TOKENS = 512, 24
 """Rows of the vocabulary, and length of the sequence, of the reduced model."""
 TOLERANCE = 1e-3
-"""Largest difference of a log-probability in fp32; an error in a mapping shows as one above 0.01."""
+"""Largest difference of a logit in fp32; an error in a mapping shows as one above 0.01."""
 
 
 def check_logits(
@@ -44,7 +44,7 @@ def check_logits(
         The result in words.
 
     Raises:
-        RecipeError: the log-probabilities differ, or Megatron-Core is asked for and cannot run.
+        RecipeError: the logits differ, or Megatron-Core is asked for and cannot run.
     """
     size = sum(torch.Size(shape.shape_of(part)).numel() for key in shape.all_keys() for part in key.weight.parts)
     obstacle = _obstacle(size * torch.float32.itemsize)
@@ -61,10 +61,10 @@ def check_logits(
         difference, what = _megatron(weights, source, folder, shape), "Megatron-Core's model"
     if not difference <= TOLERANCE:
         raise RecipeError(
-            f"log-probabilities of {what} differ from transformers' by {difference:.2g}, more than {TOLERANCE}: "
+            f"logits of {what} differ from transformers' by {difference:.2g}, more than {TOLERANCE}: "
             "nothing is written; please report the config.json"
         )
-    return f"log-probabilities of {what} differ from transformers' by {difference:.1e} at most"
+    return f"logits of {what} differ from transformers' by {difference:.1e} at most"
 
 
 def _obstacle(size: int) -> str | None:
@@ -75,10 +75,6 @@ def _obstacle(size: int) -> str | None:
     if 2 * size > there:
         return f"two models in fp32 are {2 * size / 2**30:,.1f} GiB, and {there / 2**30:,.1f} GiB of memory are free"
     return None
-
-
-def _difference(got: Tensor, expected: Tensor) -> float:
-    return float((got.log_softmax(-1) - expected.log_softmax(-1)).abs().max())
 
 
 def _tokens(shape: ModelShape) -> Tensor:
@@ -96,7 +92,7 @@ def _megatron(weights: HuggingFaceWeights, source: MegatronSource, folder: Path,
     del model
     layout = core_model.layout_of(source.arguments, source.layout, shape)
     got = core_model.logits(core_model.CoreCheckpoint(folder, shape, layout, source.rows), ids)
-    return _difference(got, expected)
+    return float((got - expected).abs().max())
 
 
 def _reduced(weights: HuggingFaceWeights, source: MegatronSource, shape: ModelShape) -> float:
@@ -116,7 +112,7 @@ def _reduced(weights: HuggingFaceWeights, source: MegatronSource, shape: ModelSh
     layers = [_layer_weights(source, shape, number) for number in numbers]
     with torch.no_grad():
         got = reconstruction.logits(ids, shape, cos[0], sin[0], layers, model_weight)
-    return _difference(got, expected)
+    return float((got - expected).abs().max())
 
 
 def _layer_weights(source: MegatronSource, shape: ModelShape, layer: int) -> Weights:

@@ -17,7 +17,7 @@ _FUSED = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 """Norms by their names in the local specification, and where they are fused."""
-_LINEAR = re.compile(r"(.*\.linear_(?:qkv|proj|fc1|fc2))\.weight(\d*)")
+_LINEAR = re.compile(r"(.*\.linear_(?:qkv|proj|fc1|fc2))\.weight\d*")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Naming:
 def extra_state(name: str) -> str | None:
     """Name of Transformer Engine's state of a linear layer, which is loaded with its weight; None if it has none."""
     match = _LINEAR.fullmatch(name)
-    return f"{match[1]}._extra_state{match[2]}" if match else None
+    return f"{match[1]}._extra_state" if match else None
 
 
 class Location(NamedTuple):

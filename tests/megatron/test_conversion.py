@@ -2,16 +2,30 @@
 
 import importlib.util
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
 from architectures import save_model
+from ranks import on_ranks
 from safetensors.torch import load_file
+from torch import distributed
+from transformers import AutoModelForCausalLM
 
+from lit_ft.internals.megatron_core import on_cpu
+from lit_ft.megatron import core_model
+from lit_ft.megatron.arguments import saved_arguments
 from lit_ft.megatron.conversion import open_checkpoint, to_hugging_face, to_megatron
+from lit_ft.megatron.core_model import CoreCheckpoint
 from lit_ft.megatron.families import FAMILIES
-from lit_ft.megatron.layout import Layout
+from lit_ft.megatron.hugging_face import HuggingFaceWeights
+from lit_ft.megatron.layout import Layout, Rank
+from lit_ft.megatron.legacy import FILE
+from lit_ft.megatron.logits import check_logits
 from lit_ft.megatron.names import Format, LayerSpec, Naming
+from lit_ft.megatron.shape import ModelShape
+from lit_ft.megatron.source import TRACKER, checkpoint_folder
+from lit_ft.model.loading import load_config
 
 HAS_CORE = importlib.util.find_spec("megatron") is not None
 needs_core = pytest.mark.skipif(not HAS_CORE, reason="needs megatron-core (extra megatron)")
@@ -46,23 +60,107 @@ CASES = [
 IDS = [f"{family}-{names.format}" for family, names, _ in CASES]
 
 
-@pytest.mark.parametrize(("family", "names", "layout"), CASES, ids=IDS)
-def test_every_bit_comes_back(
-    models: dict[str, str], tmp_path: Path, family: str, names: Naming, layout: Layout
-) -> None:
-    to_megatron(models[family], tmp_path / "ckpt", layout, names, "reduced")
-    to_hugging_face(tmp_path / "ckpt", models[family], tmp_path / "back", "reduced")
-    first, last = (load_file(folder / "model.safetensors") for folder in (Path(models[family]), tmp_path / "back"))
+@pytest.fixture(scope="module", params=CASES, ids=IDS)
+def converted(
+    request: pytest.FixtureRequest, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """Folder of a model, and that of the checkpoint made of it."""
+    family, names, layout = request.param
+    out = tmp_path_factory.mktemp("checkpoints") / family
+    to_megatron(models[family], out, layout, names, "reduced")
+    return models[family], out
+
+
+def test_every_bit_comes_back(converted: tuple[str, Path], tmp_path: Path) -> None:
+    model, checkpoint = converted
+    to_hugging_face(checkpoint, model, tmp_path / "back", "reduced")
+    first, last = (load_file(folder / "model.safetensors") for folder in (Path(model), tmp_path / "back"))
     assert first.keys() == last.keys()
     assert all(first[name].dtype == last[name].dtype and torch.equal(first[name], last[name]) for name in first)
 
 
 @needs_core
 @pytest.mark.processes
-@pytest.mark.parametrize(("family", "names", "layout"), CASES, ids=IDS)
-def test_megatron_core_computes_the_same_logits(
-    models: dict[str, str], tmp_path: Path, family: str, names: Naming, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatron_core_computes_the_same_logits(converted: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, checkpoint = converted
     monkeypatch.setattr("lit_ft.megatron.logits.TOLERANCE", 1e-5)
-    to_megatron(models[family], tmp_path / "ckpt", layout, names, "megatron")
-    assert open_checkpoint(tmp_path / "ckpt").rows % layout.tensor_parallel == 0
+    source, shape = open_checkpoint(checkpoint), ModelShape.of(load_config(model), model)
+    report = check_logits(HuggingFaceWeights(Path(model)), source, checkpoint_folder(checkpoint), shape, "megatron")
+    print(report)  # pytest -rP shows the figures of docs/megatron.md
+    assert report.startswith("logits of Megatron-Core's model")
+
+
+def write_by_core(folder: Path, shape: ModelShape, layout: Layout, names: Naming) -> None:
+    """Let Megatron-Core draw and save a model on its ranks."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    arguments = saved_arguments(shape, layout, names, torch.float32)
+    with on_cpu(), torch.no_grad():
+        torch.manual_seed(5)
+        modules = core_model.build(shape, layout, layout.padded(shape.vocabulary), initialize=True)
+        rank = Rank(
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+        )
+        for module in modules:
+            _perturb(module, rank)
+        common = {"args": arguments, "checkpoint_version": 3.0, "iteration": 7}
+        if names.format == "torch":
+            states = {f"model{i}" if len(modules) > 1 else "model": one.state_dict() for i, one in enumerate(modules)}
+            (folder / layout.folder_of(rank)).mkdir(parents=True)
+            torch.save({**common, **states}, folder / layout.folder_of(rank) / FILE)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            dist_checkpointing.save({**common, "model": modules[0].sharded_state_dict()}, str(folder))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def _perturb(module: torch.nn.Module, rank: Rank) -> None:
+    """Make norms, biases and experts differ, which Megatron-Core draws alike."""
+    layers = {name: layer.layer_number for name, layer in module.named_modules() if hasattr(layer, "layer_number")}
+    for name, weight in module.named_parameters():
+        layer = next((number for prefix, number in layers.items() if name.startswith(f"{prefix}.")), 0)
+        if weight.ndim == 1 or "experts" in name:
+            is_split = "bias" in name or "experts" in name
+            own = (layer, name.split("layers.")[-1].partition(".")[2] or name, *(rank[::2] if is_split else ()))
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(crc32(repr(own).encode())))
+            weight += 0.1 * noise
+
+
+@needs_core
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("family", "names", "layout"),
+    [
+        ("qwen3", naming("torch_dist", "local"), TWO_BY_TWO),
+        ("mixtral", naming("torch_dist", "local"), Layout(1, 2, 2)),
+        ("qwen2", naming("torch", "local"), Layout(2, 2, virtual_pipeline=2)),
+    ],
+    ids=["qwen3-torch_dist", "mixtral-torch_dist", "qwen2-torch"],
+)
+def test_checkpoint_of_megatron_core_comes_in(
+    models: dict[str, str], tmp_path: Path, family: str, names: Naming, layout: Layout
+) -> None:
+    import megatron.core.models.gpt  # noqa: F401  # before the ranks are forked
+
+    shape = ModelShape.of(load_config(models[family]), family)
+    folder = tmp_path / "ckpt" / "iter_0000007"
+    on_ranks(
+        layout.tensor_parallel * layout.pipeline_parallel * layout.expert_parallel,
+        write_by_core,
+        folder,
+        shape,
+        layout,
+        names,
+    )
+    (tmp_path / "ckpt" / TRACKER).write_text("7")
+    to_hugging_face(tmp_path / "ckpt", models[family], tmp_path / "model", "reduced")
+    ids = torch.arange(2, 34)[None]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    got = core_model.logits(CoreCheckpoint(folder, shape, layout, layout.padded(shape.vocabulary)), ids)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(ids).logits, got, atol=1e-5, rtol=0)
