@@ -20,6 +20,8 @@ from lit_ft.megatron.names import Naming, extra_state, parse
 from lit_ft.megatron.safe_pickle import load
 from lit_ft.megatron.shape import ModelShape
 
+_MOST_MAPPED = 2**27
+"""Bytes read of mapped files after which they are opened again: pages that were read stay in memory until then."""
 FILE = "model_optim_rng.pt"
 """File of a rank."""
 
@@ -46,6 +48,7 @@ class LegacySource:
                 f"{len(missing)} of {len(ranks)} rank files are missing, the first of them {missing[0]}; copy the "
                 "files of all ranks"
             )
+        self._mapped = 0
         self._opened: tuple[Rank, list[dict[str, Any]]] | None = None
         self._places: dict[str, tuple[Rank, str, str]] = {}
         self._find_weights()
@@ -60,9 +63,11 @@ class LegacySource:
         return set(self._places)
 
     def parts(self, key: Key) -> list[Tensor]:
-        """One tensor per tensor-parallel rank."""
+        """One tensor per tensor-parallel rank, mapped into memory."""
         rank, module, name = self._places[key.megatron]
-        return [content[module][name] for content in self._files_of(rank)]
+        parts: list[Tensor] = [content[module][name] for content in self._files_of(rank)]
+        self._mapped += sum(part.nbytes for part in parts)
+        return parts
 
     def dtype(self, key: Key) -> torch.dtype:
         """Dtype of a weight."""
@@ -73,8 +78,8 @@ class LegacySource:
 
     def _files_of(self, rank: Rank) -> list[dict[str, Any]]:
         """Content of the files of all tensor-parallel ranks beside a rank."""
-        if self._opened is None or self._opened[0] != rank:
-            self._opened = None  # their memory is free before the next are opened
+        if self._opened is None or self._opened[0] != rank or self._mapped > _MOST_MAPPED:
+            self._opened, self._mapped = None, 0
             ranks = [rank._replace(tensor=tensor) for tensor in range(self.layout.tensor_parallel)]
             self._opened = rank, [load(self._file(one)) for one in ranks]
         return self._opened[1]

@@ -6,7 +6,7 @@ from torch import Tensor
 from lit_ft.errors import RecipeError
 from lit_ft.megatron.families import HEAD, Key, Part
 from lit_ft.megatron.hugging_face import HuggingFaceWeights, TensorInfo
-from lit_ft.megatron.joins import join, separate
+from lit_ft.megatron.joins import concatenate, join, separate
 from lit_ft.megatron.layout import Layout
 from lit_ft.megatron.shape import ModelShape
 from lit_ft.megatron.source import MegatronSource
@@ -158,5 +158,5 @@ class AsHuggingFace:
                 "model that the checkpoint was made of"
             )
         separated = [separate(part, weight.join, shape.head_dim, shape.heads // shape.groups) for part in parts]
-        whole = [torch.cat(pieces, dim=weight.split or 0) for pieces in zip(*separated, strict=True)]
+        whole = [concatenate(pieces, weight.split or 0) for pieces in zip(*separated, strict=True)]
         return [tensor[: size[0]] for tensor, size in zip(whole, sizes, strict=True)]

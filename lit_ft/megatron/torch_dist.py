@@ -1,9 +1,9 @@
 """Megatron's ``torch_dist`` format, by plain ``torch.distributed.checkpoint`` in one process.
 
-Layers are stacked: ``decoder.layers.x`` has the shape ``(layers, ...)``, and a weight of experts ``(layers, experts, ...)``.
-Each layer's weight is a chunk of it, so a layer is written and read alone. Checkpoints of models whose layers differ have
-a key per layer; these are read too. Beside the chunks Megatron asks for ``metadata.json``, ``common.pt`` with its
-arguments, and an empty object for the state that Transformer Engine keeps of each linear layer.
+Layers are stacked: ``decoder.layers.x`` has the shape ``(layers, ...)``, and a weight of experts that of ``(layers,
+experts, ...)``. Each layer's weight is a chunk of it, so a layer is written and read alone. Checkpoints of models whose
+layers differ have a key per layer; these are read too. Beside the chunks Megatron asks for ``metadata.json``,
+``common.pt`` with its arguments, and an empty object for the state that Transformer Engine keeps of each linear layer.
 """
 
 import dataclasses

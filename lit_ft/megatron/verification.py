@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lit_ft.errors import RecipeError
 from lit_ft.megatron.hugging_face import HuggingFaceWeights
+from lit_ft.megatron.joins import concatenate
 from lit_ft.megatron.mapping import AsHuggingFace, AsMegatron
 from lit_ft.megatron.progress import progress
 from lit_ft.megatron.shape import ModelShape
@@ -46,7 +47,9 @@ def check_forth(source: MegatronSource, written: AsMegatron, shape: ModelShape, 
         for key in shape.all_keys():
             parts = source.parts(key)
             if key.weight.is_padded:
-                _compare(key.megatron, torch.cat(parts)[: shape.vocabulary], written.weight(key)[: shape.vocabulary])
+                _compare(
+                    key.megatron, concatenate(parts, 0)[: shape.vocabulary], written.weight(key)[: shape.vocabulary]
+                )
             else:
                 for rank, part in enumerate(parts):
                     _compare(key.megatron, part, written.part(key, rank, len(parts)))

@@ -1,0 +1,233 @@
+"""``convert model`` on the command line: errors in one line, resumed conversions, runs and adapters."""
+
+import json
+import pickle
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import clean_environment, recipe, run  # noqa: F401
+from safetensors.torch import load_file, save_file
+
+from lit_ft.megatron import conversion, legacy
+from lit_ft.megatron.hugging_face import HuggingFaceWeights
+from lit_ft.megatron.layout import Layout
+from lit_ft.megatron.names import Naming
+from lit_ft.megatron.safe_pickle import load
+
+LEGACY = Naming("torch", "te", has_experts=False, grouped=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint of four ranks in the legacy format."""
+    out = tmp_path_factory.mktemp("legacy") / "ckpt"
+    conversion.to_megatron(model_folder, out, Layout(2, 2), LEGACY, "reduced")
+    return out
+
+
+def changed(model_folder: str, to: Path, **config: Any) -> str:
+    """Copy of a model with other values in config.json."""
+    shutil.copytree(model_folder, to)
+    text = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**text, **config}))
+    return str(to)
+
+
+def to_megatron(capsys: Any, path: object, out: object, *options: str, code: int = 2) -> str:
+    command = ("convert", "model", "--from", "hf", "--to", "megatron", str(path), "--out", str(out))
+    return run(capsys, *command, *options, code=code)
+
+
+def to_hf(capsys: Any, path: object, like: object, out: object, code: int = 2) -> str:
+    command = ("convert", "model", "--from", "megatron", "--to", "hf", str(path), "--like", str(like))
+    return run(capsys, *command, "--out", str(out), code=code)
+
+
+def assert_line(said: str, *parts: str) -> None:
+    assert said.count("\n") == 1, said
+    assert said.startswith("lit_ft: error: "), said
+    assert all(part in said for part in parts), said
+
+
+def test_there_and_back_again(capsys: Any, model_folder: str, tmp_path: Path) -> None:
+    said = to_megatron(
+        capsys, model_folder, tmp_path / "ckpt", "--pipeline_parallel", "2", "--verify", "reduced", code=0
+    )
+    assert "every bit comes back from it" in said
+    lines = (tmp_path / "ckpt" / conversion.ARGUMENTS).read_text().splitlines()
+    assert {"--num-layers 2", "--add-qkv-bias", "--norm-epsilon 1e-06", "--ckpt-format torch_dist"} <= set(lines)
+    to_hf(capsys, tmp_path / "ckpt", model_folder, tmp_path / "back", code=0)
+    assert f"every bit of {tmp_path / 'ckpt'} comes back from it" in caplog.text
+    files = {path.name for path in Path(model_folder).iterdir()}
+    assert {path.name for path in (tmp_path / "back").iterdir()} == files | {"manifest.json"}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (("--tensor_parallel", "4"), ("tensor_parallel=4", "num_key_value_heads=2")),
+        (("--pipeline_parallel", "3"), ("2 layers", "pipeline_parallel=3")),
+        (("--expert_parallel", "2"), ("expert_parallel=2", "models with experts")),
+        (("--pipeline_parallel", "2", "--virtual_pipeline", "2"), ("virtual_pipeline=2", "[1, 1]")),
+        (("--virtual_pipeline", "2"), ("pipeline_parallel > 1",)),
+        (("--like", "x"), ("like='x'", "--to hf")),
+        (("--tensor_parallel", "0"), ("tensor_parallel=0", "at least 1")),
+    ],
+)
+def test_sizes_that_do_not_divide(
+    capsys: Any, model_folder: str, tmp_path: Path, options: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    assert_line(to_megatron(capsys, model_folder, tmp_path / "ckpt", *options), *parts)
+    assert not (tmp_path / "ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"model_type": "gpt_neox"}, ("'gpt_neox'", "llama, mistral, qwen2, qwen3, mixtral, qwen3_moe")),
+        ({"vocab_size": 200}, ("tokenizer has", "vocab_size=200")),
+        ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "'silu'")),
+        ({"intermediate_size": 128}, ("mlp.gate_proj.weight", "(96, 48)", "(128, 48)")),
+        ({"num_hidden_layers": 1, "layer_types": None}, ("model.layers.1.", "would be lost")),
+    ],
+)
+def test_models_that_are_refused(
+    capsys: Any, model_folder: str, tmp_path: Path, config: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    folder = changed(model_folder, tmp_path / "model", **config)
+    assert_line(to_megatron(capsys, folder, tmp_path / "ckpt"), *parts)
+
+
+def test_an_untied_head_of_a_tied_model(capsys: Any, model_folder: str, tmp_path: Path) -> None:
+    folder = Path(changed(model_folder, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
+    assert_line(to_megatron(capsys, folder, tmp_path / "ckpt"), "lm_head.weight", "tie_word_embeddings")
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"intermediate_size": 128}, ("ffn_hidden_size=96", "128")),
+        ({"num_hidden_layers": 4, "layer_types": None}, ("num_layers=2", "4 by --like")),
+        ({"rms_norm_eps": 1e-5}, ("norm_epsilon=1e-06", "1e-05")),
+        ({"vocab_size": 600}, ("embedding.word_embeddings.weight", "(512, 48)", "600 rows")),
+    ],
+)
+def test_a_checkpoint_of_other_sizes(
+    capsys: Any, model_folder: str, checkpoint: Path, tmp_path: Path, config: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    like = changed(model_folder, tmp_path / "like", **config)
+    assert_line(to_hf(capsys, checkpoint, like, tmp_path / "back"), *parts)
+
+
+def test_checkpoints_that_are_incomplete(capsys: Any, model_folder: str, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "ckpt")
+    missing = tmp_path / "ckpt" / "release" / "mp_rank_01_001" / legacy.FILE
+    missing.unlink()
+    assert_line(to_hf(capsys, tmp_path / "ckpt", model_folder, tmp_path / "back"), str(missing), "1 of 4 rank files")
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("12")
+    assert_line(to_hf(capsys, tmp_path / "ckpt", model_folder, tmp_path / "back"), "iter_0000012, which is not there")
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").unlink()
+    assert_line(to_hf(capsys, tmp_path / "ckpt", model_folder, tmp_path / "back"), "is no Megatron checkpoint")
+
+
+def test_weights_that_would_be_lost(capsys: Any, model_folder: str, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / "release" / "mp_rank_00_000" / legacy.FILE
+    content = load(file)
+    extra = {**content, "model": {**content["model"], "decoder.layers.0.mlp.shared.weight": torch.ones(2)}}
+    file.unlink()  # its tensors are mapped into memory
+    torch.save(extra, file)
+    said = to_hf(capsys, tmp_path / "ckpt", model_folder, tmp_path / "back")
+    assert_line(said, "1 weights", "decoder.layers.0.mlp.shared.weight", "would be lost")
+
+
+class Touch:
+    """Object whose pickle creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_code_in_a_pickle_is_refused_by_name(capsys: Any, model_folder: str, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "ckpt")
+    torch.save(
+        {"args": Namespace(), "model": Touch(tmp_path / "touched")},
+        tmp_path / "ckpt/release/mp_rank_00_000" / legacy.FILE,
+    )
+    assert_line(to_hf(capsys, tmp_path / "ckpt", model_folder, tmp_path / "back"), "names code", "(builtins.getattr)")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_plain_pickle_is_no_checkpoint(capsys: Any, model_folder: str, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "ckpt")
+    file = tmp_path / "ckpt/release/mp_rank_00_000" / legacy.FILE
+    file.write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
+    assert_line(to_hf(capsys, tmp_path / "ckpt", model_folder, tmp_path / "back"), str(file), "no checkpoint")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_states_of_megatrons_classes_are_passed_over(tmp_path: Path) -> None:
+    import numpy as np
+
+    torch.save({"args": Namespace(a=1), "rng_state": [{"np_rng_state": np.random.get_state()}]}, tmp_path / "file.pt")
+    assert load(tmp_path / "file.pt")["args"] == Namespace(a=1)
+
+
+def test_an_interrupted_conversion_continues(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, count = HuggingFaceWeights.read, 0
+
+    def limited(self: HuggingFaceWeights, *arguments: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count > 30:
+            raise KeyboardInterrupt
+        return read(self, *arguments)
+
+    monkeypatch.setattr(HuggingFaceWeights, "read", limited)
+    with pytest.raises(KeyboardInterrupt):
+        conversion.to_megatron(model_folder, tmp_path / "ckpt", Layout(2, 2), LEGACY, "reduced")
+    assert not (tmp_path / "ckpt").exists()
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob(legacy.FILE)}
+    assert 0 < len(written) < 4
+    monkeypatch.setattr(HuggingFaceWeights, "read", read)
+    conversion.to_megatron(model_folder, tmp_path / "ckpt", Layout(2, 2), LEGACY, "reduced")
+    unfinished = tmp_path / ".ckpt.unfinished"
+    assert {tmp_path / "ckpt" / path.relative_to(unfinished): time for path, time in written.items()}.items() <= {
+        path: path.stat().st_mtime_ns for path in tmp_path.rglob(legacy.FILE)
+    }.items()
+
+
+def test_a_written_folder_is_not_replaced(capsys: Any, model_folder: str, checkpoint: Path) -> None:
+    assert_line(to_megatron(capsys, model_folder, checkpoint), "exists; name a new folder")
+
+
+def test_a_damaged_result_is_discarded(
+    capsys: Any, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join = conversion.torch_dist.join_parts
+
+    def damaging(folder: Path, arguments: Namespace) -> None:
+        join(folder, arguments)
+        file = folder / "__1_0.distcp"
+        content = bytearray(file.read_bytes())
+        weight = load_file(Path(model_folder) / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+        place = content.index(weight.numpy().tobytes()[:64])
+        content[place] ^= 1
+        file.write_bytes(content)
+
+    monkeypatch.setattr(conversion.torch_dist, "join_parts", damaging)
+    said = to_megatron(capsys, model_folder, tmp_path / "ckpt")
+    assert_line(said, "model.layers.0.mlp.down_proj.weight is not the same")
+    assert not list(tmp_path.iterdir())
