@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from argparse import Namespace
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,12 @@ class CoreCheckpoint:
     """Layout of its ranks; in the legacy format that of the checkpoint."""
     rows: int
     """Rows of the padded vocabulary."""
+
+
+def is_installed() -> bool:
+    """Whether Megatron-Core can be imported."""
+    # Another package, or a folder, may have the same first name.
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def logits(checkpoint: CoreCheckpoint, ids: Tensor) -> Tensor:

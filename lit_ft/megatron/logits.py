@@ -1,6 +1,5 @@
 """Comparison of logits: a checkpoint in Megatron's arithmetic against the model in transformers'."""
 
-import importlib.util
 import json
 import os
 import tempfile
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_ft.errors import RecipeError
-from lit_ft.megatron import reconstruction
+from lit_ft.megatron import core_model, reconstruction
 from lit_ft.megatron.families import EMBEDDING, FINAL_NORM, HEAD, Key
 from lit_ft.megatron.hugging_face import HuggingFaceWeights, TensorInfo, write_file
 from lit_ft.megatron.reconstruction import Weights
@@ -69,7 +68,7 @@ def check_logits(
 
 def _obstacle(size: int) -> str | None:
     """Reason why Megatron-Core does not run the whole model here; None if it does."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    if not core_model.is_installed():
         return "megatron-core is not installed (pip install -e '.[megatron]')"
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if 2 * size > there:
@@ -83,8 +82,6 @@ def _tokens(shape: ModelShape) -> Tensor:
 
 
 def _megatron(weights: HuggingFaceWeights, source: MegatronSource, folder: Path, shape: ModelShape) -> float:
-    from lit_ft.megatron import core_model
-
     ids = _tokens(shape)[None]
     model = AutoModelForCausalLM.from_pretrained(weights.folder, dtype=torch.float32)
     with torch.no_grad():

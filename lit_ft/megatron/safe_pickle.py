@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
 from lit_ft.errors import RecipeError, explained
 
@@ -43,8 +43,11 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         RecipeError: the file is unreadable, or names code that no checkpoint needs.
     """
-    stand_ins = [(type("Unread", (Unread,), {}), name) for name in IGNORED]
-    with safe_globals([Namespace, *stand_ins]), explained(f"{path} is no checkpoint that can be read", _FIX):
+    # The context removes at its end what it is given, also what the program that calls this has registered before.
+    known = {one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in get_safe_globals()}
+    names = {"argparse.Namespace": Namespace} | {name: type("Unread", (Unread,), {}) for name in IGNORED}
+    allowed = [(stand_in, name) for name, stand_in in names.items() if name not in known]
+    with safe_globals(allowed), explained(f"{path} is no checkpoint that can be read", _FIX):
         if unsafe := get_unsafe_globals_in_checkpoint(path):
             raise RecipeError(
                 f"{path} is not read: it names code that no checkpoint needs ({sorted(unsafe)[0]}); {_FIX}"

@@ -1,6 +1,5 @@
 """Hugging Face -> Megatron -> Hugging Face, for each family, format and kind of layout."""
 
-import importlib.util
 from pathlib import Path
 from zlib import crc32
 
@@ -27,8 +26,7 @@ from lit_ft.megatron.shape import ModelShape
 from lit_ft.megatron.source import TRACKER, checkpoint_folder
 from lit_ft.model.loading import load_config
 
-HAS_CORE = importlib.util.find_spec("megatron") is not None
-needs_core = pytest.mark.skipif(not HAS_CORE, reason="needs megatron-core (extra megatron)")
+needs_core = pytest.mark.skipif(not core_model.is_installed(), reason="needs megatron-core (extra megatron)")
 
 
 @pytest.fixture(scope="module")
