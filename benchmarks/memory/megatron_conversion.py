@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from benchmarks.workload import train_tokenizer
-from lit_ft.megatron.hugging_face import TensorInfo, plan_files, write_file
+from lit_ft.megatron.formats.hugging_face import TensorInfo, plan_files, write_file
 from lit_ft.megatron.shape import ModelShape
 
 GIB = 2**30

@@ -15,10 +15,10 @@ from lit_ft.data.tokens.megatron_indexed import IndexedWriter
 from lit_ft.data.tokens.samples import Samples
 from lit_ft.errors import RecipeError
 from lit_ft.export.restore_run import module_of
+from lit_ft.megatron.checks.logits import Check
 from lit_ft.megatron.conversion import to_hugging_face, to_megatron
+from lit_ft.megatron.formats.names import Format, LayerSpec, Naming
 from lit_ft.megatron.layout import Layout
-from lit_ft.megatron.logits import Check
-from lit_ft.megatron.names import Format, LayerSpec, Naming
 from lit_ft.model.loading import load_tokenizer
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import RunFolder
@@ -165,16 +165,23 @@ def convert_model(
     if like is not None:
         raise RecipeError(f"like={like!r} is for --to hf; the model's own config is read")
     naming = Naming(format, layer_spec, has_experts=False, grouped=moe_grouped_gemm)
-    run = Path(path) if (Path(path) / "config.yaml").is_file() else None
-    if run is None:
+    if not (Path(path) / "config.yaml").is_file():
         to_megatron(path, Path(out), layout, naming, verify)
-    elif adapter == "merged":
-        with tempfile.TemporaryDirectory(dir=Path(out).absolute().parent, prefix=".merged-") as merged:
-            export(run=path, out=f"{merged}/model", merge=True)
-            to_megatron(f"{merged}/model", Path(out), layout, naming, verify)
     else:
-        to_megatron(module_of(RunFolder(run).recipe()).spec.base.pretrained, Path(out), layout, naming, verify)
-        export(run=path, out=f"{out}/adapter")
+        _convert_run(path, out, layout, naming, adapter, verify)
+
+
+def _convert_run(
+    run: str, out: str, layout: Layout, naming: Naming, adapter: Literal["merged", "apart"], verify: Check | None
+) -> None:
+    if adapter == "apart":
+        to_megatron(module_of(RunFolder(Path(run)).recipe()).spec.base.pretrained, Path(out), layout, naming, verify)
+        export(run=run, out=f"{out}/adapter")
+        return
+    Path(out).absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=Path(out).absolute().parent, prefix=".merged-") as merged:
+        export(run=run, out=f"{merged}/model", merge=True)
+        to_megatron(f"{merged}/model", Path(out), layout, naming, verify)
 
 
 def _write_indexed(samples: Samples, prefix: Path, vocabulary: int) -> list[Path]:

@@ -6,8 +6,8 @@ from argparse import Namespace
 import torch
 
 from lit_ft.errors import RecipeError
+from lit_ft.megatron.formats.names import Naming
 from lit_ft.megatron.layout import Layout
-from lit_ft.megatron.names import Naming
 from lit_ft.megatron.shape import ModelShape
 
 Value = str | int | float | bool | None

@@ -13,28 +13,37 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_ft.errors import RecipeError
-from lit_ft.megatron import legacy, torch_dist
 from lit_ft.megatron.arguments import check_arguments, command_line, saved_arguments
+from lit_ft.megatron.checks.logits import Check, check_logits
+from lit_ft.megatron.checks.verification import check_back, check_forth
 from lit_ft.megatron.families import Key
-from lit_ft.megatron.hugging_face import INDEX, HuggingFaceWeights, index_text, plan_files, write_file
+from lit_ft.megatron.formats import legacy, torch_dist
+from lit_ft.megatron.formats.hugging_face import INDEX, HuggingFaceWeights, index_text, plan_files, write_file
+from lit_ft.megatron.formats.names import Naming
+from lit_ft.megatron.formats.source import TRACKER, MegatronSource, checkpoint_folder
 from lit_ft.megatron.layout import Layout
-from lit_ft.megatron.logits import Check, check_logits
 from lit_ft.megatron.mapping import AsHuggingFace, AsMegatron
-from lit_ft.megatron.names import Naming
 from lit_ft.megatron.output_folder import OutputFolder
 from lit_ft.megatron.progress import progress
 from lit_ft.megatron.shape import ModelShape
-from lit_ft.megatron.source import TRACKER, MegatronSource, checkpoint_folder
-from lit_ft.megatron.verification import check_back, check_forth
 from lit_ft.model.loading import load_config, load_tokenizer
 
 ARGUMENTS = "megatron_arguments.txt"
 """File with the options of ``pretrain_gpt.py`` that load a checkpoint."""
 _RELEASE = "release"
 """Folder of a checkpoint that starts a training: Megatron looks for no optimizer state in it."""
-_TEXTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")
-_NOT_TEXTS = ("config.json", INDEX, "manifest.json", "adapter_config.json", "base.json")
-"""Files beside the weights of a model folder that a conversion copies, and those among them that it does not."""
+_TEXTS = (
+    *(
+        "generation_config.json",
+        "tokenizer*.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+    ),
+    *("tokenizer.model", "*.jinja", "additional_chat_templates/*.jinja"),
+)
+"""Files beside the weights of a model folder that a conversion copies."""
 
 
 def open_checkpoint(path: Path) -> MegatronSource:
@@ -95,20 +104,14 @@ def to_megatron(pretrained: str, out: Path, layout: Layout, naming: Naming, chec
     arguments = saved_arguments(shape, layout, naming, dtype)
     files = {name: (weights.folder / name).stat().st_mtime_ns for name in _names_of(weights.folder, ("*.safetensors",))}
     command = {"source": str(weights.folder.absolute()), "files": files, "arguments": vars(arguments)}
-    folder = OutputFolder(out, command)
-    try:
+    with OutputFolder(out, command) as folder:
         _write_checkpoint(folder, shape, layout, naming, arguments, as_megatron)
         folder.text(TRACKER, _RELEASE)
+        _copy_texts(weights.folder, folder.temporary, (*_TEXTS, "config.json"))  # Pai-Megatron-Patch reads them there
         folder.text(ARGUMENTS, command_line(shape, layout, naming, dtype, str(weights.folder.absolute())))
         written = open_checkpoint(folder.temporary)
         check_back(weights, AsHuggingFace(written, shape, str(folder.temporary), pretrained))
         report = check_logits(weights, written, folder.temporary / _RELEASE, shape, check)
-    except RecipeError:
-        folder.discard()
-        raise
-    finally:
-        folder.close()
-    folder.finish()
     rank_zero_info(f"{out}: {shape.model_type}, {naming.format}, every bit comes back from it; {report}")
     rank_zero_info(f"Megatron loads it with: pretrain_gpt.py --load {out} $(cat {out / ARGUMENTS})")
 
@@ -136,6 +139,7 @@ def _write_checkpoint(
             for name, write in torch_dist.write_parts(shape, naming, rows, source.dtype, lambda key: part(key, 0, 1)):
                 folder.step(f"{_RELEASE}/{name}", write)
             torch_dist.join_parts(release, arguments)
+        torch_dist.remove_parts(release)
 
 
 def to_hugging_face(path: Path, like: str, out: Path, check: Check | None) -> None:
@@ -155,39 +159,17 @@ def to_hugging_face(path: Path, like: str, out: Path, check: Check | None) -> No
     check_arguments(source.arguments, shape, str(path), like)
     as_hugging_face = AsHuggingFace(source, shape, str(path), like)
     tensors = as_hugging_face.tensors()
-    texts = local_folder(like)
+    files = checkpoint_folder(path)
     command = {
-        "source": str(checkpoint_folder(path).absolute()),
-        "tensors": [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors],
-        "like": str(texts.absolute()),
+        "source": str(files.absolute()),
+        "files": {str(file): file.stat().st_mtime_ns for file in sorted(files.rglob("*.*"))},
+        "like": str(local_folder(like).absolute()),
     }
-    folder = OutputFolder(out, command)
-    try:
-        files = plan_files(tensors)
-        with progress("writing", sum(tensor.bytes for tensor in tensors)) as advance:
-
-            def read(name: str) -> Tensor:
-                tensor = as_hugging_face.read(name)
-                advance(tensor.nbytes)
-                return tensor
-
-            for name, contents in files:
-                folder.step(name, partial(write_file, tensors=contents, read=read))
-        if len(files) > 1:
-            folder.text(INDEX, index_text(files))
-        for name in _names_of(texts, _TEXTS):
-            (folder.temporary / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(texts / name, folder.temporary / name)
-        folder.text("config.json", _config_text(texts / "config.json", tensors[0].dtype))
+    with OutputFolder(out, command) as folder:
+        _write_model(folder, as_hugging_face, local_folder(like))
         written = HuggingFaceWeights(folder.temporary)
         check_forth(source, AsMegatron(written, shape, Layout()), shape, sum(tensor.bytes for tensor in tensors))
-        report = check_logits(written, source, checkpoint_folder(path), shape, check)
-    except RecipeError:
-        folder.discard()
-        raise
-    finally:
-        folder.close()
-    folder.finish()
+        report = check_logits(written, source, files, shape, check)
     if source.has_optimizer:
         rank_zero_warn(
             f"{path} also holds an optimizer's state, which is not converted: a training here starts with a new one"
@@ -195,9 +177,32 @@ def to_hugging_face(path: Path, like: str, out: Path, check: Check | None) -> No
     rank_zero_info(f"{out}: {shape.model_type}, every bit of {path} comes back from it; {report}")
 
 
+def _write_model(folder: OutputFolder, source: AsHuggingFace, texts: Path) -> None:
+    tensors = source.tensors()
+    files = plan_files(tensors)
+    with progress("writing", sum(tensor.bytes for tensor in tensors)) as advance:
+
+        def read(name: str) -> Tensor:
+            tensor = source.read(name)
+            advance(tensor.nbytes)
+            return tensor
+
+        for name, contents in files:
+            folder.step(name, partial(write_file, tensors=contents, read=read))
+    if len(files) > 1:
+        folder.text(INDEX, index_text(files))
+    _copy_texts(texts, folder.temporary, _TEXTS)
+    folder.text("config.json", _config_text(texts / "config.json", tensors[0].dtype))
+
+
+def _copy_texts(source: Path, to: Path, patterns: tuple[str, ...]) -> None:
+    for name in _names_of(source, patterns):
+        (to / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, to / name)
+
+
 def _names_of(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    found = {file.relative_to(folder).as_posix() for pattern in patterns for file in folder.glob(pattern)}
-    return sorted(found - set(_NOT_TEXTS))
+    return sorted({file.relative_to(folder).as_posix() for pattern in patterns for file in folder.glob(pattern)})
 
 
 def _config_text(path: Path, dtype: torch.dtype) -> str:

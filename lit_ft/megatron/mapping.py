@@ -5,11 +5,11 @@ from torch import Tensor
 
 from lit_ft.errors import RecipeError
 from lit_ft.megatron.families import HEAD, Key, Part
-from lit_ft.megatron.hugging_face import HuggingFaceWeights, TensorInfo
+from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights, TensorInfo
+from lit_ft.megatron.formats.source import MegatronSource
 from lit_ft.megatron.joins import concatenate, join, separate
 from lit_ft.megatron.layout import Layout
 from lit_ft.megatron.shape import ModelShape
-from lit_ft.megatron.source import MegatronSource
 
 
 class AsMegatron:

@@ -20,7 +20,7 @@ _COMMAND = "unfinished.json"
 
 
 class OutputFolder:
-    """Folder that is being written."""
+    """Folder that is being written: a context, at whose end it is complete under its name."""
 
     def __init__(self, path: Path, command: Mapping[str, object]) -> None:
         """Open the folder, with the complete steps of an earlier process that ran the same command.
@@ -76,21 +76,23 @@ class OutputFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
-    def finish(self) -> None:
-        """Write the manifest and give the folder its name."""
+    def __enter__(self) -> "OutputFolder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give the folder its name, or remove what was written if it cannot be used; an interruption keeps it."""
+        try:
+            if kind is None:
+                self._finish()
+            elif issubclass(kind, RecipeError):
+                shutil.rmtree(self.temporary)
+        finally:
+            self._lock.release()
+            Path(self._lock.lock_file).unlink(missing_ok=True)
+
+    def _finish(self) -> None:
         write_manifest(self.temporary, names=[name for name in list_files(self.temporary) if name != _COMMAND])
         (self.temporary / _COMMAND).unlink()
         if self.path.is_dir():
             self.path.rmdir()  # it is empty
         replace(self.temporary, self.path)
-        self.close()
-
-    def discard(self) -> None:
-        """Remove what was written."""
-        shutil.rmtree(self.temporary)
-        self.close()
-
-    def close(self) -> None:
-        """Let other processes write the folder."""
-        self._lock.release()
-        Path(self._lock.lock_file).unlink(missing_ok=True)

@@ -12,18 +12,18 @@ from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from lit_ft.internals.megatron_core import on_cpu
-from lit_ft.megatron import core_model
 from lit_ft.megatron.arguments import saved_arguments
+from lit_ft.megatron.checks import core_model
+from lit_ft.megatron.checks.core_model import CoreCheckpoint
+from lit_ft.megatron.checks.logits import check_logits
 from lit_ft.megatron.conversion import open_checkpoint, to_hugging_face, to_megatron
-from lit_ft.megatron.core_model import CoreCheckpoint
 from lit_ft.megatron.families import FAMILIES
-from lit_ft.megatron.hugging_face import HuggingFaceWeights
+from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
+from lit_ft.megatron.formats.legacy import FILE
+from lit_ft.megatron.formats.names import Format, LayerSpec, Naming
+from lit_ft.megatron.formats.source import TRACKER, checkpoint_folder
 from lit_ft.megatron.layout import Layout, Rank
-from lit_ft.megatron.legacy import FILE
-from lit_ft.megatron.logits import check_logits
-from lit_ft.megatron.names import Format, LayerSpec, Naming
 from lit_ft.megatron.shape import ModelShape
-from lit_ft.megatron.source import TRACKER, checkpoint_folder
 from lit_ft.model.loading import load_config
 
 needs_core = pytest.mark.skipif(not core_model.is_installed(), reason="needs megatron-core (extra megatron)")
@@ -81,7 +81,7 @@ def test_every_bit_comes_back(converted: tuple[str, Path], tmp_path: Path) -> No
 @pytest.mark.processes
 def test_megatron_core_computes_the_same_logits(converted: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, checkpoint = converted
-    monkeypatch.setattr("lit_ft.megatron.logits.TOLERANCE", 1e-5)
+    monkeypatch.setattr("lit_ft.megatron.checks.logits.TOLERANCE", 1e-5)
     source, shape = open_checkpoint(checkpoint), ModelShape.of(load_config(model), model)
     report = check_logits(HuggingFaceWeights(Path(model)), source, checkpoint_folder(checkpoint), shape, "megatron")
     print(report)  # pytest -rP shows the figures of docs/megatron.md

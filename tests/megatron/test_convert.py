@@ -4,19 +4,21 @@ import json
 import pickle
 import shutil
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import clean_environment, recipe, run  # noqa: F401
+from command_line import here, recipe, run
 from safetensors.torch import load_file, save_file
 
-from lit_ft.megatron import conversion, legacy
-from lit_ft.megatron.hugging_face import HuggingFaceWeights
+from lit_ft.megatron import conversion
+from lit_ft.megatron.formats import legacy
+from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
+from lit_ft.megatron.formats.names import Naming
+from lit_ft.megatron.formats.safe_pickle import load
 from lit_ft.megatron.layout import Layout
-from lit_ft.megatron.names import Naming
-from lit_ft.megatron.safe_pickle import load
 
 LEGACY = Naming("torch", "te", has_experts=False, grouped=False)
 
@@ -230,3 +232,24 @@ def test_a_damaged_result_is_discarded(
     said = to_megatron(capsys, model_folder, tmp_path / "ckpt")
     assert_line(said, "model.layers.0.mlp.down_proj.weight is not the same")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("adapter", ["merged", "apart"])
+def test_adapter_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+    model_folder: str,
+    write_rows: Callable[..., str],
+    tmp_path: Path,
+    adapter: str,
+) -> None:
+    run_dir = tmp_path / "run"
+    options = ("--run_dir", str(run_dir), "--trainer.max_steps", "1")
+    here(monkeypatch, *recipe(tmp_path, model_folder, write_rows()), *options)
+    command = ("convert", "model", "--from", "hf", "--to", "megatron", str(run_dir), "--out", str(tmp_path / "ckpt"))
+    here(monkeypatch, *command, "--adapter", adapter, "--verify", "reduced")
+    conversion.to_hugging_face(tmp_path / "ckpt", model_folder, tmp_path / "back", "reduced")
+    base, back = (load_file(folder / "model.safetensors") for folder in (Path(model_folder), tmp_path / "back"))
+    changed = {name for name in base if not torch.equal(base[name], back[name])}
+    trained = {f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "qv"}
+    assert changed == (trained if adapter == "merged" else set())
+    assert (tmp_path / "ckpt" / "adapter" / "adapter_model.safetensors").is_file() == (adapter == "apart")

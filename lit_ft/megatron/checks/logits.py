@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_ft.errors import RecipeError
-from lit_ft.megatron import core_model, reconstruction
+from lit_ft.megatron.checks import core_model, reconstruction
+from lit_ft.megatron.checks.reconstruction import Weights
 from lit_ft.megatron.families import EMBEDDING, FINAL_NORM, HEAD, Key
-from lit_ft.megatron.hugging_face import HuggingFaceWeights, TensorInfo, write_file
-from lit_ft.megatron.reconstruction import Weights
+from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights, TensorInfo, write_file
+from lit_ft.megatron.formats.source import MegatronSource
 from lit_ft.megatron.shape import ModelShape
-from lit_ft.megatron.source import MegatronSource
 
 Check = Literal["reduced", "megatron"]
 """How logits are compared: of a model of the first and the last layer, or of the whole model by Megatron-Core."""

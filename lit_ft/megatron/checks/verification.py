@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from lit_ft.errors import RecipeError
-from lit_ft.megatron.hugging_face import HuggingFaceWeights
+from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
+from lit_ft.megatron.formats.source import MegatronSource
 from lit_ft.megatron.joins import concatenate
 from lit_ft.megatron.mapping import AsHuggingFace, AsMegatron
 from lit_ft.megatron.progress import progress
 from lit_ft.megatron.shape import ModelShape
-from lit_ft.megatron.source import MegatronSource
 
 
 class NotTheSame(RecipeError):

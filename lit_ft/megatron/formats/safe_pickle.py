@@ -45,8 +45,8 @@ def load(path: Path) -> dict[str, Any]:
     """
     # The context removes at its end what it is given, also what the program that calls this has registered before.
     known = {one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in get_safe_globals()}
-    names = {"argparse.Namespace": Namespace} | {name: type("Unread", (Unread,), {}) for name in IGNORED}
-    allowed = [(stand_in, name) for name, stand_in in names.items() if name not in known]
+    stand_ins = {"argparse.Namespace": Namespace} | {name: type("Unread", (Unread,), {}) for name in IGNORED}
+    allowed: list[Any] = [(stand_in, name) for name, stand_in in stand_ins.items() if name not in known]
     with safe_globals(allowed), explained(f"{path} is no checkpoint that can be read", _FIX):
         if unsafe := get_unsafe_globals_in_checkpoint(path):
             raise RecipeError(

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lit_ft.errors import RecipeError
 from lit_ft.megatron.families import EMBEDDING, FINAL_NORM, HEAD, Key, layer_keys
+from lit_ft.megatron.formats.names import Naming, extra_state, parse
+from lit_ft.megatron.formats.safe_pickle import load
 from lit_ft.megatron.layout import Layout, Rank
-from lit_ft.megatron.names import Naming, extra_state, parse
-from lit_ft.megatron.safe_pickle import load
 from lit_ft.megatron.shape import ModelShape
 
 _MOST_MAPPED = 2**27

@@ -19,14 +19,15 @@ from torch.nn import functional as F
 from torch.serialization import safe_globals
 
 from lit_ft.internals.megatron_core import on_cpu
-from lit_ft.megatron import legacy, torch_dist
+from lit_ft.megatron.formats import legacy, torch_dist
+from lit_ft.megatron.formats.names import Naming, parse
+from lit_ft.megatron.formats.safe_pickle import load
 from lit_ft.megatron.layout import Layout, Rank
-from lit_ft.megatron.names import Naming, parse
-from lit_ft.megatron.safe_pickle import load
 from lit_ft.megatron.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,6 @@ def build(shape: ModelShape, layout: Layout, rows: int, initialize: bool = False
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
     virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
     parallel_state.initialize_model_parallel(
@@ -109,50 +109,7 @@ def build(shape: ModelShape, layout: Layout, rows: int, initialize: bool = False
         virtual,
         expert_model_parallel_size=layout.expert_parallel,
     )
-    experts = {
-        "num_moe_experts": shape.experts,
-        "moe_ffn_hidden_size": shape.ffn,
-        "moe_router_topk": shape.experts_per_token,
-        "moe_router_pre_softmax": not shape.normalizes_experts,
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "allgather",
-    }
-    config = TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.groups,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.family.qkv_bias,
-        qk_layernorm=shape.family.qk_norm,
-        window_size=None if shape.window is None else (shape.window - 1, 0),
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        perform_initialization=initialize,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=layout.tensor_parallel,
-        pipeline_model_parallel_size=layout.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=virtual,
-        expert_model_parallel_size=layout.expert_parallel,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        # Fused kernels are CUDA's.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        **(experts if shape.experts else {}),
-    )
+    config = _config(shape, layout, initialize)
     spec = get_gpt_layer_local_spec(
         num_experts=shape.experts or None, qk_layernorm=shape.family.qk_norm, normalization="RMSNorm"
     )
@@ -175,6 +132,55 @@ def build(shape: ModelShape, layout: Layout, rows: int, initialize: bool = False
         )
         modules.append(module.eval())
     return modules
+
+
+def _config(shape: ModelShape, layout: Layout, initialize: bool) -> "TransformerConfig":
+    from megatron.core.transformer import TransformerConfig
+
+    experts = {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_pre_softmax": not shape.normalizes_experts,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
+    }
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.family.qkv_bias,
+        qk_layernorm=shape.family.qk_norm,
+        window_size=None if shape.window is None else (shape.window - 1, 0),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        perform_initialization=initialize,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=layout.tensor_parallel,
+        pipeline_model_parallel_size=layout.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        expert_model_parallel_size=layout.expert_parallel,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        # Fused kernels are CUDA's.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **(experts if shape.experts else {}),
+    )
 
 
 def _load(modules: "list[GPTModel]", checkpoint: CoreCheckpoint) -> None:

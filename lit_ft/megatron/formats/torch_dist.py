@@ -42,9 +42,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from lit_ft.checkpointing.storage.metadata_reader import SafeFileSystemReader
 from lit_ft.errors import RecipeError, explained
 from lit_ft.megatron.families import EMBEDDING, FINAL_NORM, HEAD, Key, layer_keys
+from lit_ft.megatron.formats.names import Naming, extra_state, parse
+from lit_ft.megatron.formats.safe_pickle import load
 from lit_ft.megatron.layout import Layout
-from lit_ft.megatron.names import Naming, extra_state, parse
-from lit_ft.megatron.safe_pickle import load
 from lit_ft.megatron.shape import ModelShape
 
 _VERSIONS = {
@@ -283,7 +283,7 @@ def join_parts(folder: Path, arguments: Namespace) -> None:
     """Make one checkpoint of the parts in a folder, and write the files that Megatron asks for beside the chunks.
 
     Args:
-        folder: folder with the ``part_*`` folders, which are removed.
+        folder: folder with the ``part_*`` folders, whose files are moved.
         arguments: arguments of Megatron.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
@@ -308,5 +308,9 @@ def join_parts(folder: Path, arguments: Namespace) -> None:
     torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
     with (folder / INDEX).open("wb") as file:  # last: where it is, nothing is missing
         pickle.dump(whole, file)
-    for part in parts:
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove the folders whose files ``join_parts`` has taken."""
+    for part in folder.glob("part_*"):
         shutil.rmtree(part)

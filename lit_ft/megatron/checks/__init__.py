@@ -1,0 +1,1 @@
+"""Verification of a conversion: bit by bit, and by logits."""
