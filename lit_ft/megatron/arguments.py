@@ -73,6 +73,7 @@ def saved_arguments(shape: ModelShape, layout: Layout, naming: Naming, dtype: to
     return Namespace(
         **model_arguments(shape),
         **layout_arguments(layout, naming),
+        layernorm_epsilon=shape.norm_epsilon,  # the name of norm_epsilon in 0.16
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         seq_length=shape.positions,
         vocab_size=shape.vocabulary,
@@ -138,7 +139,7 @@ def check_arguments(saved: Namespace, shape: ModelShape, where: str, like: str) 
         RecipeError: they differ; the message names the argument.
     """
     expected = model_arguments(shape)
-    recorded = vars(saved)
+    recorded = {"norm_epsilon": getattr(saved, "layernorm_epsilon", None), **vars(saved)}
     for name in _COMPARED:
         wanted = expected.get(name)
         if name == "ffn_hidden_size" and shape.experts:

@@ -1,5 +1,6 @@
 """Hugging Face -> Megatron -> Hugging Face, for each family, format and kind of layout."""
 
+from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
@@ -11,13 +12,14 @@ from safetensors.torch import load_file
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
+from lit_ft.errors import RecipeError
 from lit_ft.internals.megatron_core import on_cpu
 from lit_ft.megatron.arguments import saved_arguments
 from lit_ft.megatron.checks import core_model
 from lit_ft.megatron.checks.core_model import CoreCheckpoint
 from lit_ft.megatron.checks.logits import check_logits
 from lit_ft.megatron.conversion import open_checkpoint, to_hugging_face, to_megatron
-from lit_ft.megatron.families import FAMILIES
+from lit_ft.megatron.families import FAMILIES, Family
 from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
 from lit_ft.megatron.formats.legacy import FILE
 from lit_ft.megatron.formats.names import Format, LayerSpec, Naming
@@ -75,6 +77,28 @@ def test_every_bit_comes_back(converted: tuple[str, Path], tmp_path: Path) -> No
     first, last = (load_file(folder / "model.safetensors") for folder in (Path(model), tmp_path / "back"))
     assert first.keys() == last.keys()
     assert all(first[name].dtype == last[name].dtype and torch.equal(first[name], last[name]) for name in first)
+
+
+def swapped(family: Family, name: str) -> Family:
+    """Table in which two tensors are exchanged: every bit still comes back."""
+    if name == "parts":
+        exchange = {fc1: replace(fc1, parts=fc1.parts[::-1]) for fc1 in family.layer if fc1.join == "stacked"}
+    else:
+        query, key = (
+            weight for weight in family.layer if "_layernorm" in weight.megatron and "self_att" in weight.megatron
+        )
+        exchange = {query: replace(query, parts=key.parts), key: replace(key, parts=query.parts)}
+    return replace(family, layer=tuple(exchange.get(weight, weight) for weight in family.layer))
+
+
+@pytest.mark.parametrize("name", ["parts", "norms"])
+def test_an_error_in_a_table_is_found(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(FAMILIES, "qwen3", swapped(FAMILIES["qwen3"], name))
+    with pytest.raises(RecipeError, match="logits of a model of its first and last layer"):
+        to_megatron(models["qwen3"], tmp_path / "ckpt", TWO_BY_TWO, naming("torch"), "reduced")
+    assert not list(tmp_path.iterdir())
 
 
 @needs_core
