@@ -32,7 +32,7 @@ COMMANDS = {
     "chat": ("lit_ft.commands.chat", "talk to a trained model, beside its base if asked"),
     "check": ("lit_ft.commands.check", "look at the data of a recipe: what is trained on, and what is wrong"),
     "plan": ("lit_ft.commands.plan", "what each rank would hold and send; draw a pipeline's schedule"),
-    "convert": ("lit_ft.commands.convert", "write data in another format"),
+    "convert": ("lit_ft.commands.convert", "write data in another format, or a model for Megatron and back"),
     "bandwidth": ("lit_ft.commands.bandwidth", "measure how fast the ranks of a cluster exchange tensors"),
     "report": ("lit_ft.commands.report", "write one HTML page about a run"),
     "verify": ("lit_ft.commands.verify", "compare checkpoints and exported folders with their SHA-256 sums"),

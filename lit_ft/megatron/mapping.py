@@ -62,9 +62,10 @@ class AsMegatron:
         tensors = [self._read(key, part, rank, ranks) for part in key.weight.parts]
         return join(tensors, key.weight.join, self._shape.head_dim)
 
-    def weight(self, key: Key) -> Tensor:
-        """A whole weight."""
-        return self.part(key, 0, 1)
+    def rows(self, key: Key, first: int, last: int) -> Tensor:
+        """Rows ``first`` to ``last`` (exclusive) of a weight of the vocabulary, those that pad it left out."""
+        count = self._shape.vocabulary
+        return self._weights.read(key.hugging_face(key.weight.parts[0]), 0, min(first, count), min(last, count))
 
     def _read(self, key: Key, part: Part, rank: int, ranks: int) -> Tensor:
         name, split, shape = key.hugging_face(part), key.weight.split, self._shape.shape_of(part)

@@ -6,7 +6,6 @@ from torch import Tensor
 from lit_ft.errors import RecipeError
 from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
 from lit_ft.megatron.formats.source import MegatronSource
-from lit_ft.megatron.joins import concatenate
 from lit_ft.megatron.mapping import AsHuggingFace, AsMegatron
 from lit_ft.megatron.progress import progress
 from lit_ft.megatron.shape import ModelShape
@@ -46,12 +45,12 @@ def check_forth(source: MegatronSource, written: AsMegatron, shape: ModelShape, 
     with progress("comparing", size) as advance:
         for key in shape.all_keys():
             parts = source.parts(key)
-            if key.weight.is_padded:
-                _compare(
-                    key.megatron, concatenate(parts, 0)[: shape.vocabulary], written.weight(key)[: shape.vocabulary]
-                )
-            else:
-                for rank, part in enumerate(parts):
+            first = 0
+            for rank, part in enumerate(parts):
+                if key.weight.is_padded:
+                    rows = written.rows(key, first, first := first + len(part))
+                    _compare(key.megatron, part[: len(rows)], rows)
+                else:
                     _compare(key.megatron, part, written.part(key, rank, len(parts)))
             advance(sum(part.nbytes for part in parts))
 
