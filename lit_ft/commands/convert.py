@@ -174,6 +174,7 @@ def convert_model(
 def _convert_run(
     run: str, out: str, layout: Layout, naming: Naming, adapter: Literal["merged", "apart"], verify: Check | None
 ) -> None:
+    rank_zero_info(f"{run}: the optimizer's state is not converted; Megatron begins with a new one")
     if adapter == "apart":
         to_megatron(module_of(RunFolder(Path(run)).recipe()).spec.base.pretrained, Path(out), layout, naming, verify)
         export(run=run, out=f"{out}/adapter")
