@@ -167,6 +167,7 @@ def to_hugging_face(path: Path, like: str, out: Path, check: Check | None) -> No
     }
     with OutputFolder(out, command) as folder:
         _write_model(folder, as_hugging_face, local_folder(like))
+        del as_hugging_face  # its last tensor keeps a mapped file in memory
         written = HuggingFaceWeights(folder.temporary)
         check_forth(source, AsMegatron(written, shape, Layout()), shape, sum(tensor.bytes for tensor in tensors))
         report = check_logits(written, source, files, shape, check)
