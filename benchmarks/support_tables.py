@@ -61,11 +61,11 @@ def tables() -> dict[Path, str]:
     }
 
 
-def with_table(text: str, table: str) -> str:
-    """A file's text with its table replaced."""
-    before, _, rest = text.partition(BEGIN)
+def with_table(text: str, table: str, begin: str = BEGIN) -> str:
+    """A file's text with its table, which starts after the line ``begin``, replaced."""
+    before, _, rest = text.partition(begin)
     _, end, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table}\n{end}{after}"
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from lit_ft.data.inspection import (
 from lit_ft.data.text.sources import shared_content
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
+from lit_ft.model.architecture import Architecture
 from lit_ft.packed_batch import pack_samples
 from lit_ft.recipe.allowed_code import as_options
 from lit_ft.training.causal_lm import CausalLM
@@ -168,16 +169,15 @@ class CheckCLI(TrainingCLI):
 def leak_probe(module: CausalLM) -> float:
     """Largest change of a sample's token losses when the sample before it in the packed batch changes or gets longer.
 
-    Measured on the recipe's architecture and attention with two layers, a small vocabulary and random weights. Where
-    rotary frequencies change above a length, that length is lowered to the probe's, and the longer sample exceeds it.
+    Measured on the recipe's architecture and attention with its first layers (two, and one of each kind), a small
+    vocabulary and random weights. Where rotary frequencies change above a length, that length is lowered to the
+    probe's, and the longer sample exceeds it.
     """
     spec = module.spec.base
     config = spec.config
     text = config.get_text_config()
     text.vocab_size = 64
-    text.num_hidden_layers = min(2, text.num_hidden_layers)
-    if (kinds := text.to_dict().get("layer_types")) is not None:
-        text.layer_types = kinds[: text.num_hidden_layers]
+    _keep_first_layers(text)
     for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, token, None)
     _lower_length_limit(text, _PROBE_TOKENS)
@@ -196,6 +196,15 @@ def leak_probe(module: CausalLM) -> float:
 
 
 _PROBE_TOKENS = 24
+
+
+def _keep_first_layers(config: PretrainedConfig) -> None:
+    kinds, layers = Architecture.of(config).layer_kinds, config.num_hidden_layers
+    kept = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, name, value[:kept])
+    config.num_hidden_layers = min(kept, layers)
 
 
 def _lower_length_limit(config: PretrainedConfig, tokens: int) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +30,49 @@ def decoder_layer_classes(model: PreTrainedModel) -> set[str]:
     return set(model._no_split_modules or [])
 
 
-def keeps_recurrent_state(model: PreTrainedModel) -> bool:
-    """Whether layers carry a state from token to token, as Mamba's do; ``generate`` reads the same attribute."""
-    return bool(model._is_stateful)
+def calls_attention_interface(module: nn.Module) -> bool:
+    """Whether a module computes attention by the function that the model's ``attn_implementation`` names.
+
+    Read from the source of ``forward`` of the module and its parts: transformers reads whether a model can change its
+    attention in the same way, and declares it nowhere.
+    """
+    return any("ALL_ATTENTION_FUNCTIONS" in _source(type(part).forward) for part in module.modules())
+
+
+@cache
+def _source(function: Callable[..., object]) -> str:
+    return inspect.getsource(function)
+
+
+def global_value(config: PretrainedConfig, name: str) -> int | None:
+    """Value of a config that some layers may depart from (Gemma 4), which the attribute itself does not tell then."""
+    try:
+        return getattr(config, name, None)
+    except AmbiguousGlobalPerLayerAttributeError:
+        value: int | None = config.to_dict()[name]
+        return value
+
+
+def attention_functions(config: PretrainedConfig) -> set[str]:
+    """Kinds of attention functions that compute a model's attention: ``eager``, and ``sdpa``, ``flash`` where declared.
+
+    Flash attention takes no mask, and neither of the two takes attention sinks or caps logits. A model whose sliding
+    window is in the mask alone (Phi-3.5-MoE) declares it all the same.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM._model_mapping[type(config)]
+    code = inspect.getsource(sys.modules[model.__module__])
+    has_window = getattr(config.get_text_config(), "sliding_window", None) is not None
+    masks_window = has_window and "create_sliding_window_causal_mask" in code and "sliding_window=" not in code
+    takes_any = "ALL_ATTENTION_FUNCTIONS" in code and not masks_window
+    supported = {"eager"} | ({"sdpa"} if model._supports_sdpa else set())
+    return supported | ({"flash"} if model._supports_flash_attn and takes_any else set())
+
+
+def reads_boundaries(module: nn.Module) -> bool:
+    """Whether a module passes the samples' boundaries on to kernels that start anew at each (gated delta nets)."""
+    return "cu_seq_lens_q" in _source(type(module).forward)
 
 
 def with_decoder(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 from transformers.utils import ModelOutput
 
+from lit_ft.internals.transformers import global_value
+
 Decoder = Callable[..., ModelOutput]
 """Decoder of a model, or a part of it: takes Hugging Face's inputs by name; ``last_hidden_state`` of its output is
 ``(samples, length, H)``."""
@@ -15,18 +17,16 @@ Decoder = Callable[..., ModelOutput]
 class Architecture:
     """Properties of a decoder, from its config."""
 
-    attention_kinds: frozenset[str]
-    """Kinds of its layers' attention, e.g. ``full_attention``."""
+    layer_kinds: tuple[str, ...]
+    """Kind of each layer, e.g. ``full_attention``; empty if the config names none."""
     kv_heads: int
     """Number of key and value heads of a layer."""
     head_dim: int
     """Size of one attention head."""
     experts_per_token: int
     """Number of experts that compute a token; 1 in dense models."""
-    caps_logits: bool
-    """Whether attention logits are capped (Gemma 2)."""
-    has_sinks: bool
-    """Whether attention has sinks (gpt-oss)."""
+    is_decoder: bool
+    """Whether the config says so; for BERT and its like, tokens otherwise attend to later ones too."""
     is_tied: bool
     """Whether head and embeddings are one weight."""
     expert_plan: dict[str, str]
@@ -40,15 +40,14 @@ class Architecture:
     def of(cls, config: PretrainedConfig) -> "Architecture":
         """Properties of the text decoder of a config."""
         text = config.get_text_config()
-        heads = getattr(text, "num_attention_heads", None) or 1
+        heads = global_value(text, "num_attention_heads") or 1
         width = getattr(text, "hidden_size", None) or 0
         return cls(
-            attention_kinds=frozenset(getattr(text, "layer_types", None) or ["full_attention"]),
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or width // heads,
+            layer_kinds=tuple(getattr(text, "layer_types", None) or ()),
+            kv_heads=global_value(text, "num_key_value_heads") or heads,
+            head_dim=global_value(text, "head_dim") or width // heads,
             experts_per_token=getattr(text, "num_experts_per_tok", None) or 1,
-            caps_logits=bool(getattr(text, "attn_logit_softcapping", None)),
-            has_sinks=text.model_type == "gpt_oss",
+            is_decoder=bool(getattr(text, "is_decoder", True)),
             is_tied=bool(getattr(config, "tie_word_embeddings", False)),
             expert_plan=getattr(config, "base_model_ep_plan", None) or {},
             router_coefficient=getattr(text, "router_aux_loss_coef", None),

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -26,13 +26,18 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
-from lit_ft.internals.transformers import decoder_layer_classes, with_decoder, without_report_of_unused
+from lit_ft.internals.transformers import (
+    attention_functions,
+    decoder_layer_classes,
+    with_decoder,
+    without_report_of_unused,
+)
 from lit_ft.model import quantization as quantized_base
-from lit_ft.model.architecture import Architecture
 from lit_ft.model.config.known import unknown_architecture
 from lit_ft.model.config.overrides import Overrides, with_overrides
 from lit_ft.model.files import deferred_cast, finite_weights, size_check, text_part
 from lit_ft.model.files.weight_files import check_weight_files
+from lit_ft.model.isolation import architectures
 from lit_ft.model.packed_attention import PACKED
 
 CONFIG_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, StrictDataclassError)
@@ -142,25 +147,15 @@ def _first_line(error: Exception) -> str:
 
 
 def pick_attention(config: PretrainedConfig, requested: str) -> str:
-    """Name of the attention function: ``auto`` is packed attention if it supports what the model needs, else eager."""
+    """Name of the attention function: ``auto`` is packed attention where flash attention and SDPA are supported too.
+
+    Both take queries, keys and values alone: no mask of the model's own making, no sinks, no capped logits. Where one
+    is not supported, the other or ``eager`` computes what the model needs, sample by sample.
+    """
     if requested != "auto":
         return requested
-    model = Architecture.of(config)
-    return "eager" if model.caps_logits or model.has_sinks else PACKED
-
-
-def check_architecture(config: PretrainedConfig) -> None:
-    """Refuse models whose results on packed batches would differ from those on single samples.
-
-    Raises:
-        RecipeError: the model is one of them; the message gives the reason.
-    """
-    if "chunked_attention" in Architecture.of(config).attention_kinds:
-        raise RecipeError(
-            f"model.pretrained: {config.model_type} (Llama 4) has chunked attention, and scales attention by a token's "
-            "position in the batch, neither of which is computed for several samples at once; take another model, e.g. "
-            "Llama 3"
-        )
+    functions = attention_functions(config)
+    return PACKED if {"flash", "sdpa"} <= functions else "sdpa" if "sdpa" in functions else "eager"
 
 
 def load_base(
@@ -185,7 +180,7 @@ def load_base(
         RecipeError: weights are missing, or quantized in a way that cannot be trained on.
     """
     config = load_config(pretrained, overrides)
-    check_architecture(config)
+    architectures.check(config)
     attention = pick_attention(config, attn_implementation)
     if init == "pretrained":
         return _read(pretrained, config, dtype, attention, quantization)
@@ -253,7 +248,7 @@ def _read(
 def skeleton(pretrained: str, dtype: Dtype = "auto", overrides: Overrides | None = None) -> PreTrainedModel:
     """Base model on the meta device, without weights but with their dtype, for checks before weights are read."""
     config = load_config(pretrained, overrides)
-    check_architecture(config)
+    architectures.check(config)
     with (
         torch.device("meta"),
         explained(f"{_named(pretrained)}: config.json", "put back the file", also=(StrictDataclassError,)),
@@ -265,11 +260,27 @@ def _dtype_of_weights(config: PretrainedConfig, dtype: Dtype) -> torch.dtype:
     return (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 
+class _DecoderOutput(MoeModelOutputWithPast):
+    """Output of a decoder in which all that some architecture adds to it is None (cross attentions, states)."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class _HiddenStates(nn.Module):
     """Replacement for the decoder that returns the hidden states it is given."""
 
-    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self._replaced = (decoder,)  # in a tuple, so that it is not registered as a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        """A constant that the model's ``forward`` takes from its decoder; OPT's calls the ``decoder`` within."""
+        return self if name == "decoder" else getattr(self._replaced[0], name)
+
+    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: object) -> _DecoderOutput:
+        return _DecoderOutput(last_hidden_state=inputs_embeds)
 
 
 def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
@@ -278,8 +289,21 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     It runs the model's ``forward`` without its decoder, so that soft-capping (gemma2) and scaling (granite, cohere)
     are applied.
     """
-    head = with_decoder(model, _HiddenStates())
+    head = with_decoder(model, _HiddenStates(decoder_of(model)))
     return lambda hidden: head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Part of a causal LM from token ids to final hidden states."""
+    decoder: nn.Module = getattr(model, model.base_model_prefix)
+    return decoder
+
+
+def head_parameters(model: PreTrainedModel) -> list[Tensor]:
+    """Parameters that logits are computed from: those of the output embeddings, and all outside of the decoder."""
+    within = set(decoder_of(model).parameters())
+    outside = (parameter for parameter in model.parameters() if parameter not in within)
+    return list(dict.fromkeys([*model.get_output_embeddings().parameters(), *outside]))
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PretrainedConfig
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers import AttentionInterface
 
 from lit_ft.errors import RecipeError
+from lit_ft.model.isolation import lengths as current_lengths
 
 PACKED = "lit_ft_packed"
 
@@ -52,7 +52,8 @@ def packed_attention(
     """Causal attention within each segment of a packed batch.
 
     Args:
-        segment_lengths: lengths of the samples in the packed batch, passed through the model's keyword arguments.
+        segment_lengths: lengths of the samples in the packed batch, passed through the model's keyword arguments; some
+            architectures do not pass them on, and then it is those that are set for the batch.
         sliding_window: number of tokens that a position attends to, itself included; None for its full segment.
 
     Raises:
@@ -63,11 +64,12 @@ def packed_attention(
             "this architecture caps its attention logits or uses attention sinks, which packed attention "
             "does not compute; set model.attn_implementation to eager"
         )
+    segment_lengths = segment_lengths or current_lengths.lengths_of(query.shape[2])
     if segment_lengths is None or attention_mask is not None:
         raise RecipeError(
             f"attn_implementation={PACKED} serves packed training batches only; for other use call "
             "model.set_attn_implementation('sdpa') first (if this came up in training: the architecture "
-            "does not pass arguments on to its attention, set model.attn_implementation to sdpa)"
+            "passes its attention a mask of its own, set model.attn_implementation to sdpa)"
         )
     if isinstance(module, AttendsToAllRanks):
         mesh = module.context_mesh
@@ -77,7 +79,7 @@ def packed_attention(
     segments = zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [_segment(q, k, v, dropout, scaling, sliding_window) for q, k, v in segments]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return joined.transpose(1, 2), None
+    return joined.transpose(1, 2).contiguous(), None
 
 
 def attend_to_all_ranks(
@@ -118,7 +120,9 @@ def attend_to_all_ranks(
         joined_q, joined_k, joined_v = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
         own_lengths, key_lengths = [q.shape[2] for q, _, _ in pieces], [k.shape[2] for _, k, _ in pieces]
         return _varlen(joined_q, joined_k, joined_v, own_lengths, scaling, window, key_lengths)
-    return torch.cat([_segment(*piece, dropout, scaling, window) for piece in pieces], dim=2).transpose(1, 2)
+    return (
+        torch.cat([_segment(*piece, dropout, scaling, window) for piece in pieces], dim=2).transpose(1, 2).contiguous()
+    )
 
 
 def takes_varlen(query: Tensor, value: Tensor, dropout: float = 0.0) -> bool:
@@ -213,30 +217,6 @@ def _varlen(
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return ends.pin_memory().to(device, non_blocking=True)
-
-
-def block_masks(config: PretrainedConfig, position_ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """Block-diagonal masks by kind of layer, for models whose own masks ignore positions.
-
-    Args:
-        config: config of the model.
-        position_ids: positions of a packed batch, ``(1, T)``, int64.
-        dtype: dtype of the hidden states.
-
-    Returns:
-        Value of ``attention_mask`` for such a model; None for models that find the samples from the positions.
-    """
-    text = config.get_text_config()
-    if text.model_type not in _BLIND_TO_POSITIONS:
-        return None
-    embeddings = torch.empty(1, 1, 1, dtype=dtype, device=position_ids.device).expand(*position_ids.shape, 1)
-    options = {"config": text, "inputs_embeds": embeddings, "attention_mask": None, "past_key_values": None}
-    make = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    return {kind: make[kind](**options, position_ids=position_ids) for kind in set(text.layer_types)}
-
-
-_BLIND_TO_POSITIONS = {"afmoe", "gpt_oss"}
-"""Model types that call ``create_causal_mask`` without ``position_ids`` (transformers 5.23)."""
 
 
 # Excluded from torch.compile, which would recompile it for every list of lengths.

@@ -5,9 +5,7 @@ is given, and keeps those of ``dynamic`` for later calls. In a packed batch of s
 change the frequencies of all others, and those of later packed batches.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,17 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_row_lengths: ContextVar[Sequence[int]] = ContextVar("_row_lengths", default=())
-
-
-@contextmanager
-def samples_of(lengths: Sequence[int]) -> Iterator[None]:
-    """Context that sets the lengths of the samples in a packed batch; otherwise they are inferred from positions."""
-    token = _row_lengths.set(lengths)
-    try:
-        yield
-    finally:
-        _row_lengths.reset(token)
+from lit_ft.model.isolation import lengths
 
 
 def rope_types(module: nn.Module) -> dict[str, str]:
@@ -72,8 +60,8 @@ def _sample_by_sample(
 
 def _sample_lengths(position_ids: Tensor) -> list[int]:
     tokens = position_ids.shape[-1]
-    if sum(lengths := _row_lengths.get()) == tokens:
-        return list(lengths)
+    if sum(known := lengths.current()) == tokens:
+        return list(known)
     if position_ids.ndim > 2 or len(position_ids) > 1:
         return [tokens]  # a padded batch of `generate`: transformers uses the same frequencies for all of it
     restarts = (position_ids[0].diff() != 1).nonzero()[:, 0] + 1

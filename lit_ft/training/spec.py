@@ -17,6 +17,7 @@ from lit_ft.model import liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.files.fingerprint import Fingerprint
+from lit_ft.model.isolation import token_mixers
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import GivesFirstBatches
@@ -123,6 +124,7 @@ class TrainingSpec:
         if self.router_aux_loss is None:
             router_loss.say_what_is_left_out(base)
         rotary_embedding.keep_samples_apart(base)
+        token_mixers.keep_samples_apart(base)
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
         forward = PackedForward(model, self.activation_offload, self.router_aux_loss)

@@ -137,16 +137,17 @@ class _LoraProducts(torch.autograd.Function):
 
         # The small product first: it is rounded to bfloat16 once more, and a rounding of the sum would cost more.
         # With `out`, selective checkpointing does not keep it, but the sum alone.
-        out_TO = x.new_empty(len(x_TI), len(weight_OI))
+        # Models may change the result in place, which autograd forbids for a view: `out` is none.
+        out = x.new_empty(*x.shape[:-1], len(weight_OI))
+        out_TO = out.view(len(x_TI), len(weight_OI))
         if bias_O is None:
             torch.mm(h_TR, scaled_b_OR.T, out=out_TO)
         else:
             torch.addmm(bias_O.to(x.dtype), h_TR, scaled_b_OR.T, out=out_TO)
         if keeps_products:
-            out_TO = torch.addmm(out_TO, x_TI, weight_OI.T)
-        else:
-            out_TO.addmm_(x_TI, weight_OI.T)
-        return out_TO.view(*x.shape[:-1], len(weight_OI))
+            return torch.addmm(out_TO, x_TI, weight_OI.T).view(out.shape)
+        out_TO.addmm_(x_TI, weight_OI.T)
+        return out
 
     @staticmethod
     @once_differentiable

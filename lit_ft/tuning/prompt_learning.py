@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.model.architecture import Decoder
+from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch
 
 EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")
@@ -77,8 +78,9 @@ def hidden_states(model: PeftModel, decoder: Decoder, row: PackedBatch, **option
 
 
 def _with_prefix(model: PeftModel, decoder: Decoder, row: PackedBatch) -> Tensor:
-    parts = [
-        decoder(input_ids=ids, past_key_values=model.get_prompt(batch_size=1), use_cache=False).last_hidden_state
-        for ids in row["input_ids"].split(row["segment_lengths"], dim=1)
-    ]
+    parts = []
+    for ids in row["input_ids"].split(row["segment_lengths"], dim=1):
+        with samples_of([ids.shape[1]]):
+            prefix = model.get_prompt(batch_size=1)
+            parts.append(decoder(input_ids=ids, past_key_values=prefix, use_cache=False).last_hidden_state)
     return torch.cat(parts, dim=1)

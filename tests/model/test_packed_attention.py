@@ -88,7 +88,7 @@ def test_llama_4_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
         weights.unlink()
     module = CausalLM(folder)
     for build in (module.check, module.configure_model):
-        with pytest.raises(RecipeError, match=r"llama4_text \(Llama 4\) has chunked attention"):
+        with pytest.raises(RecipeError, match="llama4_text has chunked attention"):
             build()
 
 

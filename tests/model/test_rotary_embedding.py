@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_ft import CausalLM, RecipeError
 from lit_ft.commands.check import leak_probe
 from lit_ft.model import rotary_embedding
+from lit_ft.model.isolation import lengths
 from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import ModelParallelStrategy
 
@@ -72,7 +73,7 @@ def test_samples_of_a_row_and_rows_after_one_another_have_frequencies_of_their_o
 def test_rows_are_told_apart_by_their_positions_where_nobody_says_their_lengths() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 0, 1]])
     assert rotary_embedding._sample_lengths(positions) == [3, 1, 2]
-    with rotary_embedding.samples_of([2, 4]):
+    with lengths.samples_of([2, 4]):
         assert rotary_embedding._sample_lengths(positions) == [2, 4]
     assert rotary_embedding._sample_lengths(positions.expand(2, -1)) == [6]
 

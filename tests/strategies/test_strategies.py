@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compared_strategies import Record, adamw, assert_same, in_turn, load_whole, sgd
-from conftest import make_rows
+from conftest import make_rows, make_tokenizer
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
@@ -18,6 +18,7 @@ from peft import LoraConfig
 from ranks import LiveRanks
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -110,6 +111,28 @@ def test_same_numbers(
         STRATEGIES[strategy][0], fit, make_trainer, model_folder, rows, WAYS[way], strategy, timeout=100
     ):
         assert len(steps) == 4
+        assert_same(steps, found, one, weights, 1e-5)
+
+
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a Qwen3.5 with three gated delta nets and one attention layer, which rows of several samples pass."""
+    folder = tmp_path_factory.mktemp("models") / "hybrid"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"), dtype=torch.float32).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_recurrent_layers_compute_the_same(
+    make_trainer: Any, hybrid_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str, way: str
+) -> None:
+    """Ranks have different numbers of samples in a packed batch, and compute each sample for itself."""
+    data, how = write_rows(count=13), {**WAYS[way], "epochs": 1}
+    one, weights = fit(make_trainer, hybrid_folder, data, how)
+    for steps, found in live_ranks(2, fit, make_trainer, hybrid_folder, data, how, strategy, timeout=140):
         assert_same(steps, found, one, weights, 1e-5)
 
 

@@ -1,12 +1,14 @@
 """Activation checkpointing: selection of the activations that are kept; the others are recomputed."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from lit_ft.model.isolation import lengths
 
 Checkpointing = bool | Literal["selective"]
 
@@ -26,11 +28,26 @@ def options(checkpointing: Checkpointing) -> dict[str, object]:
     embeddings and activation functions, which are cheap and as large (Korthikanti et al. 2022, arXiv:2205.05198,
     section 5).
     """
-    if checkpointing != "selective":
-        return {"use_reentrant": False}
-    return {"use_reentrant": False, "context_fn": _keep_products()}
-
-
-def _keep_products() -> Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]:
     operations = [getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION)]
-    return partial(create_selective_checkpoint_contexts, operations)
+    return {
+        "use_reentrant": False,
+        "context_fn": partial(_contexts, operations if checkpointing == "selective" else []),
+    }
+
+
+def _contexts(
+    kept: list[torch._ops.OpOverload],
+) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Contexts of a layer's first pass and of the second one, in which the packed batch is that of the first.
+
+    Args:
+        kept: operations whose results are kept.
+    """
+    first, again = create_selective_checkpoint_contexts(kept) if kept else (nullcontext(), nullcontext())
+    return first, _with_samples(lengths.current(), again)
+
+
+@contextmanager
+def _with_samples(of_first: Sequence[int], again: AbstractContextManager[object]) -> Iterator[None]:
+    with lengths.samples_of(of_first), again:
+        yield

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from lit_ft.balanced_partition import split_evenly
 from lit_ft.errors import RecipeError
 from lit_ft.model import rotary_embedding
-from lit_ft.model.loading import pick_attention
+from lit_ft.model.isolation import token_mixers
+from lit_ft.model.loading import decoder_of, pick_attention
 from lit_ft.model.packed_attention import PACKED
 from lit_ft.model.quantization import is_quantized
 from lit_ft.protocols import SplitsForward
@@ -107,6 +108,7 @@ class ParallelDims:
                 if size > 1:
                     situation = "fsdp" if name == "data" else name
                     compatibility.check_situation(peft, situation, f"{name}_parallel_size={size}")
+        _check_mixers(sizes, base)
         if sizes.tensor > 1:
             # The skeleton always has dense weights; the module knows whether quantized ones will be read.
             if (spec is not None and spec.base.is_quantized) or is_quantized(base):
@@ -150,12 +152,13 @@ class ParallelDims:
         expert_parallel.check(base, size)
 
     def _check_stages(self, sizes: MeshSizes, base: PreTrainedModel) -> None:
-        if not any(name.endswith(".layers") for name in base.pp_plan or ()):
+        parts = getattr(decoder_of(base), "layers", None)
+        if parts is None or not any(name.endswith(".layers") for name in base.pp_plan or ()):
             raise RecipeError(
                 f"pipeline_parallel_size={sizes.pipeline}: Hugging Face does not say how {type(base).__name__} "
                 "is split into stages (pp_plan); use tensor_parallel_size and data_parallel_size"
             )
-        parts, head = getattr(base, base.base_model_prefix).layers, base.get_output_embeddings()
+        head = base.get_output_embeddings()
         stages = self.layers_of_stages(sizes, base)
         for number, of_stage in enumerate(stages):
             edges = [base.get_input_embeddings()] * (number == 0) + [head] * (number == len(stages) - 1)
@@ -224,9 +227,19 @@ class ParallelDims:
         return split_evenly(costs, stages)
 
 
+def _check_mixers(sizes: MeshSizes, base: PreTrainedModel) -> None:
+    split = [f"{name}_parallel_size={size}" for name, size in sizes._asdict().items() if name != "data" and size > 1]
+    if split and (others := token_mixers.other_than_attention(base)):
+        raise RecipeError(
+            f"{split[0]}: {type(base).__name__} mixes tokens in other ways than attention ({', '.join(others)}), which "
+            "were not compared with one process; set it to 1 (data_parallel_size and expert_parallel_size work)"
+        )
+
+
 def _check_context(size: int, module: nn.Module, base: PreTrainedModel) -> None:
     spec = spec_of(module)
-    attention = pick_attention(base.config, "auto" if spec is None else spec.base.attn_implementation)
+    asked = (base.config, "auto") if spec is None else (spec.base.config, spec.base.attn_implementation)
+    attention = pick_attention(*asked)
     if attention != PACKED or not isinstance(module, SplitsForward):
         raise RecipeError(
             f"context_parallel_size={size} needs lit_ft.CausalLM with its packed attention, but "

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.torch import own_parameters
+from lit_ft.internals.transformers import global_value
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.parameter_patterns import layers_by_wildcard
 
@@ -103,7 +104,10 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
     """
     plan, config = Plan(base, given), base.config.get_text_config()
     styles = set(plan.styles.values())
-    sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": global_value(config, "intermediate_size"),
+    }
     sizes["num_key_value_heads"] = Architecture.of(base.config).kv_heads
     for name, count in sizes.items():
         if COLUMNS in styles and isinstance(count, int) and count % size:

@@ -5,19 +5,16 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_ft.errors import RecipeError
-from lit_ft.internals.transformers import attention_implementation, keeps_recurrent_state
-from lit_ft.model import loading, rotary_embedding
+from lit_ft.internals.transformers import attention_implementation
+from lit_ft.model import loading
 from lit_ft.model.activations import offload as activation_offload
-from lit_ft.model.architecture import Architecture, Decoder
-from lit_ft.model.packed_attention import block_masks
+from lit_ft.model.architecture import Decoder
+from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.token_cross_entropy import token_cross_entropy, tokens_per_chunk
 from lit_ft.training.metrics import StageMetrics
 from lit_ft.tuning import prompt_learning
-
-_ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def base_model_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -62,19 +59,14 @@ class PackedForward:
             decoder: in place of the base model's, where a strategy has only a part of its layers here.
         """
         self.segment_lengths = lengths = batch["segment_lengths"]
-        if len(lengths) > 1:
-            self._check_isolation()
-        decoder = decoder or getattr(self.base, self.base.base_model_prefix)
+        decoder = decoder or loading.decoder_of(self.base)
         if self.offload:
             decoder = activation_offload.keeping_on_host(decoder)
         with_virtual = prompt_learning.virtual_lengths(self.model, lengths)
         options: dict[str, object] = {}
         if attention_implementation(self.base.config) == loading.PACKED:
             options["segment_lengths"] = with_virtual
-        elif len(lengths) > 1:
-            masks = block_masks(self.base.config, batch["position_ids"], self.base.dtype)
-            options |= {} if masks is None else {"attention_mask": masks}
-        with rotary_embedding.samples_of(with_virtual):
+        with samples_of(with_virtual):
             if prompt_learning.method_of(self.model) is not None:
                 return prompt_learning.hidden_states(self.model, decoder, batch, **options)
             reads_router = bool(self.router_coefficient) and self.model.training
@@ -94,7 +86,7 @@ class PackedForward:
             self.head,
             batch["targets"],
             chunk_tokens=tokens_per_chunk(head.weight.shape[0]),
-            head_parameters=list(head.parameters()),
+            head_parameters=loading.head_parameters(self.base),
         )
 
     def take_router_loss(self, tokens: int, metrics: StageMetrics) -> Tensor | float:
@@ -109,15 +101,6 @@ class PackedForward:
             return 0.0
         metrics.add_router_loss(loss, tokens)
         return self.router_coefficient * tokens * loss
-
-    def _check_isolation(self) -> None:
-        kinds = Architecture.of(self.base.config).attention_kinds
-        if not kinds <= _ISOLATING_LAYERS or keeps_recurrent_state(self.base):
-            raise RecipeError(
-                f"{type(self.base).__name__} has layers that would let the samples of one packed batch see each other "
-                f"({', '.join(sorted(kinds - _ISOLATING_LAYERS)) or 'recurrent state'}); set data.micro_batch_size to "
-                "1, data.join_micro_batches to false and data.packing to null"
-            )
 
     def add_embedding_noise(self, alpha: float) -> None:
         """Add uniform noise to input embeddings during training (NEFTune, Jain et al. 2023, arXiv:2310.05914).

@@ -96,10 +96,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             per_token[chunk] = losses
             correct += right
             if of_hidden is not None:
-                of_hidden[chunk] = grads[0]
+                of_hidden[chunk] = grads[0] if grads[0] is not None else 0
             for i, grad in enumerate(grads[len(grads) - len(parameters) :]):
                 total = of_parameters[i]
-                of_parameters[i] = grad if total is None else total.add_(grad)
+                of_parameters[i] = total.add_(grad) if total is not None and grad is not None else grad
         of_parameters = [
             torch.zeros_like(p) if g is None else g for p, g in zip(parameters, of_parameters, strict=True)
         ]
@@ -118,8 +118,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _chunk_loss(
     head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, inputs: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Loss of each token, number of correct predictions, and gradients of the summed loss; logits are then freed."""
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """Loss of each token, number of correct predictions, and gradients of the summed loss; logits are then freed.
+
+    The gradient of an input that the head does not use is None.
+    """
     with torch.set_grad_enabled(bool(inputs)):
         logits = head(hidden)
     if isinstance(logits, DTensor):
@@ -128,7 +131,8 @@ def _chunk_loss(
     # custom function returned.
     made_by = get_gradient_edge(logits) if inputs else None
     losses, right, of_logits = _from_logits(logits.detach(), targets, bool(inputs))
-    return losses, right, () if made_by is None else torch.autograd.grad(made_by, inputs, of_logits)
+    grads = () if made_by is None else torch.autograd.grad(made_by, inputs, of_logits, allow_unused=True)
+    return losses, right, grads
 
 
 def _from_logits(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -151,11 +155,11 @@ def _from_logits(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[T
 
 def _split_loss(
     logits: DTensor, targets: Tensor, inputs: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """``_chunk_loss`` of logits that tensor parallelism has sharded along the vocabulary."""
     with torch.set_grad_enabled(bool(inputs)), loss_parallel():
         losses = cross_entropy(logits.float(), targets, reduction="none")
-        grads = torch.autograd.grad(losses.sum(), inputs) if inputs else ()
+        grads = torch.autograd.grad(losses.sum(), inputs, allow_unused=True) if inputs else ()
     return _whole(losses.detach()), (_most_likely(logits) == targets).sum(), grads
 
 

@@ -1,0 +1,91 @@
+"""Architectures whose packed batches were compared with single samples, and those that are refused, with the reasons.
+
+``python -m benchmarks.model_table`` compares all causal LMs that transformers has, and prints docs/models.md.
+"""
+
+from collections.abc import Mapping
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from transformers import PretrainedConfig
+from transformers import __version__ as transformers_version
+
+from lit_ft.errors import RecipeError
+from lit_ft.model.architecture import Architecture
+
+_ROW_POSITIONS = (
+    "counts positions from the start of a packed batch, not of each sample: its decoder takes no position_ids"
+)
+_PAD_POSITIONS = "counts positions from pad_token_id + 1, in its own embedding alone"
+_SEVERAL_BOOKS = "predicts codes of audio in several codebooks, not text"
+_DRAFT = "drafts tokens from the hidden states of another model, without which it cannot be trained"
+
+
+def _each(names: str, reason: str) -> Mapping[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
+REFUSED: Mapping[str, str] = {
+    **_each("bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr", _ROW_POSITIONS),
+    **_each("camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod", _PAD_POSITIONS),
+    **_each("musicgen musicgen_melody", _SEVERAL_BOOKS),
+    **_each("gemma4_assistant gemma4_unified_assistant", _DRAFT),
+    **_each(
+        "llama4 llama4_text", "has chunked attention, and scales attention by a token's position in the packed batch"
+    ),
+    "blt": "groups bytes to patches over all samples of a packed batch",
+    "cpmant": "puts prompt tokens of its own before each packed batch, not before each sample",
+    "mllama": "has its decoder under another name than it declares (base_model_prefix)",
+    "openai-gpt": "attends to all tokens before in a packed batch, in a module that has no cache to find it by",
+    "prophetnet": "predicts several tokens at once, by streams of attention of its own",
+    "reformer": "attends within chunks of a packed batch, whatever the samples",
+    "roformer": "makes rotary embeddings for the length of a packed batch, whatever the samples",
+    "xlm": "reads samples' lengths from a mask of padded batches",
+    "xlnet": "takes tokens before batches, and no position_ids",
+}
+"""Why an architecture is refused, by its name in transformers; the reason is a sentence without its subject."""
+
+_ENCODERS = frozenset("bert bert-generation big_bird electra ernie megatron-bert rembert roc_bert".split())
+
+COMPARED = frozenset(
+    """
+    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert bert-generation big_bird biogpt bitnet
+    bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_v32
+    deepseek_v4 diffllama doge dots1 dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe
+    falcon falcon_h1 falcon_mamba flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4
+    gemma4_text gemma4_unified gemma4_unified_text git glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3
+    gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
+    granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax
+    inkling2_text inkling_text internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe
+    lfm3 llama longcat_flash mamba mamba2 megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2
+    minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder moshi moss_transcribe_diarize mpt
+    nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal phimoe
+    qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp
+    qwen4_exp_text recurrent_gemma rembert roc_bert rwkv seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+    whisper xglm xlstm youtu zamba zamba2 zaya
+    """.split()
+)
+"""Architectures of which packed batches were found to equal single samples (transformers 5.23), to 1e-5."""
+
+
+def check(config: PretrainedConfig) -> None:
+    """Refuse models whose results on packed batches would differ from those on single samples.
+
+    Raises:
+        RecipeError: the model is one of them; the message gives the reason.
+    """
+    name = config.model_type
+    if (reason := REFUSED.get(name)) is not None:
+        raise RecipeError(
+            f"model.pretrained: {name} {reason}; take another model (docs/models.md lists those that work)"
+        )
+    if name in _ENCODERS and not Architecture.of(config).is_decoder:
+        raise RecipeError(
+            f"model.pretrained: config.json of this {name} says is_decoder: false, so that tokens attend to later "
+            "ones, which they are to predict; set it to true, or take a causal language model"
+        )
+    if name not in COMPARED:
+        rank_zero_warn(
+            f"{name} was not compared: whether its packed batches equal single samples is not known (transformers "
+            f"{transformers_version}); look at the leak probe of `python -m lit_ft check`, or set "
+            "data.micro_batch_size to 1, data.join_micro_batches to false and data.packing to null"
+        )

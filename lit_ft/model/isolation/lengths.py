@@ -1,0 +1,42 @@
+"""Lengths of the samples of the packed batch that is being computed, for parts of a model that are not given them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from lit_ft.errors import RecipeError
+
+_lengths: ContextVar[Sequence[int]] = ContextVar("_lengths", default=())
+
+
+@contextmanager
+def samples_of(lengths: Sequence[int]) -> Iterator[None]:
+    """Context that sets the lengths of the samples in a packed batch."""
+    token = _lengths.set(lengths)
+    try:
+        yield
+    finally:
+        _lengths.reset(token)
+
+
+def current() -> Sequence[int]:
+    """Lengths of the samples; empty outside of a packed batch."""
+    return _lengths.get()
+
+
+def lengths_of(tokens: int) -> list[int] | None:
+    """Lengths of the samples of a sequence of ``tokens`` tokens; None outside of a packed batch, as in generation.
+
+    Raises:
+        RecipeError: the sequence is a part of a packed batch, or has more tokens.
+    """
+    lengths = _lengths.get()
+    if not lengths:
+        return None
+    if sum(lengths) != tokens:
+        raise RecipeError(
+            f"this architecture computes {tokens} tokens at once of a packed batch with {sum(lengths)}, so its samples "
+            "cannot be told apart; set data.micro_batch_size to 1, data.join_micro_batches to false and data.packing "
+            "to null"
+        )
+    return list(lengths)

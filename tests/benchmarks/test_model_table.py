@@ -1,0 +1,48 @@
+"""Packed batches of every architecture that transformers has a causal LM for, compared with single samples."""
+
+import os
+from dataclasses import replace
+from datetime import date
+
+import pytest
+import torch
+
+from benchmarks.model_table import ARCHITECTURES, YES, Results, Row, compare, markdown
+from lit_ft.model.isolation.architectures import COMPARED, REFUSED
+
+COLUMNS = frozenset({"lora", "checkpointing"})
+
+
+def chosen() -> list[str]:
+    """A third of the compared architectures, another one each day; with ``LIT_FT_EVERY_CASE=1`` all."""
+    names = sorted(COMPARED & set(ARCHITECTURES))
+    return names if os.environ.get("LIT_FT_EVERY_CASE") else names[date.today().toordinal() % 3 :: 3]
+
+
+@pytest.mark.parametrize("name", chosen())
+def test_a_packed_batch_equals_its_samples(name: str) -> None:
+    row = compare(name, COLUMNS)
+    assert (row.packed, row.lora.split(",")[0]) == (YES, YES)
+    assert row.checkpointing in (YES, "transformers does not support it")
+
+
+def test_every_architecture_is_compared_or_refused_with_a_reason() -> None:
+    known = COMPARED | set(REFUSED) | {"gemma3n", "dots3_note"}  # timm is missing; no tiny config is valid
+    assert set(ARCHITECTURES) <= known
+    assert not COMPARED & set(REFUSED)
+
+
+def test_a_difference_is_seen() -> None:
+    one = Results(torch.tensor([[2.0, 4.0]]), 3.0, {"a": torch.tensor([1.0, 100.0]), "b": torch.tensor([1e-9])})
+    assert one.difference(one) == 0.0
+    assert replace(one, logits=torch.tensor([[2.0, 4.5]])).difference(one) == pytest.approx(0.125)
+    assert replace(one, gradients={**one.gradients, "a": torch.tensor([2.0, 100.0])}).difference(one) == 0.01
+    assert replace(one, gradients={**one.gradients, "b": torch.tensor([2e-9])}).difference(one) < 1e-8
+
+
+def test_reasons_are_listed_below_the_table() -> None:
+    rows = {"a": Row(packed=YES, mixing="packed attention", lora="yes, 7"), "b": Row(packed="has no end")}
+    a, b = markdown(rows).splitlines()[2:4]
+    assert a.startswith("| `a` | yes | packed attention | yes, 7 | not run |")
+    assert b.startswith("| `b` | no (1) |  |  |")
+    assert "1. has no end" in markdown(rows)
