@@ -19,7 +19,7 @@ from lit_ft import CausalLM
 from lit_ft.packed_batch import PackedBatch, pack_samples
 
 WIDTH = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 8}
-SAMPLES, LENGTHS = 16, (32, 64, 128)
+SAMPLES, LENGTHS = 8, (32, 64, 128)
 
 
 def seconds(module: CausalLM, batches: list[PackedBatch]) -> float:
