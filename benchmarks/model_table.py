@@ -100,7 +100,7 @@ class Tiny:
         self.module.configure_model()
         assert self.module.model is not None
         self.model = self.module.model
-        self.config, self.peft = config, peft
+        self.config, self.peft = self.module.spec.base.config, peft  # of the text part, where there are others
         generator = torch.Generator().manual_seed(0)
         for parameter in self.model.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter)
