@@ -149,8 +149,6 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 # --- the columns -------------------------------------------------------------------------------------
 
 YES, NOT_RUN = "yes", "not run"
-_EAGER = ("gemma4", "gemma4_unified")
-"""Compared with eager attention on both sides: their audio encoder has no SDPA, and rounding differs by 2e-5."""
 
 
 @dataclass
@@ -198,7 +196,7 @@ def compare(model_type: str, columns: frozenset[str] = frozenset(HEADINGS)) -> R
         return Row(packed=REFUSED[model_type])
     try:
         config = tiny_config(model_type)
-        full = Tiny(config, **({"attn_implementation": "eager"} if model_type in _EAGER else {}))
+        full = Tiny(config)
     except (RecipeError, ValueError) as error:
         return Row(packed=f"{NOT_RUN}: {str(error).split(': ', 2)[-1].split('.')[0]}")
     reference = one_by_one(full.reference())
@@ -242,7 +240,7 @@ def _lora(full: Tiny) -> tuple[str, str]:
     narrow = {name.rsplit(".", 1)[-1] for name, module in linear if min(module.weight.shape) < rank}
     peft = LoraConfig(r=rank, target_modules="all-linear", exclude_modules=sorted(narrow), init_lora_weights=False)
     try:
-        tiny = Tiny(full.config, peft, attn_implementation=full.module.spec.base.attn_implementation)
+        tiny = Tiny(full.config, peft)
         reference = one_by_one(tiny.reference())
     except (RecipeError, AttributeError, RuntimeError) as error:  # PEFT wraps routers and grouped linear layers
         return str(error).split("; ")[0].removeprefix("model.peft: "), NOT_RUN
@@ -261,7 +259,7 @@ def _lora(full: Tiny) -> tuple[str, str]:
 def _compiled(full: Tiny, reference: Results) -> str:
     """Graphs are made as for ``compile: true`` and computed by torch itself, which needs no compiler."""
     torch.compiler.reset()
-    tiny = Tiny(full.config, compile="eager", attn_implementation=full.module.spec.base.attn_implementation)
+    tiny = Tiny(full.config, compile="eager")
     with torch.compiler.set_stance("default"):
         return _verdict(tiny.packed().difference(reference))
 
