@@ -137,10 +137,11 @@ class ExpertLoad(Metric):
         chosen = index.flatten()
         self.counts[place].scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for CUDA
 
-    def compute(self) -> Tensor:
-        """Ratio of each layer, ``(layers,)``, fp32; NaN without tokens."""
+    def compute(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """Ratio of each layer, scalar fp32; NaN without tokens."""
         experts = torch.tensor(self.experts, device=self.counts.device)
-        return self.counts.amax(1) * experts / self.counts.sum(1)
+        ratios = self.counts.amax(1) * experts / self.counts.sum(1)
+        return dict(zip(self.names, ratios.unbind(), strict=True))
 
 
 class StageMetrics(nn.Module):
@@ -191,8 +192,8 @@ class StageMetrics(nn.Module):
             module.log(f"{prefix}/loss/{name}", mean)
         if self.expert_load is not None:
             loads = self.expert_load.compute()
-            module.log(f"{prefix}/expert_load_max_over_mean", loads.max())
-            for name, load in zip(self.expert_load.names, loads, strict=True):
+            module.log(f"{prefix}/expert_load_max_over_mean", torch.stack(list(loads.values())).max())
+            for name, load in loads.items():
                 module.log(f"{prefix}/expert_load_max_over_mean/{name}", load)
         for metric in self.children():
             metric.reset()  # type: ignore[operator]

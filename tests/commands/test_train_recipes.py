@@ -196,7 +196,7 @@ def test_recipes_of_families_run_on_a_tiny_model_of_theirs(
     recipe = REPOSITORY / "recipes" / f"{name}.yaml"
     small = ["--trainer.max_steps", "2", "--trainer.accumulate_grad_batches", "2", "--trainer.accelerator", "cpu"]
     small += ["--trainer.log_every_n_steps", "1", "--run_dir", str(tmp_path / "run")]
-    small += [] if name == "qwen3_5" else ["--data.packing", "384"]
+    small += ["--data.packing", "384"]
     folders = ["--model.pretrained", save_family(name, tmp_path / "model"), "--data.path", write_rows(count=9)]
     assert fit_example(recipe, *folders, *small, "--data.max_length", "384", *options) == 0
     with (tmp_path / "run" / "metrics.csv").open() as file:

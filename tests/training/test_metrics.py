@@ -161,9 +161,11 @@ def test_the_busiest_expert_over_the_mean() -> None:
             self.experts.weight = torch.nn.Parameter(torch.zeros(4, 2, 3))
 
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Layer(), Layer()])})
+    alone = ExpertLoad(expert_layers(model)[:1])
+    alone.update(0, torch.tensor([[0, 1], [0, 2]]))
+    assert alone.compute() == {"layer_0": 2 / (4 / 4)}
     load = ExpertLoad(expert_layers(model))
     load.update(0, torch.tensor([[0, 1], [0, 2]]))
     load.update(1, torch.tensor([[0, 1], [2, 3]]))
     load.update(0, torch.tensor([[0, 3]]))
-    assert load.names == ["layer_0", "layer_1"]
-    assert load.compute().tolist() == [3 / (6 / 4), 1.0]
+    assert load.compute() == {"layer_0": 3 / (6 / 4), "layer_1": 1.0}
