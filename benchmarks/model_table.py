@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.support_tables import DOCS, with_table
 from benchmarks.tiny_configs import tiny_config
+from benchmarks.vllm_models import VERSION, served
 from lit_ft import CausalLM
 from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import attention_functions
@@ -167,6 +168,8 @@ class Row:
     context: str = NOT_RUN
     expert: str = NOT_RUN
     generation: str = NOT_RUN
+    vllm: str = ""
+    """How vLLM serves the architecture."""
 
 
 HEADINGS = {
@@ -181,6 +184,7 @@ HEADINGS = {
     "context": "CP",
     "expert": "EP",
     "generation": "generation",
+    "vllm": f"vLLM {VERSION}",
 }
 
 
@@ -191,7 +195,7 @@ def compare(model_type: str, columns: frozenset[str] = frozenset(HEADINGS)) -> R
         model_type: transformers' name of the architecture.
         columns: columns to find; the others are "not run".
     """
-    row = Row()
+    row = Row(vllm=served(model_type))
     if model_type in REFUSED:
         return Row(packed=REFUSED[model_type])
     try:
@@ -303,7 +307,7 @@ def markdown(rows: Mapping[str, Row]) -> str:
         value = str(getattr(row, name))
         if row.packed != YES and name != "packed":
             return ""
-        if name == "mixing" or value.startswith((YES, NOT_RUN)):
+        if name in ("mixing", "vllm") or value.startswith((YES, NOT_RUN)):
             return value
         return f"no ({reasons.setdefault(value, len(reasons) + 1)})"
 

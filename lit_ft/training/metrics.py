@@ -137,7 +137,7 @@ class ExpertLoad(Metric):
         chosen = index.flatten()
         self.counts[place].scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for CUDA
 
-    def compute(self) -> dict[str, Tensor]:  # type: ignore[override]
+    def compute(self) -> dict[str, Tensor]:
         """Ratio of each layer, scalar fp32; NaN without tokens."""
         experts = torch.tensor(self.experts, device=self.counts.device)
         ratios = self.counts.amax(1) * experts / self.counts.sum(1)

@@ -195,8 +195,10 @@ def test_conversations_to_parquet_keep_their_masks(
 
 
 def test_convert_explains_itself(run: Any) -> None:
-    assert "say `convert data --path FILE" in run("convert", "model", code=2)
-    assert "--to {indexed,parquet}" in run("convert", "--help")
+    for arguments in (["weights"], []):
+        assert "say `convert data --path FILE" in run("convert", *arguments, code=2)
+    assert "--to {indexed,parquet}" in run("convert", "data", "--help")
+    assert "--tensor_parallel" in run("convert", "model", "--help")
 
 
 def test_unknown_options(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
