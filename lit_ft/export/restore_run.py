@@ -1,6 +1,8 @@
 """Reconstruction of a run's module from its recipe and a checkpoint."""
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from jsonargparse import set_parsing_settings
@@ -12,16 +14,21 @@ from lit_ft.data.text.chat_template import set_chat_template
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError
 from lit_ft.export.model_card import Recipe
 from lit_ft.model.files.fingerprint import check_same_base
+from lit_ft.model.spec import ModelSpec
 from lit_ft.recipe.parser import RecipeParser, unwrap_class_error
 from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.spec import TrainingSpec
 
 
-def rebuild(config: Recipe, checkpoint: Path) -> CausalLM:
+def rebuild(
+    config: Recipe, checkpoint: Path, base_of: Callable[[TrainingSpec], ModelSpec] = lambda spec: spec.base
+) -> CausalLM:
     """Build a run's module and load the weights of a checkpoint.
 
     Args:
         config: content of the run's ``config.yaml``.
         checkpoint: .ckpt file.
+        base_of: gives the base model, which may be one that is loaded already.
 
     Raises:
         RecipeError: the module is not a ``CausalLM``, the checkpoint does not fit it, or the base model has changed.
@@ -30,6 +37,7 @@ def rebuild(config: Recipe, checkpoint: Path) -> CausalLM:
     state = AnyCheckpointIO().load_checkpoint(checkpoint, map_location="cpu", weights_only=True)
     check_same_base(state.get("base"), module.base_fingerprint, f"the checkpoint {str(checkpoint)!r}")
     module.start = state.get("adapter_start")
+    module.spec = replace(module.spec, base=base_of(module.spec))
     module.configure_model()
     module.on_load_checkpoint(state)
     module.load_state_dict(state["state_dict"], strict=False)

@@ -1,8 +1,8 @@
 """A model that answers, opened from a run, an adapter's folder, a model's folder or a hub id."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +16,8 @@ from lit_ft.export.restore_run import rebuild
 from lit_ft.model import loading
 from lit_ft.model.spec import ModelSpec
 from lit_ft.run.folder import LAST, RunFolder
-from lit_ft.tuning.lora_init import LoraInitState
+from lit_ft.training.spec import TrainingSpec
+from lit_ft.tuning.lora_init import FROM_THE_BASE, LoraInitState, init_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class OpenedModel:
     def pretrained(self) -> str:
         """Folder or hub id of the base model."""
         return str(self.base.config.name_or_path)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the model has an adapter."""
+        return isinstance(self.model, PeftModel)
 
     def check_adapter(self) -> None:
         """Refuse a model whose adapter cannot be switched off.
@@ -63,8 +69,85 @@ class OpenedModel:
             yield
 
 
+class SharedBase:
+    """A base model that several adapters share: its weights are read once, each adapter has modules of its own."""
+
+    def __init__(self) -> None:
+        self._first: ModelSpec | None = None
+        self._loaded: PreTrainedModel | None = None
+
+    def of_run(self, spec: TrainingSpec) -> ModelSpec:
+        """Base model of a run: the shared one, unless the run trains or changes the base's own weights."""
+        changes_base = spec.tuning.peft is None or init_of(spec.tuning.peft).startswith((*FROM_THE_BASE, "loftq"))
+        return spec.base if changes_base else self.of(spec.base)
+
+    def of(self, spec: ModelSpec) -> ModelSpec:
+        """Base model that builds on the shared weights, which the first one reads.
+
+        Raises:
+            RecipeError: it is another base than the first one, or in another form.
+        """
+        if self._first is None:
+            # The copies differ in their tokens, so the shared model has none added.
+            self._first, self._loaded = spec, replace(spec, added_tokens=(), added_special_tokens=()).build()
+        first = self._first
+        forms = [
+            (one.fingerprint(), one.dtype, str(one.quantization), one.config_overrides) for one in (first, spec)
+        ]
+        if forms[0] != forms[1]:
+            raise RecipeError(
+                f"{spec.pretrained!r} and {first.pretrained!r} are not the same base in the same form (dtype "
+                f"{spec.dtype} and {first.dtype}, quantization, config); models that are opened together share one base"
+            )
+        return replace(spec, loaded=self._loaded)
+
+    def alone(self, like: OpenedModel) -> OpenedModel | None:
+        """The shared base without any adapter, with the tokenizer and template of a model; None if none is shared."""
+        if self._first is None:
+            return None
+        base = self.of(self._first).build("sdpa")
+        _place(base, self._first.is_quantized)
+        return OpenedModel(base, base, like.tokenizer, like.template, self._first.pretrained)
+
+
+def open_together(
+    paths: Sequence[str], ckpt_path: str = LAST, base: str | None = None, chat_template: str | None = None
+) -> dict[str, OpenedModel]:
+    """Open several models for answers at once; adapters share one base, which is ``base`` among them.
+
+    Args:
+        paths: folders of runs, adapters or models, or hub ids; as ``open_model``.
+        ckpt_path: checkpoint of the runs: ``last`` or ``best``, or a path where there is one run.
+        base: base model of adapters' folders; None takes the one that each records.
+        chat_template: as ``open_model``.
+
+    Returns:
+        The models by name: the last part of a path, a run's for its ``adapter`` folder.
+
+    Raises:
+        RecipeError: one cannot be opened, two have the same name, or the adapters' bases differ.
+    """
+    shared, opened = SharedBase(), dict[str, OpenedModel]()
+    for path in paths:
+        folder = Path(path).expanduser().resolve()
+        name = folder.parent.name if folder.name == "adapter" else folder.name
+        if name in opened or name == BASE:
+            raise RecipeError(f"{path!r} would be served as {name!r}, which is taken; rename its folder")
+        opened[name] = open_model(path, ckpt_path, base, chat_template, shared)
+    alone = shared.alone(next(iter(opened.values())))
+    return ({} if alone is None else {BASE: alone}) | opened
+
+
+BASE = "base"
+"""Name of the shared base among models that are opened together."""
+
+
 def open_model(
-    path: str, ckpt_path: str = LAST, base: str | None = None, chat_template: str | None = None
+    path: str,
+    ckpt_path: str = LAST,
+    base: str | None = None,
+    chat_template: str | None = None,
+    shared: SharedBase | None = None,
 ) -> OpenedModel:
     """Open a model for answers.
 
@@ -73,6 +156,7 @@ def open_model(
         ckpt_path: checkpoint of a run: ``last``, ``best`` or a path.
         base: base model of an adapter's folder; None takes the one that it records.
         chat_template: in place of the tokenizer's, or of the run's; as ``data.chat_template``.
+        shared: base whose weights the adapter shares with others; None reads them for this one.
 
     Raises:
         RecipeError: there is no such model, it has no chat template, or its files do not fit each other.
@@ -86,9 +170,9 @@ def open_model(
             f"ckpt_path={ckpt_path!r} chooses a checkpoint of a run, and {path!r} is no run; leave it out"
         )
     if is_run:
-        return _open_run(RunFolder(folder), ckpt_path, chat_template)
+        return _open_run(RunFolder(folder), ckpt_path, chat_template, shared)
     if _has_adapter(folder):
-        return _open_adapter(Adapter.parse(str(folder)), base, chat_template)
+        return _open_adapter(Adapter.parse(str(folder)), base, chat_template, shared)
     spec = ModelSpec(path, path)
     spec.skeleton()
     return _opened(spec.build("sdpa"), spec, path, chat_template)
@@ -98,22 +182,24 @@ def _has_adapter(folder: Path) -> bool:
     return any((one / "adapter_config.json").is_file() for one in (folder, folder / "adapter"))
 
 
-def _open_run(run: RunFolder, ckpt_path: str, chat_template: str | None) -> OpenedModel:
+def _open_run(run: RunFolder, ckpt_path: str, chat_template: str | None, shared: SharedBase | None) -> OpenedModel:
     file, recipe = run.chosen_checkpoint(ckpt_path), run.recipe()
-    module = rebuild(recipe, file)
+    module = rebuild(recipe, file) if shared is None else rebuild(recipe, file, shared.of_run)
     assert module.model is not None
     data = recipe["data"].get("init_args", {})
-    options = data.get("template_options")
-    return _opened(module.model, module.spec.base, str(file), chat_template, options, module.start)
+    template, options = chat_template or data.get("chat_template"), data.get("template_options")
+    return _opened(module.model, module.spec.base, str(file), template, options, module.start)
 
 
-def _open_adapter(adapter: Adapter, named: str | None, chat_template: str | None) -> OpenedModel:
+def _open_adapter(
+    adapter: Adapter, named: str | None, chat_template: str | None, shared: SharedBase | None
+) -> OpenedModel:
     spec = base_of(adapter, named)
     check_unchanged(Path(spec.pretrained).expanduser())
     skeleton = loading.skeleton(spec.pretrained)
     make_room(skeleton, spec.tokenizer)
     adapter.check(skeleton, spec.fingerprint())
-    base = spec.build("sdpa")
+    base = (spec if shared is None else shared.of(spec)).build("sdpa")
     make_room(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chat_template)
 
@@ -128,9 +214,15 @@ def _opened(
 ) -> OpenedModel:
     set_chat_template(spec.tokenizer, chat_template)
     template = ChatTemplate(spec.tokenizer, options)
-    if torch.accelerator.is_available() and not spec.is_quantized:
-        model.to(torch.accelerator.current_accelerator())
-    model.eval()
+    _place(model, spec.is_quantized)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
     return OpenedModel(model, base, spec.tokenizer, template, name, init_state)
+
+
+def _place(model: PreTrainedModel | PeftModel, is_quantized: bool) -> None:
+    """Move a model to the accelerator, in evaluation mode; a quantized one is there already."""
+    # Tensors that models share stay shared: only their data moves.
+    if torch.accelerator.is_available() and not is_quantized:
+        model.to(torch.accelerator.current_accelerator())
+    model.eval()

@@ -1,12 +1,20 @@
 """Answers of one conversation as a stream of text that can be stopped."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
 
 from lit_ft.errors import RecipeError
 from lit_ft.inference.opening import OpenedModel
@@ -116,7 +124,7 @@ class StreamedAnswer:
         return len(self.ids)
 
 
-class _Stream(TextStreamer):
+class AnswerText(TextStreamer):
     """Streamer that hands text on as soon as its characters are complete, without the tokens that end a turn."""
 
     def __init__(self, opened: OpenedModel, stops: set[int], show: Callable[[str], None]) -> None:
@@ -168,11 +176,11 @@ def stream_answer(
     Raises:
         RecipeError: the prompt leaves no position for an answer.
     """
-    ids = opened.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].to(opened.base.device)
-    room = _positions(opened) - ids.shape[1]
+    ids = opened.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    room = positions(opened) - len(ids)
     if room < 1:
         raise RecipeError(
-            f"the conversation has {ids.shape[1]:,} tokens, and the model {_positions(opened):,} positions; take back "
+            f"the conversation has {len(ids):,} tokens, and the model {positions(opened):,} positions; take back "
             "a turn with /undo, or begin anew with /reset"
         )
     config = replace(decoding, max_new_tokens=min(decoding.max_new_tokens, room)).generation_config(opened)
@@ -183,25 +191,50 @@ def stream_answer(
         pieces.append(piece)
         show(piece)
 
-    stream, began = _Stream(opened, stops, take), time.perf_counter()
-    given, opened.base.generation_config = opened.base.generation_config, config
+    stream, began = AnswerText(opened, stops, take), time.perf_counter()
     if decoding.seed is not None:
         torch.manual_seed(decoding.seed)
-    try:
-        with dense_attention(opened.base):
-            opened.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                streamer=stream,
-                stopping_criteria=StoppingCriteriaList([_Cancelled(is_cancelled)]),
-            )
-    finally:
-        opened.base.generation_config = given
+    stream_tokens(opened, ids, config, stream, is_cancelled)
     ended: Literal["stop", "length", "cancelled"] = "stop" if stops.intersection(stream.ids[-1:]) else "length"
     if ended == "length" and is_cancelled():
         ended = "cancelled"
     return StreamedAnswer("".join(pieces), tuple(stream.ids), time.perf_counter() - began, ended)
 
 
-def _positions(opened: OpenedModel) -> int:
+@torch.no_grad()
+def stream_tokens(
+    opened: OpenedModel,
+    ids: Sequence[int],
+    config: GenerationConfig,
+    streamer: BaseStreamer,
+    is_cancelled: Callable[[], bool] = lambda: False,
+    choice: LogitsProcessor | None = None,
+) -> None:
+    """Generate after one prompt's tokens.
+
+    Args:
+        opened: model that answers.
+        ids: tokens of the prompt.
+        config: how tokens are chosen, and which ones end the answer.
+        streamer: is given the prompt's tokens and each new one.
+        is_cancelled: asked after each token whether to stop.
+        choice: changes the logits of each step, before what ``config`` asks for.
+    """
+    prompt = torch.tensor([list(ids)], device=opened.base.device)
+    given, opened.base.generation_config = opened.base.generation_config, config
+    try:
+        with dense_attention(opened.base):
+            opened.model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([_Cancelled(is_cancelled)]),
+                logits_processor=LogitsProcessorList([] if choice is None else [choice]),
+            )
+    finally:
+        opened.base.generation_config = given
+
+
+def positions(opened: OpenedModel) -> int:
+    """Largest number of tokens of a prompt and its answer."""
     return getattr(opened.base.config.get_text_config(), "max_position_embeddings", None) or 2**31

@@ -75,13 +75,13 @@ class Sampling:
         steps: list[LogitsProcessor] = [TemperatureLogitsWarper(self.temperature)]
         steps += [TopKLogitsWarper(self.top_k)] if self.top_k is not None else []
         steps += [TopPLogitsWarper(self.top_p)] if self.top_p is not None else []
-        return LogitsProcessorList([*steps, _Draw(generators)])
+        return LogitsProcessorList([*steps, SeededDraw(generators)])
 
 
 GREEDY = Sampling()
 
 
-class _Draw(LogitsProcessor):
+class SeededDraw(LogitsProcessor):
     """Draw one token for each row, and leave only its logit finite.
 
     transformers draws all rows of a batch from one generator, so an answer would depend on its batch. One uniform

@@ -1,7 +1,8 @@
 """Description of a base model and its tokenizer, from which its skeleton, weights and fingerprint are made."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class ModelSpec:
     quantization: QuantizationConfigMixin | None = None
     config_overrides: Overrides | None = None
     """Values in place of those of config.json."""
+    loaded: PreTrainedModel | None = field(default=None, compare=False, repr=False)
+    """The model with its weights, if they are in memory: ``build`` then returns a model that shares their tensors."""
 
     @property
     def config(self) -> PretrainedConfig:
@@ -100,11 +103,11 @@ class ModelSpec:
             attn_implementation: in place of the spec's own.
         """
         attention = attn_implementation or self.attn_implementation
-        form = self.dtype, attention, self.quantization
-        base = loading.load_base(self.pretrained, self.init, *form, overrides=self.config_overrides)
-        is_on_hub = not Path(self.pretrained).expanduser().is_dir()
-        if is_on_hub and self.init == "pretrained" and (unused := self.unused_tensors(base)):
-            rank_zero_info(f"model.pretrained={self.pretrained!r}: {unused}")
+        if self.loaded is None:
+            base = self._load(attention)
+        else:
+            base = copy_sharing_weights(self.loaded)
+            base.set_attn_implementation(loading.pick_attention(base.config, attention))
         if self.added_ids:
             embeddings.resize_embeddings(base, self.tokenizer, len(self.added_ids))
         return base
@@ -112,3 +115,16 @@ class ModelSpec:
     def build_unquantized(self) -> PreTrainedModel:
         """Model with the weights as they were before the recipe's quantization."""
         return loading.load_base(self.pretrained, self.init, self.dtype, overrides=self.config_overrides)
+
+    def _load(self, attention: str) -> PreTrainedModel:
+        form = self.dtype, attention, self.quantization
+        base = loading.load_base(self.pretrained, self.init, *form, overrides=self.config_overrides)
+        is_on_hub = not Path(self.pretrained).expanduser().is_dir()
+        if is_on_hub and self.init == "pretrained" and (unused := self.unused_tensors(base)):
+            rank_zero_info(f"model.pretrained={self.pretrained!r}: {unused}")
+        return base
+
+
+def copy_sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy of a model's modules over the same parameters and buffers, so that adapters of each are its own."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

@@ -1,0 +1,161 @@
+"""The ``serve`` command: trained models behind OpenAI's HTTP interface."""
+
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from lit_ft.errors import RecipeError
+from lit_ft.inference.batching import Engine, batching_obstacle, cache_tokens_in, start_engine
+from lit_ft.inference.opening import BASE, OpenedModel, open_together
+from lit_ft.inference.streaming import positions
+from lit_ft.inference.vllm_command import vllm_command
+from lit_ft.recipe.parser import RecipeParser
+from lit_ft.run.folder import LAST
+from lit_ft.training.console import show_progress_on_terminals_only
+
+if TYPE_CHECKING:  # of the extra `serve`
+    import uvicorn
+
+    from lit_ft.inference.openai.application import Limits
+
+STOP_SECONDS = 5
+"""Seconds that running answers get to end when the server is stopped."""
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def run(arguments: list[str]) -> None:
+    """Serve trained models through OpenAI's HTTP interface; adapters share one base."""
+    show_progress_on_terminals_only()
+    parser = RecipeParser(prog="python -m lit_ft serve", description=(run.__doc__ or ""))
+    parser.add_argument("paths", nargs="+", help="runs' folders, adapters', models', or hub ids")
+    parser.add_argument("--ckpt_path", default=LAST, help="checkpoint of the runs: last, best or a path")
+    parser.add_argument("--base", type=str | None, default=None, help="base model of adapters' folders")
+    parser.add_argument(
+        "--chat_template", type=str | None, default=None, help="in place of the tokenizer's or the run's"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of the machine's")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--api_key", type=str | None, default=None, help="key that requests must carry")
+    parser.add_argument(
+        "--max_model_len",
+        type=int | None,
+        default=None,
+        help="tokens of a prompt and its answer; by default the model's positions, or what the cache holds",
+    )
+    parser.add_argument("--max_requests", type=int, default=64, help="answers that are generated or wait")
+    parser.add_argument("--max_body_mib", type=float, default=4.0, help="size of a request's body")
+    parser.add_argument("--cache_gib", type=float, default=1.0, help="KV cache of all models together")
+    options = parser.parse_args(arguments[1:])
+    _check(options.max_requests, options.max_body_mib, options.cache_gib)
+    with _listening(options.host, options.port) as listener:
+        opened = open_together(options.paths, options.ckpt_path, options.base, options.chat_template)
+        cache_tokens, max_model_len = _lengths(opened, options.cache_gib, options.max_model_len)
+
+        from lit_ft.inference.openai.application import Limits
+
+        limits = Limits(max_model_len, options.max_requests, int(options.max_body_mib * 2**20), options.api_key)
+        # No more than all answers together can fill.
+        most = (max_model_len + 64) * options.max_requests
+        with _engines(opened, {name: min(most, size) for name, size in cache_tokens.items()}, limits) as engines:
+            named = dict(zip((name for name in opened if name != BASE), options.paths, strict=True))
+            _print_start(engines, named, limits, options.host, listener)
+            _server(engines, named, limits).run(sockets=[listener])
+
+
+def _check(max_requests: int, max_body_mib: float, cache_gib: float) -> None:
+    for module in ("starlette", "uvicorn"):
+        if find_spec(module) is None:
+            raise RecipeError(f"serve needs the package {module}, which is not installed; pip install -e '.[serve]'")
+    if max_requests < 1:
+        raise RecipeError(f"max_requests={max_requests} must be 1 or more")
+    for name, value in (("max_body_mib", max_body_mib), ("cache_gib", cache_gib)):
+        if not 0 < value < float("inf"):
+            raise RecipeError(f"{name}={value:g} must be over 0")
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Socket that listens from before the weights load, so that a port in use is an error at once."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise RecipeError(
+            f"{host}:{port} cannot be listened on ({error}); give another --port, or 0 for a free one"
+        ) from error
+    with listener:
+        yield listener
+
+
+def _lengths(
+    opened: Mapping[str, OpenedModel], cache_gib: float, max_model_len: int | None
+) -> tuple[dict[str, int], int]:
+    """Tokens that each model's part of the KV cache holds, and the largest number of tokens of one sequence."""
+    caches = {name: cache_tokens_in(model, cache_gib / len(opened)) for name, model in opened.items()}
+    most = min(map(positions, opened.values()))
+    # The scheduler keeps some pages free.
+    held = min(
+        [int(0.8 * caches[name]) for name, model in opened.items() if batching_obstacle(model) is None] or [most]
+    )
+    if max_model_len is None:
+        max_model_len = min(most, held)
+    if not 2 <= max_model_len <= most:
+        raise RecipeError(f"max_model_len={max_model_len} must be from 2 to the {most:,} positions of the model")
+    if max_model_len > held:
+        raise RecipeError(
+            f"max_model_len={max_model_len:,} does not fit in the KV cache, which holds sequences of {held:,} tokens "
+            f"for each of {len(opened)} models; set --cache_gib to more than {cache_gib:g}"
+        )
+    return caches, max_model_len
+
+
+@contextmanager
+def _engines(
+    opened: Mapping[str, OpenedModel], cache_tokens: Mapping[str, int], limits: "Limits"
+) -> Iterator[dict[str, Engine]]:
+    engines: dict[str, Engine] = {}
+    try:
+        for name, model in opened.items():
+            engines[name] = start_engine(model, cache_tokens[name], limits.max_requests)
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.stop()
+
+
+def _print_start(
+    engines: Mapping[str, Engine], paths: Mapping[str, str], limits: "Limits", host: str, listener: socket.socket
+) -> None:
+    opened = {name: engine.opened for name, engine in engines.items()}
+    for name, model in opened.items():
+        reason = batching_obstacle(model)
+        how = "requests batched together" if reason is None else f"one request at a time: {reason}"
+        print(f"{name}: {paths.get(name, model.pretrained)}, {how}")
+    print(
+        f"up to {limits.max_model_len:,} tokens of a prompt and its answer, {limits.max_requests} answers at once or "
+        f"waiting, {limits.max_body_bytes / 2**20:g} MiB of a body"
+    )
+    if host not in _LOOPBACK and limits.api_key is None:
+        print(f"{host} can be reached from other machines, and there is no --api_key")
+    print(f"for large loads: {vllm_command(opened, paths)}")
+    address = f"[{host}]" if ":" in host else host
+    print(f"listening on http://{address}:{listener.getsockname()[1]}/v1 (Ctrl-C stops)", flush=True)
+
+
+def _server(engines: Mapping[str, Engine], paths: Mapping[str, str], limits: "Limits") -> "uvicorn.Server":
+    """HTTP server; at SIGINT or SIGTERM running answers get a few seconds to end."""
+    import uvicorn
+
+    from lit_ft.inference.openai.application import application
+
+    roots = {name: paths.get(name, engine.opened.pretrained) for name, engine in engines.items()}
+    config = uvicorn.Config(
+        application(engines, limits, roots),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=STOP_SECONDS,
+    )
+    return uvicorn.Server(config)

@@ -1,0 +1,209 @@
+"""Answers as they come: text without stop strings, tokens, log-probabilities; and OpenAI's JSON of them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lit_ft.inference.batching import Engine, Generation
+from lit_ft.inference.openai.requests import Ask, Json
+from lit_ft.inference.stop_strings import StopStrings
+from lit_ft.inference.streaming import AnswerText
+from lit_ft.inference.token_choice import TokenLogprob
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+@dataclass
+class Delta:
+    """Next part of an answer, or a whole one."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, other: "Delta") -> None:
+        """Append a part."""
+        self.text += other.text
+        self.ids += other.ids
+        self.logprobs += other.logprobs
+        self.finish_reason = other.finish_reason or self.finish_reason
+
+
+async def deltas(engine: Engine, generation: Generation, stops: Sequence[str]) -> AsyncIterator[Delta]:
+    """Generate one answer, part by part; it is cancelled where the caller stops listening.
+
+    Raises:
+        RuntimeError: generation failed.
+    """
+    pieces: list[str] = []
+    text, filtered = AnswerText(engine.opened, set(generation.stops), pieces.append), StopStrings(stops)
+    text.put(torch.tensor([]))  # the prompt, which is not shown
+    part, count = Delta(), 0
+
+    def add_pieces() -> None:
+        while pieces and not filtered.found:
+            part.text += filtered.add(pieces.pop(0))
+
+    try:
+        engine.submit(generation)
+        async for tokens in generation.tokens():
+            for token in tokens:
+                text.put(torch.tensor([token]))
+                part.ids.append(token)
+                part.logprobs += generation.choice.logprobs[count : count + 1]
+                count += 1
+                add_pieces()
+                if filtered.found:
+                    part.finish_reason = "stop"
+                    yield part
+                    return
+            if part.text:
+                yield part
+                part = Delta()
+        text.end()
+        add_pieces()
+        part.text += filtered.end()
+        ended = text.ids and text.ids[-1] in generation.stops
+        part.finish_reason = "stop" if ended or filtered.found else "length"
+        yield part
+    finally:
+        engine.cancel(generation)
+
+
+async def merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+    """Parts of several answers with the number of their answer, as they come.
+
+    Raises:
+        RuntimeError: generation failed.
+    """
+    parts: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncIterator[Delta]) -> None:
+        try:
+            async for part in stream:
+                parts.put_nowait((index, part))
+            parts.put_nowait(None)
+        except Exception as error:  # handed to the caller, who waits at the other end
+            parts.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    open_streams = len(tasks)
+    try:
+        while open_streams:
+            part = await parts.get()
+            if isinstance(part, Exception):
+                raise part
+            if part is None:
+                open_streams -= 1
+            else:
+                yield part
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Format:
+    """OpenAI's JSON of the answers to one request."""
+
+    def __init__(self, ask: Ask, id: str, tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> None:
+        self._ask, self._tokenizer, self._is_chat = ask, tokenizer, is_chat
+        self._head: Json = {"id": id, "created": int(time.time()), "model": ask.model}
+
+    def prompt_of(self, index: int) -> list[int]:
+        """Prompt of an answer."""
+        return self._ask.prompts[index // self._ask.n]
+
+    def whole(self, answers: Sequence[Delta]) -> Json:
+        """Body of a whole answer."""
+        choices = []
+        for index, answer in enumerate(answers):
+            choice: Json = {"index": index, "finish_reason": answer.finish_reason}
+            choice["logprobs"] = self._logprobs(answer)
+            if self._is_chat:
+                choice["message"] = {"role": "assistant", "content": answer.text}
+            else:
+                choice["text"] = answer.text
+            choices.append(choice | self._token_ids(index, answer, is_first=True))
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return self._with_prompt({**self._head, "object": kind, "choices": choices, "usage": self._usage(answers)})
+
+    def opening(self, count: int) -> list[Json]:
+        """First chunks of a chat's stream, which name the role; none for completions."""
+        if not self._is_chat:
+            return []
+        return [
+            self._with_prompt(self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}}))
+            for index in range(count)
+        ]
+
+    def chunk(self, index: int, part: Delta, is_first: bool) -> Json:
+        """Chunk of a stream."""
+        choice: Json = {"index": index, "finish_reason": part.finish_reason, "logprobs": self._logprobs(part)}
+        choice |= {"delta": {"content": part.text}} if self._is_chat else {"text": part.text}
+        return self._chunk(choice | self._token_ids(index, part, is_first))
+
+    def usage_chunk(self, answers: Sequence[Delta]) -> Json:
+        """Last chunk of a stream that was asked for the usage."""
+        return {**self._chunk({}), "choices": [], "usage": self._usage(answers)}
+
+    def _chunk(self, choice: Json) -> Json:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        if self._is_chat:
+            choice = {"finish_reason": None, **choice}
+        return {**self._head, "object": kind, "choices": [choice]}
+
+    def _with_prompt(self, body: Json) -> Json:
+        asked = self._is_chat and self._ask.return_token_ids
+        return {**body, "prompt_token_ids": self._ask.prompts[0]} if asked else body
+
+    def _token_ids(self, index: int, part: Delta, is_first: bool) -> Json:
+        if not self._ask.return_token_ids:
+            return {}
+        prompt = {} if self._is_chat or not is_first else {"prompt_token_ids": self.prompt_of(index)}
+        return {"token_ids": part.ids, **prompt}
+
+    def _usage(self, answers: Sequence[Delta]) -> Json:
+        asked = sum(map(len, self._ask.prompts))
+        echoed = asked * self._ask.n if self._ask.echo else 0
+        answered = sum(len(answer.ids) for answer in answers) - echoed
+        return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
+
+    def _logprobs(self, part: Delta) -> Json | None:
+        if self._ask.top_logprobs is None:
+            return None
+        return self._chat_logprobs(part) if self._is_chat else self._completion_logprobs(part)
+
+    def _chat_logprobs(self, part: Delta) -> Json:
+        def entry(token: int, logprob: float) -> Json:
+            text = self._tokenizer.decode([token])
+            # A token may be a part of a character, of which the decoder gives a replacement.
+            utf8 = None if "\ufffd" in text else list(text.encode())
+            return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": utf8}
+
+        return {
+            "content": [
+                {**entry(one.id, one.logprob), "top_logprobs": [entry(*near) for near in one.top]}
+                for one in part.logprobs
+            ]
+        }
+
+    def _completion_logprobs(self, part: Delta) -> Json:
+        texts = [self._tokenizer.decode([token]) for token in part.ids]
+        unpredicted = len(part.ids) - len(part.logprobs)  # the first token of an echoed prompt
+        return {
+            "tokens": texts,
+            "token_logprobs": [None] * unpredicted + [max(one.logprob, LOWEST_LOGPROB) for one in part.logprobs],
+            "top_logprobs": [None] * unpredicted
+            + [
+                {self._tokenizer.decode([token]): max(logprob, LOWEST_LOGPROB) for token, logprob in one.top}
+                for one in part.logprobs
+            ],
+            "text_offset": [sum(map(len, texts[:place])) for place in range(len(texts))],
+        }

@@ -1,0 +1,285 @@
+"""The server's application: OpenAI's routes over engines, with limits and errors as JSON."""
+
+import asyncio
+import hmac
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from lit_ft.inference.batching import Engine, Generation, score
+from lit_ft.inference.openai.answers import Delta, Format, deltas, merged
+from lit_ft.inference.openai.requests import (
+    Ask,
+    Fields,
+    Json,
+    RequestError,
+    chat_prompt,
+    read_chat,
+    read_completion,
+    text_prompts,
+)
+from lit_ft.inference.token_choice import TokenChoice
+from lit_ft.model.generation import stop_ids
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes."""
+
+    max_model_len: int
+    """Largest number of tokens of a prompt and its answer."""
+    max_requests: int = 64
+    """Largest number of answers that are generated or wait."""
+    max_body_bytes: int = 4 * 2**20
+    api_key: str | None = None
+    """Key that requests must carry; None takes all."""
+
+
+class Service:
+    """Handlers of the routes."""
+
+    def __init__(self, engines: Mapping[str, Engine], limits: Limits, roots: Mapping[str, str]) -> None:
+        self._engines, self._limits, self._roots = engines, limits, roots
+        self._running = 0
+
+    async def health(self, request: Request) -> Response:
+        """Answer 200 while answers can be generated."""
+        dead = [name for name, engine in self._engines.items() if not engine.is_alive()]
+        if dead:
+            raise RequestError(f"{', '.join(dead)}: generation has ended; start the server again", 503)
+        return JSONResponse({"status": "ok", "running": self._running})
+
+    async def models(self, request: Request) -> Response:
+        """List the models."""
+        listed = [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "lit_ft",
+                "root": self._roots[name],
+                "max_model_len": self._limits.max_model_len,
+            }
+            for name in self._engines
+        ]
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def tokenize(self, request: Request) -> Response:
+        """Tokens of a prompt or a conversation, as vLLM's route of that name gives them."""
+        fields = await self._fields(request)
+        _, engine = self._engine(fields)
+        add_special_tokens = fields.take("add_special_tokens", bool, True)
+        if (text := fields.find("prompt", str)) is not None:
+            (ids,) = text_prompts(text, engine.opened.tokenizer, add_special_tokens)
+        else:
+            ids = chat_prompt(fields, engine.opened)
+        fields.end()
+        return JSONResponse({"count": len(ids), "max_model_len": self._limits.max_model_len, "tokens": ids})
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        fields = await self._fields(request)
+        name, engine = self._engine(fields)
+        ask = read_chat(fields, name, engine.opened, self._limits.max_model_len)
+        fields.end()
+        return await self._answer(request, engine, ask, is_chat=True)
+
+    async def completion(self, request: Request) -> Response:
+        """Continue a text."""
+        fields = await self._fields(request)
+        name, engine = self._engine(fields)
+        ask = read_completion(fields, name, engine.opened, self._limits.max_model_len)
+        fields.end()
+        return await self._answer(request, engine, ask, is_chat=False)
+
+    async def _fields(self, request: Request) -> Fields:
+        """Body of a request, read up to the limit."""
+        limit, body = self._limits.max_body_bytes, b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                raise RequestError(f"the body has more than {limit:,} bytes", 413)
+        try:
+            values = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the body is no JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise RequestError("the body must be a JSON object")
+        return Fields(values)
+
+    def _engine(self, fields: Fields) -> tuple[str, Engine]:
+        name = fields.take("model", str, "")
+        if name not in self._engines:
+            raise RequestError(
+                f"there is no model {name!r}; there are {', '.join(self._engines)}", 404, "model_not_found"
+            )
+        return name, self._engines[name]
+
+    async def _answer(self, request: Request, engine: Engine, ask: Ask, is_chat: bool) -> Response:
+        count = len(ask.prompts) * ask.n
+        if self._running + count > self._limits.max_requests:
+            raise RequestError(
+                f"{self._running} answers are generated or wait, and {count} more exceed {self._limits.max_requests}; "
+                "try again later",
+                429,
+            )
+        id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        form = Format(ask, id, engine.opened.tokenizer, is_chat)
+        if ask.stream:
+            return StreamingResponse(self._events(engine, ask, id, form), media_type="text/event-stream")
+        answers = await _unless_disconnected(request, self._whole(engine, ask, id))
+        return JSONResponse(form.whole(answers))
+
+    def _parts(self, engine: Engine, ask: Ask, id: str) -> AsyncIterator[tuple[int, Delta]]:
+        opened = engine.opened
+        config = ask.decoding.generation_config(opened)
+        stops = stop_ids(opened.base, opened.tokenizer)
+        seed, streams = ask.decoding.seed, []
+        for index in range(len(ask.prompts) * ask.n):
+            prompt = ask.prompts[index // ask.n]
+            # The first answer has the request's own seed, so that it is the one that it is alone.
+            choice = TokenChoice(prompt, config, None if seed is None else seed + index % ask.n, ask.top_logprobs)
+            generation = Generation(f"{id}-{index}", prompt, ask.decoding.max_new_tokens, stops, choice)
+            streams.append(deltas(engine, generation, ask.stops))
+        return merged(streams)
+
+    async def _whole(self, engine: Engine, ask: Ask, id: str) -> list[Delta]:
+        answers = [Delta() for _ in range(len(ask.prompts) * ask.n)]
+        self._running += len(answers)
+        try:
+            if ask.is_scored_only:
+                for answer in answers:
+                    answer.finish_reason = "length"
+            else:
+                async for index, part in self._parts(engine, ask, id):
+                    answers[index].add(part)
+            if ask.echo:
+                answers = [await _echoed(engine, ask, index, answer) for index, answer in enumerate(answers)]
+            return answers
+        finally:
+            self._running -= len(answers)
+
+    async def _events(self, engine: Engine, ask: Ask, id: str, form: Format) -> AsyncIterator[str]:
+        answers = [Delta() for _ in range(len(ask.prompts) * ask.n)]
+        self._running += len(answers)
+        try:
+            for chunk in form.opening(len(answers)):
+                yield _event(chunk)
+            async for index, part in self._parts(engine, ask, id):
+                yield _event(form.chunk(index, part, is_first=not answers[index].ids))
+                answers[index].add(part)
+            if ask.include_usage:
+                yield _event(form.usage_chunk(answers))
+        except RuntimeError as error:
+            yield _event(_error_body(str(error), 500, None))
+        finally:
+            self._running -= len(answers)
+        yield "data: [DONE]\n\n"
+
+
+async def _echoed(engine: Engine, ask: Ask, index: int, answer: Delta) -> Delta:
+    """An answer with its prompt, and its tokens' log-probabilities, in front of it."""
+    prompt = ask.prompts[index // ask.n]
+    whole = Delta(engine.opened.tokenizer.decode(prompt, skip_special_tokens=False), list(prompt))
+    if ask.top_logprobs is not None and len(prompt) > 1:
+        whole.logprobs = await asyncio.to_thread(score, engine.opened, prompt, ask.top_logprobs)
+    whole.add(answer)
+    return whole
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """Result of some work, which is cancelled when the client is gone.
+
+    Raises:
+        ClientDisconnect: the client is gone.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[str, str]) -> Starlette:
+    """Application that answers requests.
+
+    Args:
+        engines: engine of each model, by the model's name.
+        limits: what the server takes.
+        roots: folder or hub id of each model, by the model's name.
+    """
+    service = Service(engines, limits, roots)
+
+    def guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if limits.api_key is not None and not hmac.compare_digest(given.encode(), limits.api_key.encode()):
+                raise RequestError("the request carries another key than --api_key", 401, "invalid_api_key")
+            return await handler(request)
+
+        return handle
+
+    routes: Sequence[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = (
+        ("/health", "GET", service.health),
+        ("/v1/models", "GET", guarded(service.models)),
+        ("/v1/chat/completions", "POST", guarded(service.chat)),
+        ("/v1/completions", "POST", guarded(service.completion)),
+        ("/tokenize", "POST", guarded(service.tokenize)),
+    )
+    return Starlette(
+        routes=[Route(path, handler, methods=[method]) for path, method, handler in routes],
+        exception_handlers={
+            RequestError: _refused,
+            HTTPException: _no_route,
+            RuntimeError: _failed,
+            ClientDisconnect: _nobody_listens,
+        },
+    )
+
+
+def _event(body: Json) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def _error_body(message: str, status: int, code: str | None) -> Json:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {"Retry-After": "1"} if error.status == 429 else None
+    return JSONResponse(_error_body(str(error), error.status, error.code), error.status, headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(_error_body(message, error.status_code, None), error.status_code)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return JSONResponse(_error_body(f"generation failed: {error}", 500, None), 500)
+
+
+async def _nobody_listens(_: Request, error: Exception) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,262 @@
+"""Bodies of requests, read and checked: what is not supported is refused by name, never ignored."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from lit_ft.data.text import formats
+from lit_ft.data.text.rendering import prompt_and_answer
+from lit_ft.errors import BadRow, RecipeError
+from lit_ft.inference.opening import OpenedModel
+from lit_ft.inference.streaming import Decoding
+
+Json = dict[str, object]
+T = TypeVar("T", bool, int, float, str, list[object], dict[str, object])
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+_NOTHING_TO_DO = frozenset(
+    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"]
+)
+"""Fields that do not concern the answer."""
+_ONLY: Mapping[str, tuple[object, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "functions": ([],),
+}
+"""Fields of which one value alone can be had."""
+
+
+class RequestError(Exception):
+    """A request that is refused, with its HTTP status and OpenAI's error code."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Fields:
+    """Fields of a body, each taken once; what is left over at the end is refused."""
+
+    def __init__(self, values: Json) -> None:
+        self._values = {name: value for name, value in values.items() if value is not None}
+
+    def take(self, name: str, kind: type[T], default: T) -> T:
+        """Value of a field, or the default.
+
+        Raises:
+            RequestError: it has another type.
+        """
+        found = self.find(name, kind)
+        return default if found is None else found
+
+    def find(self, name: str, kind: type[T]) -> T | None:
+        """Value of a field; None if it is not given.
+
+        Raises:
+            RequestError: it has another type.
+        """
+        value = self._values.pop(name, None)
+        if value is None:
+            return None
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise RequestError(f"{name}={value!r} must be {_KINDS[kind]}")
+        return value
+
+    def given(self, name: str) -> object:
+        """Value of a field of any type; None if it is not given."""
+        return self._values.pop(name, None)
+
+    def end(self) -> None:
+        """Refuse what was not taken.
+
+        Raises:
+            RequestError: a field is not supported, or has a value that is not.
+        """
+        for name, value in self._values.items():
+            if name in _NOTHING_TO_DO or (name in _ONLY and value in _ONLY[name]):
+                continue
+            raise RequestError(f"{name}={value!r} is not supported by this server; leave it out", code="unsupported")
+
+
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Request of one or more answers."""
+
+    model: str
+    prompts: list[list[int]]
+    """Tokens of each prompt."""
+    decoding: Decoding
+    stops: list[str]
+    n: int
+    """Answers to each prompt."""
+    top_logprobs: int | None
+    """Number of alternatives whose log-probabilities are asked for beside each token's; None asks for none at all."""
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    echo: bool = False
+    """Whether the answer begins with the prompt."""
+    is_scored_only: bool = False
+    """Whether nothing is generated (``max_tokens=0``)."""
+
+
+def read_chat(fields: Fields, model: str, opened: OpenedModel, max_model_len: int) -> Ask:
+    """Read a request of ``/v1/chat/completions``.
+
+    Raises:
+        RequestError: a field is missing, wrong or not supported.
+    """
+    prompt = chat_prompt(fields, opened)
+    limit = fields.find("max_completion_tokens", int)
+    older = fields.find("max_tokens", int)
+    top = fields.find("top_logprobs", int)
+    if not fields.take("logprobs", bool, False):
+        if top is not None:
+            raise RequestError(f"top_logprobs={top} needs logprobs=true")
+    else:
+        top = top or 0
+    limit = older if limit is None else limit
+    return _ask(fields, model, [prompt], limit, max_model_len, top)
+
+
+def read_completion(fields: Fields, model: str, opened: OpenedModel, max_model_len: int) -> Ask:
+    """Read a request of ``/v1/completions``.
+
+    Raises:
+        RequestError: a field is missing, wrong or not supported.
+    """
+    prompts = text_prompts(fields.given("prompt"), opened.tokenizer)
+    echo = fields.take("echo", bool, False)
+    limit = fields.take("max_tokens", int, 16)
+    return _ask(fields, model, prompts, limit, max_model_len, fields.find("logprobs", int), echo)
+
+
+def _ask(
+    fields: Fields,
+    model: str,
+    prompts: list[list[int]],
+    limit: int | None,
+    max_model_len: int,
+    top: int | None,
+    echo: bool = False,
+) -> Ask:
+    longest = max(map(len, prompts))
+    room = max_model_len - longest
+    if room < (0 if limit == 0 else 1) or (limit or 0) > room:
+        raise RequestError(
+            f"the prompt has {longest:,} tokens and max_tokens is {'not set' if limit is None else f'{limit:,}'}; this "
+            f"server takes {max_model_len:,} tokens for both",
+            code="context_length_exceeded",
+        )
+    stream = fields.take("stream", bool, False)
+    options = Fields(fields.take("stream_options", dict, {}))
+    include_usage = options.take("include_usage", bool, False)
+    options.end()
+    n = fields.take("n", int, 1)
+    if n < 1:
+        raise RequestError(f"n={n} must be 1 or more")
+    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise RequestError(f"{top} log-probabilities of alternatives are asked for; ask for 0 to {MAX_TOP_LOGPROBS}")
+    if echo and stream:
+        raise RequestError("echo is not supported with stream; leave one of them out")
+    if limit == 0 and not echo:
+        raise RequestError("max_tokens=0 must be 1 or more; 0 is for echo, which scores the prompt")
+    return Ask(
+        model,
+        prompts,
+        _decoding(fields, room if limit is None else limit),
+        _stops(fields.given("stop")),
+        n,
+        top,
+        stream,
+        include_usage,
+        fields.take("return_token_ids", bool, False),
+        echo,
+        limit == 0,
+    )
+
+
+def _decoding(fields: Fields, limit: int) -> Decoding:
+    try:
+        return Decoding(
+            max(limit, 1) if limit >= 0 else limit,
+            fields.find("temperature", float),
+            fields.find("top_p", float),
+            fields.find("top_k", int),
+            fields.find("repetition_penalty", float),
+            fields.find("seed", int),
+        )
+    except RecipeError as error:
+        raise RequestError(str(error).replace("max_new_tokens", "max_tokens")) from error
+
+
+def _stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else ([] if value is None else value)
+    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        raise RequestError(f"stop={value!r} must be text, or a list of texts, none of them empty")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop has {len(stops)} texts; give {MAX_STOPS} at most")
+    return stops
+
+
+def chat_prompt(fields: Fields, opened: OpenedModel) -> list[int]:
+    """Tokens of a conversation, rendered as in training, up to the opening of the assistant's turn.
+
+    Raises:
+        RequestError: the conversation is malformed, or the template does not render it.
+    """
+    messages, tools = fields.take("messages", list, []), fields.find("tools", list)
+    choice = fields.given("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise RequestError(f"tool_choice={choice!r} is not supported by this server; leave it out, or ask for auto")
+    if not messages or (isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"):
+        raise RequestError("messages must be a list of turns that ends with one of the user or a tool")
+    # The reader of training rows wants an answer; no prompt depends on it.
+    row: Json = {"messages": [*messages, {"role": "assistant", "content": "?"}]}
+    if tools and choice != "none":
+        row["tools"] = tools
+    try:
+        prompt, _, _ = prompt_and_answer(formats.messages(row), opened.template)
+    except (BadRow, RecipeError) as error:
+        raise RequestError(f"messages: {error}") from error
+    return list(opened.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+
+
+def text_prompts(value: object, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True) -> list[list[int]]:
+    """Tokens of one or several prompts, each given as text or as tokens.
+
+    Raises:
+        RequestError: it is neither, or a token is not in the vocabulary.
+    """
+    given = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
+    prompts = []
+    for one in given:
+        if isinstance(one, str):
+            ids = list(tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"])
+        elif isinstance(one, list) and all(isinstance(token, int) and 0 <= token < len(tokenizer) for token in one):
+            ids = one
+        else:
+            raise RequestError(f"prompt must be text or a list of tokens below {len(tokenizer):,}, or a list of these")
+        if not ids:
+            raise RequestError("prompt is empty; give it at least one token")
+        prompts.append(ids)
+    return prompts

@@ -1,0 +1,69 @@
+"""The ``vllm serve`` command that stands for a server of ours, for large loads."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from peft import LoraConfig, PeftModel
+
+from lit_ft.inference.opening import BASE, OpenedModel
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for --max-lora-rank."""
+
+
+def vllm_command(opened: Mapping[str, OpenedModel], paths: Mapping[str, str]) -> str:
+    """Command that serves the same models, or what has to be exported before there is one.
+
+    Args:
+        opened: models by name, the shared base among them.
+        paths: path of each model but the base, as it was given to ``serve``.
+    """
+    adapted = {name: model.model for name, model in opened.items() if isinstance(model.model, PeftModel)}
+    if not adapted:
+        return " ; ".join(f"vllm serve {shlex.quote(path)}" for path in paths.values())
+    for name, model in adapted.items():
+        if reason := _unsupported(model):
+            path = shlex.quote(paths[name])
+            return (
+                f"vLLM does not take the adapter of {name} ({reason}); merge it: "
+                f"python -m lit_ft export {path} --merge --out {name}-merged ; vllm serve {name}-merged"
+            )
+    rank = max(_rank(model) for model in adapted.values())
+    modules = [f"{name}={_adapter_folder(Path(paths[name]))}" for name in adapted]
+    base = opened[BASE] if BASE in opened else next(iter(opened.values()))
+    command = ["vllm", "serve", base.pretrained, "--served-model-name", BASE, "--enable-lora"]
+    command += ["--max-lora-rank", str(min(one for one in _RANKS if one >= rank)), "--lora-modules", *modules]
+    missing = [path for name, path in paths.items() if name in adapted and not _has_adapter(Path(path))]
+    before = "".join(f"python -m lit_ft export {shlex.quote(path)} ; " for path in missing)
+    return before + shlex.join(command)
+
+
+def _unsupported(model: PeftModel) -> str | None:
+    """Reason why vLLM does not take an adapter; None if it does."""
+    config = next(iter(model.peft_config.values()))
+    if not isinstance(config, LoraConfig):
+        return f"the method is {config.peft_type.value}, not LORA"
+    if _rank(model) > _RANKS[-1]:
+        return f"rank {_rank(model)} is over {_RANKS[-1]}"
+    options = {
+        "modules_to_save": config.modules_to_save,
+        "trainable_token_indices": config.trainable_token_indices,
+        "target_parameters": config.target_parameters,
+        "use_dora": config.use_dora,
+        "bias": config.bias != "none",
+    }
+    return next((name for name, is_set in options.items() if is_set), None)
+
+
+def _rank(model: PeftModel) -> int:
+    config = next(iter(model.peft_config.values()))
+    return max([config.r, *config.rank_pattern.values()]) if isinstance(config, LoraConfig) else 0
+
+
+def _has_adapter(path: Path) -> bool:
+    return (_adapter_folder(path) / "adapter_config.json").is_file()
+
+
+def _adapter_folder(path: Path) -> Path:
+    return path if (path / "adapter_config.json").is_file() else path / "adapter"
