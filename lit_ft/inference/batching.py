@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -218,7 +219,7 @@ class BatchedEngine:
         self._manager.stop(block=True, timeout=10, hard_stop=True)
 
 
-class _Pushed(BaseStreamer):  # type: ignore[misc]
+class _Pushed(BaseStreamer):
     """Streamer that calls a function with each new token."""
 
     def __init__(self, take: Callable[[list[int]], None]) -> None:
@@ -266,12 +267,9 @@ class SequentialEngine:
         while (task := self._queue.get()) is not None:
             generation, loop = task
 
-            def say(call: Callable[..., None], *values: object, loop: asyncio.AbstractEventLoop = loop) -> None:
-                with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                    loop.call_soon_threadsafe(call, *values)
-
+            say = partial(_call_on, loop)
             try:
-                self._generate(generation, lambda tokens, g=generation, say=say: say(g.push, tokens))  # type: ignore[misc]
+                self._generate(generation, partial(say, generation.push))
                 say(generation.end, "the server stops" if self._is_stopped else None)
             except Exception as error:  # must reach the client that waits, and leave the thread to the next one
                 say(generation.end, f"{type(error).__name__}: {error}")
@@ -290,3 +288,8 @@ class SequentialEngine:
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         )
         stream_tokens(self.opened, generation.prompt, config, _Pushed(take), is_cancelled, generation.choice)
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *values: object) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        loop.call_soon_threadsafe(call, *values)

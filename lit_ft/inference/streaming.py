@@ -134,6 +134,7 @@ class AnswerText(TextStreamer):
         self.ids: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
+        """Take new tokens, ``(tokens,)``; the first call is the prompt's."""
         if self._is_prompt:  # generate passes the prompt first
             self._is_prompt = False
             return
@@ -142,6 +143,7 @@ class AnswerText(TextStreamer):
             super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Hand on text that no further token changes."""
         if text:
             self._show(text)
 

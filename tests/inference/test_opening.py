@@ -1,18 +1,20 @@
 """Each way to open a model for answers gives the answers of the model that was trained."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 from command_line import recipe
 from forked_commands import run_forked
 
 from lit_ft.commands.export import export
 from lit_ft.errors import RecipeError
 from lit_ft.export.restore_run import rebuild
-from lit_ft.inference.opening import OpenedModel, open_model
+from lit_ft.inference.opening import OpenedModel, open_model, open_together
 from lit_ft.inference.streaming import Decoding, stream_answer
 from lit_ft.run.folder import RunFolder
 
@@ -71,6 +73,39 @@ def test_what_cannot_be_opened(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         open_model(**options(run, model_folder))
+
+
+def test_models_that_are_opened_together_share_the_base_s_weights(run: Path, tmp_path: Path, model_folder: str) -> None:
+    copied = shutil.copytree(run / "adapter", tmp_path / "other")
+    together = open_together([str(run), str(copied)])
+    assert list(together) == ["base", "run", "other"]
+    for name, path in (("base", model_folder), ("run", str(run)), ("other", str(copied))):
+        assert answer(together[name]) == answer(open_model(path))
+    own = dict(together["base"].base.named_parameters())
+    for name in ("run", "other"):
+        frozen = {
+            key.replace(".base_layer", ""): weight
+            for key, weight in together[name].base.named_parameters()
+            if ".lora_" not in key
+        }
+        assert {key: weight.data_ptr() for key, weight in frozen.items()} == {
+            key: weight.data_ptr() for key, weight in own.items()
+        }
+
+
+def test_models_of_two_bases_are_not_opened_together(run: Path, tmp_path: Path, model_folder: str) -> None:
+    other = shutil.copytree(model_folder, tmp_path / "base")
+    with pytest.raises(RecipeError, match="'base', which is taken"):
+        open_together([str(run), str(other)])
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(run / "adapter" / "adapter_model.safetensors", bare)
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    (bare / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(other)}))
+    weights = safetensors.torch.load_file(other / "model.safetensors")
+    safetensors.torch.save_file({name: 2 * weight for name, weight in weights.items()}, other / "model.safetensors")
+    with pytest.raises(RecipeError, match="are not the same base in the same form"):
+        open_together([str(run), str(bare)])
 
 
 def test_only_an_adapter_can_be_switched_off(model_folder: str) -> None:

@@ -1,0 +1,295 @@
+"""The server through the real ``openai`` client: answers equal to those of ``chat``, refusals, cut connections."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+import torch
+import uvicorn
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from lit_ft.inference.batching import SequentialEngine, start_engine
+from lit_ft.inference.openai.application import Limits, application
+from lit_ft.inference.opening import OpenedModel, open_model, open_together
+from lit_ft.inference.streaming import Decoding, stream_answer
+
+pytestmark = pytest.mark.slow
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+PROMPTS = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+ASKED = [{"role": "user", "content": "the green lamp"}]
+KEY = "secret"
+NAMES = ("base", "run-a", "run-b", "prompted")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> dict[str, str]:
+    """Two LoRA adapters with random weights and one of prompt tuning, by name."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, (name, config) in enumerate({"run-a": LORA, "run-b": LORA, "prompted": PROMPTS}.items()):
+        torch.manual_seed(seed)
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config).save_pretrained(folder / name)
+    return {name: str(folder / name) for name in NAMES[1:]}
+
+
+class Served:
+    """A running server, and its models opened a second time, alone."""
+
+    def __init__(self, folders: dict[str, str], base: str) -> None:
+        self.alone = {"base": open_model(base)} | {name: open_model(path) for name, path in folders.items()}
+        limits = Limits(max_model_len=512, max_requests=20, max_body_bytes=50_000, api_key=KEY)
+        opened = open_together(list(folders.values()))
+        self.engines = {name: start_engine(model, 16_000, 20) for name, model in opened.items()}
+        app = application(self.engines, limits, dict.fromkeys(opened, base))
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, args=([listener],))
+        self.thread.start()
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    def ask(self, model: str = "run-a", messages: Any = ASKED, **options: Any) -> Any:
+        options = {"max_tokens": 12, "temperature": 0, "extra_body": {"return_token_ids": True}, **options}
+        return self.client.chat.completions.create(model=model, messages=messages, **options)
+
+    def running(self) -> int:
+        url = str(self.client.base_url).replace("/v1/", "/health")
+        return int(self.client.get(url, cast_to=object)["running"])  # type: ignore[index]
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + 20
+        while self.running():
+            assert time.monotonic() < deadline, "the answer goes on without a client"
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def served(folders: dict[str, str], model_folder: str) -> Iterator[Served]:
+    served = Served(folders, model_folder)
+    yield served
+    served.server.should_exit = True
+    served.thread.join(10)
+    for engine in served.engines.values():
+        engine.stop()
+    assert not served.thread.is_alive()
+    assert not any(engine.is_alive() for engine in served.engines.values())
+
+
+def alone(opened: OpenedModel, messages: Any, tokens: int = 12) -> tuple[str, list[int]]:
+    prompt = opened.template.render(messages, generation=True)
+    answer = stream_answer(opened, prompt, Decoding(max_new_tokens=tokens, temperature=0), lambda _: None)
+    return answer.text, list(answer.ids)
+
+
+def test_sixteen_at_once_get_the_answers_of_each_model_alone(served: Served) -> None:
+    talks = [
+        [*ASKED, {"role": "assistant", "content": "blue"}, {"role": "user", "content": f"{'red ' * count}book"}]
+        for count in (1, 7, 40, 3)
+    ]
+    asked = [(name, talk) for talk in talks for name in NAMES]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda one: served.ask(*one), asked))
+    for (name, talk), answer in zip(asked, answers, strict=True):
+        choice = answer.choices[0]
+        assert (choice.message.content, choice.token_ids) == alone(served.alone[name], talk), name
+        prompt = served.alone[name].template.render(talk, generation=True)
+        ids = served.alone[name].tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert answer.prompt_token_ids == ids
+        assert answer.usage.to_dict() == {
+            "prompt_tokens": len(ids),
+            "completion_tokens": 12,
+            "total_tokens": len(ids) + 12,
+        }
+        assert choice.finish_reason == "length"
+    assert len({answer.choices[0].message.content for answer in answers[: len(NAMES)]}) == len(NAMES)
+    assert isinstance(served.engines["prompted"], SequentialEngine)
+
+
+@pytest.mark.parametrize("model", ["run-a", "prompted"])
+def test_a_stream_has_the_text_and_tokens_of_the_whole_answer(served: Served, model: str) -> None:
+    whole = served.ask(model, logprobs=True, max_tokens=60)
+    options = {"max_tokens": 60, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(served.ask(model, logprobs=True, **options))
+    parts = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert len(parts) > 3
+    assert "".join(part.delta.content for part in parts) == whole.choices[0].message.content
+    ids = [token for part in parts for token in getattr(part, "token_ids", [])]
+    assert ids == whole.choices[0].token_ids
+    logprobs = [one for part in parts if part.logprobs for one in part.logprobs.content]
+    assert logprobs == whole.choices[0].logprobs.content
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert chunks[-1].usage == whole.usage
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_over_two_tokens_is_never_shown(served: Served, stream: bool) -> None:
+    text, ids = alone(served.alone["run-a"], ASKED, 40)
+    tokens = [served.alone["run-a"].tokenizer.decode([token]) for token in ids]
+    parts = [text[at : at + 3] for at in range(len(text) // 2, len(text) - 3)]
+    stop = next(part for part in parts if not any(part in token for token in tokens))
+    answer = served.ask(max_tokens=40, stop=["never there", stop], stream=stream)
+    if stream:
+        parts = [chunk.choices[0] for chunk in answer]
+        shown, reason = "".join(part.delta.content for part in parts), parts[-1].finish_reason
+    else:
+        shown, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert (shown, reason) == (text[: text.index(stop)], "stop")
+    served.wait_until_idle()
+
+
+def test_an_answer_ends_at_the_models_end_token(served: Served) -> None:
+    _, ids = alone(served.alone["run-a"], ASKED)
+    base = served.engines["run-a"].opened.base
+    given, base.generation_config.eos_token_id = base.generation_config.eos_token_id, [ids[5]]
+    try:
+        choice = served.ask().choices[0]
+    finally:
+        base.generation_config.eos_token_id = given
+    assert choice.finish_reason == "stop"
+    assert choice.token_ids == ids[: ids.index(ids[5]) + 1]
+
+
+def test_draws_depend_on_the_seed_and_not_on_the_batch(served: Served) -> None:
+    def drawn(seed: int, **options: Any) -> list[str]:
+        answer = served.ask(temperature=1.5, top_p=0.9, seed=seed, **options)
+        return [choice.message.content for choice in answer.choices]
+
+    first = drawn(1)
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(drawn, [2, 1, 3, 4, 1, 5]))
+    assert [one == first for one in together] == [False, True, False, False, True, False]
+    three = drawn(1, n=3)
+    assert three[:1] == first
+    assert len(set(three)) == 3
+
+
+def test_options_of_single_requests_do_what_generate_does(served: Served) -> None:
+    opened = served.alone["run-a"]
+    prompt = opened.template.render(ASKED, generation=True)
+    penalized = Decoding(60, 0, repetition_penalty=1.8)
+    wanted = stream_answer(opened, prompt, penalized, lambda _: None).ids
+    choice = served.ask(max_tokens=60, extra_body={"return_token_ids": True, "repetition_penalty": 1.8}).choices[0]
+    assert tuple(choice.token_ids) == wanted != tuple(alone(opened, ASKED, 60)[1])
+    sure = served.ask(temperature=1.5, extra_body={"return_token_ids": True, "top_k": 1}).choices[0]
+    assert sure.token_ids == alone(opened, ASKED)[1]
+
+
+@pytest.mark.parametrize("model", ["run-b", "prompted"])
+def test_logprobs_are_those_of_the_model(served: Served, model: str) -> None:
+    answer = served.ask(model, temperature=0.7, seed=3, logprobs=True, top_logprobs=4)
+    choice, opened = answer.choices[0], served.alone[model]
+    ids = torch.tensor([answer.prompt_token_ids + choice.token_ids])
+    with torch.no_grad():
+        logprobs = opened.model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+    logprobs = logprobs[-len(choice.token_ids) - 1 : -1]
+    own = logprobs.gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0].tolist()
+    assert [one.logprob for one in choice.logprobs.content] == pytest.approx(own, abs=1e-4)
+    for one, row in zip(choice.logprobs.content, logprobs, strict=True):
+        assert [near.logprob for near in one.top_logprobs] == pytest.approx(row.topk(4)[0].tolist(), abs=1e-4)
+
+
+def test_completions_score_and_continue_text_and_tokens(served: Served) -> None:
+    opened = served.alone["run-a"]
+    ids = opened.tokenizer("the green lamp is blue")["input_ids"]
+    create = served.client.completions.create
+    scored = create(model="run-a", prompt=ids, max_tokens=0, echo=True, logprobs=1).choices[0]
+    with torch.no_grad():
+        rows = opened.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    own = rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert scored.logprobs.token_logprobs[0] is None  # type: ignore[union-attr]
+    assert scored.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)  # type: ignore[union-attr]
+    assert scored.text == "the green lamp is blue"
+    both = create(model="run-a", prompt=["the green lamp is blue", "red"], max_tokens=6, temperature=0)
+    echoed = create(model="run-a", prompt=ids, max_tokens=6, temperature=0, echo=True)
+    assert both.choices[0].text == echoed.choices[0].text.removeprefix("the green lamp is blue")
+    assert (both.usage.completion_tokens, echoed.usage.completion_tokens) == (12, 6)  # type: ignore[union-attr]
+    streamed = list(create(model="run-a", prompt=ids, max_tokens=6, temperature=0, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == both.choices[0].text
+
+
+def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+    answer = served.ask(tools=tools)
+    prompt = served.alone["run-a"].tokenizer.decode(answer.prompt_token_ids)
+    assert "look_up" in prompt
+    without = served.ask(tools=tools, tool_choice="none")
+    assert without.prompt_token_ids == served.ask().prompt_token_ids
+    body = {"model": "run-a", "messages": ASKED, "tools": tools}
+    counted = served.client.post("/../tokenize", body=body, cast_to=object)
+    assert counted == {"count": len(answer.prompt_token_ids), "max_model_len": 512, "tokens": answer.prompt_token_ids}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "there are base, run-a, run-b, prompted"),
+        ({"max_tokens": 600}, openai.BadRequestError, "takes 512 tokens for both"),
+        ({"max_tokens": 0}, openai.BadRequestError, "must be 1 or more"),
+        ({"max_tokens": -3}, openai.BadRequestError, "max_tokens=-3 must be 1 token or more"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature=-1.0 must be 0 or more"),
+        ({"temperature": "hot"}, openai.BadRequestError, "temperature='hot' must be a number"),
+        ({"top_logprobs": 3}, openai.BadRequestError, "needs logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 30}, openai.BadRequestError, "ask for 0 to 20"),
+        ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty=0.5 is not supported"),
+        ({"extra_body": {"min_tokens": 3}}, openai.BadRequestError, "min_tokens=3 is not supported"),
+        ({"stop": [""]}, openai.BadRequestError, "none of them empty"),
+        ({"n": 21}, openai.RateLimitError, "21 more exceed 20"),
+        ({"n": 0}, openai.BadRequestError, "n=0 must be 1 or more"),
+        ({"messages": []}, openai.BadRequestError, "must be a list of turns"),
+        ({"messages": [{"role": "user"}]}, openai.BadRequestError, "content"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "a"}]}, openai.BadRequestError, "ends with one of the"),
+        ({"messages": [{"role": "user", "content": "x" * 60_000}]}, openai.APIStatusError, "more than 50,000 bytes"),
+        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice='required' is not supported"),
+    ],
+)
+def test_what_is_refused(served: Served, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        served.ask(**options)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 30_000, b'{"model": 3}'])
+def test_malformed_bodies_are_refused_as_json(served: Served, body: bytes) -> None:
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n"
+    status, answer = exchange(served.port, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    assert status == 400
+    assert json.loads(answer)["error"]["message"]
+
+
+def test_a_key_is_needed_for_all_but_health(served: Served) -> None:
+    client = served.client.with_options(api_key="wrong")
+    with pytest.raises(openai.AuthenticationError, match="another key"):
+        client.models.list()
+    assert [model.id for model in served.client.models.list()] == list(NAMES)
+    assert exchange(served.port, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")[0] == 200
+    assert exchange(served.port, b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")[0] == 404
+
+
+@pytest.mark.parametrize("model", ["run-a", "prompted"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_ends_when_its_client_is_gone(served: Served, model: str, stream: bool) -> None:
+    body = json.dumps({"model": model, "messages": ASKED, "max_tokens": 470, "temperature": 0, "stream": stream})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        while not served.running():
+            time.sleep(0.01)
+        if stream:
+            assert connection.recv(100)
+    served.wait_until_idle()
+    assert served.ask(model).choices[0].token_ids == alone(served.alone[model], ASKED)[1]
+
+
+def exchange(port: int, request: bytes) -> tuple[int, bytes]:
+    """Status and body of an answer to bytes that no client would send."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(request)
+        answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
