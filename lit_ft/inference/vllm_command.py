@@ -7,6 +7,7 @@ from pathlib import Path
 from peft import LoraConfig, PeftModel
 
 from lit_ft.inference.opening import BASE, OpenedModel
+from lit_ft.run.folder import RunFolder
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank."""
@@ -21,13 +22,16 @@ def vllm_command(opened: Mapping[str, OpenedModel], paths: Mapping[str, str]) ->
     """
     adapted = {name: model.model for name, model in opened.items() if isinstance(model.model, PeftModel)}
     if not adapted:
-        return " ; ".join(f"vllm serve {shlex.quote(path)}" for path in paths.values())
+        whole = [path for path in paths.values() if RunFolder(Path(path)).config.is_file()]
+        before = "".join(f"python -m lit_ft export --run {shlex.quote(path)} --merge ; " for path in whole)
+        folders = [f"{path.rstrip('/')}/merged" if path in whole else path for path in paths.values()]
+        return before + " ; ".join(f"vllm serve {shlex.quote(folder)}" for folder in folders)
     for name, model in adapted.items():
         if reason := _unsupported(model):
-            path = shlex.quote(paths[name])
+            option = "--adapter" if _has_adapter(Path(paths[name])) else "--run"
             return (
-                f"vLLM does not take the adapter of {name} ({reason}); merge it: "
-                f"python -m lit_ft export {path} --merge --out {name}-merged ; vllm serve {name}-merged"
+                f"vLLM does not take the adapter of {name} ({reason}); merge it: python -m lit_ft export {option} "
+                f"{shlex.quote(paths[name])} --merge --out {name}-merged ; vllm serve {name}-merged"
             )
     rank = max(_rank(model) for model in adapted.values())
     modules = [f"{name}={_adapter_folder(Path(paths[name]))}" for name in adapted]
@@ -35,7 +39,7 @@ def vllm_command(opened: Mapping[str, OpenedModel], paths: Mapping[str, str]) ->
     command = ["vllm", "serve", base.pretrained, "--served-model-name", BASE, "--enable-lora"]
     command += ["--max-lora-rank", str(min(one for one in _RANKS if one >= rank)), "--lora-modules", *modules]
     missing = [path for name, path in paths.items() if name in adapted and not _has_adapter(Path(path))]
-    before = "".join(f"python -m lit_ft export {shlex.quote(path)} ; " for path in missing)
+    before = "".join(f"python -m lit_ft export --run {shlex.quote(path)} ; " for path in missing)
     return before + shlex.join(command)
 
 
