@@ -1,0 +1,82 @@
+"""Answers generated together: the tokens of each alone, also where the KV cache holds one of them at a time."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from lit_ft.inference.batching import BatchedEngine, Generation, batching_obstacle, cache_tokens_in, score, start_engine
+from lit_ft.inference.opening import OpenedModel, open_model
+from lit_ft.inference.streaming import Decoding, stream_answer
+from lit_ft.inference.token_choice import TokenChoice
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def opened(model_folder: str) -> OpenedModel:
+    return open_model(model_folder)
+
+
+async def answers(
+    engine: BatchedEngine, asked: list[tuple[list[int], int]], seed: int | None = None
+) -> list[list[int]]:
+    async def answer(name: int, prompt: list[int], count: int) -> list[int]:
+        temperature = 0 if seed is None else 1.5
+        config = Decoding(count, temperature).generation_config(engine.opened)
+        choice = TokenChoice(prompt, config, seed, None)
+        generation = Generation(f"{seed}-{name}-{len(asked)}", prompt, count, [], choice)
+        engine.submit(generation)
+        return [token async for tokens in generation.tokens() for token in tokens]
+
+    return list(await asyncio.gather(*(answer(i, *one) for i, one in enumerate(asked))))
+
+
+def test_answers_wait_or_begin_again_where_the_cache_is_full(opened: OpenedModel, model_folder: str) -> None:
+    engine = start_engine(open_model(model_folder), cache_tokens=288, max_requests=8)
+    assert isinstance(engine, BatchedEngine)
+    try:
+        asked = [([5 + i] * count, 240 - count) for i, count in enumerate((200, 20, 130, 8))]
+        together = asyncio.run(answers(engine, asked))
+        drawn = asyncio.run(answers(engine, asked, seed=3))
+        assert asyncio.run(answers(engine, asked[:1], seed=3)) == drawn[:1]
+        assert engine.is_alive()
+    finally:
+        engine.stop()
+    assert [len(one) for one in together] == [40, 220, 110, 232]
+    for (prompt, count), got in zip(asked, together, strict=True):
+        logits = opened.model(input_ids=torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == got
+        assert count == len(got)
+
+
+def test_scores_are_those_of_the_model(opened: OpenedModel) -> None:
+    ids = [5, 9, 40, 7]
+    logprobs = opened.model(input_ids=torch.tensor([ids])).logits[0].detach().log_softmax(-1)
+    found = score(opened, ids, 2)
+    assert [one.id for one in found] == ids[1:]
+    assert [one.logprob for one in found] == pytest.approx([float(logprobs[i, t]) for i, t in enumerate(ids[1:])])
+    assert [one.top[0][0] for one in found] == logprobs[:-1].argmax(-1).tolist()
+
+
+def test_a_cache_s_tokens_follow_from_its_bytes(opened: OpenedModel) -> None:
+    of_a_token = 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads, head size, bytes
+    assert cache_tokens_in(opened, 320 * of_a_token / 2**30) == 320
+    assert cache_tokens_in(opened, 319 * of_a_token / 2**30) == 288
+
+
+def test_layers_without_attention_are_generated_one_at_a_time(opened: OpenedModel) -> None:
+    assert batching_obstacle(opened) is None
+    config = opened.base.config
+    assert isinstance(config, Qwen2Config)
+    given = config.layer_types
+    config.layer_types = ["linear_attention", "full_attention"]
+    try:
+        assert batching_obstacle(opened) == "layers other than attention (linear_attention)"
+    finally:
+        config.layer_types = given
+    opened.base.set_attn_implementation("eager")
+    assert batching_obstacle(opened) == "attention is eager"
+    opened.base.set_attn_implementation("sdpa")
+    assert stream_answer(opened, "red", Decoding(3, 0), lambda _: None).tokens == 3
