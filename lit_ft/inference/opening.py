@@ -91,9 +91,7 @@ class SharedBase:
             # The copies differ in their tokens, so the shared model has none added.
             self._first, self._loaded = spec, replace(spec, added_tokens=(), added_special_tokens=()).build()
         first = self._first
-        forms = [
-            (one.fingerprint(), one.dtype, str(one.quantization), one.config_overrides) for one in (first, spec)
-        ]
+        forms = [(one.fingerprint(), one.dtype, str(one.quantization), one.config_overrides) for one in (first, spec)]
         if forms[0] != forms[1]:
             raise RecipeError(
                 f"{spec.pretrained!r} and {first.pretrained!r} are not the same base in the same form (dtype "
