@@ -16,8 +16,6 @@ from lit_ft.run.folder import LAST
 from lit_ft.training.console import show_progress_on_terminals_only
 
 if TYPE_CHECKING:  # of the extra `serve`
-    import uvicorn
-
     from lit_ft.inference.openai.application import Limits
 
 STOP_SECONDS = 5
@@ -53,7 +51,7 @@ def run(arguments: list[str]) -> None:
         opened = open_together(options.paths, options.ckpt_path, options.base, options.chat_template)
         cache_tokens, max_model_len = _lengths(opened, options.cache_gib, options.max_model_len)
 
-        from lit_ft.inference.openai.application import Limits
+        from lit_ft.inference.openai.application import GracefulServer, Limits, application
 
         limits = Limits(max_model_len, options.max_requests, int(options.max_body_mib * 2**20), options.api_key)
         # No more than all answers together can fill.
@@ -61,7 +59,9 @@ def run(arguments: list[str]) -> None:
         with _engines(opened, {name: min(most, size) for name, size in cache_tokens.items()}, limits) as engines:
             named = dict(zip((name for name in opened if name != BASE), options.paths, strict=True))
             _print_start(engines, named, limits, options.host, listener)
-            _server(engines, named, limits).run(sockets=[listener])
+            roots = {name: named.get(name, engine.opened.pretrained) for name, engine in engines.items()}
+            app = application(engines, limits, roots)
+            GracefulServer(app, engines.values(), STOP_SECONDS).run(sockets=[listener])
 
 
 def _check(max_requests: int, max_body_mib: float, cache_gib: float) -> None:
@@ -142,20 +142,3 @@ def _print_start(
     print(f"for large loads: {vllm_command(opened, paths)}")
     address = f"[{host}]" if ":" in host else host
     print(f"listening on http://{address}:{listener.getsockname()[1]}/v1 (Ctrl-C stops)", flush=True)
-
-
-def _server(engines: Mapping[str, Engine], paths: Mapping[str, str], limits: "Limits") -> "uvicorn.Server":
-    """HTTP server; at SIGINT or SIGTERM running answers get a few seconds to end."""
-    import uvicorn
-
-    from lit_ft.inference.openai.application import application
-
-    roots = {name: paths.get(name, engine.opened.pretrained) for name, engine in engines.items()}
-    config = uvicorn.Config(
-        application(engines, limits, roots),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=STOP_SECONDS,
-    )
-    return uvicorn.Server(config)

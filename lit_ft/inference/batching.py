@@ -26,6 +26,8 @@ PAGE_TOKENS = 32
 BATCH_TOKENS = 512
 """Largest number of tokens of one forward pass; longer prompts take several."""
 
+STOPPED = "the server stops"
+
 
 @dataclass
 class Generation:
@@ -74,8 +76,11 @@ class Engine(Protocol):
     def is_alive(self) -> bool:
         """Whether answers can be generated."""
 
+    def end_answers(self) -> None:
+        """End all answers with an error, on the event loop's thread, because the server stops."""
+
     def stop(self) -> None:
-        """End all answers and the engine's thread."""
+        """End the engine's thread, and all answers."""
 
 
 def batching_obstacle(opened: OpenedModel) -> str | None:
@@ -214,8 +219,14 @@ class BatchedEngine:
         """Whether the thread that generates runs."""
         return bool(self._manager.is_running())
 
+    def end_answers(self) -> None:
+        """End all answers with an error, on the event loop's thread, because the server stops."""
+        for generation in list(self._running.values()):
+            self.cancel(generation)
+            generation.end(STOPPED)
+
     def stop(self) -> None:
-        """End all answers and the engine's thread."""
+        """End the engine's thread, and all answers."""
         self._manager.stop(block=True, timeout=10, hard_stop=True)
 
 
@@ -257,8 +268,12 @@ class SequentialEngine:
         """Whether the thread that generates runs."""
         return self._thread.is_alive()
 
+    def end_answers(self) -> None:
+        """End all answers with an error, because the server stops."""
+        self._is_stopped = True
+
     def stop(self) -> None:
-        """End all answers and the engine's thread."""
+        """End the engine's thread, and all answers."""
         self._is_stopped = True
         self._queue.put(None)
         self._thread.join(10)
@@ -270,7 +285,7 @@ class SequentialEngine:
             say = partial(_call_on, loop)
             try:
                 self._generate(generation, partial(say, generation.push))
-                say(generation.end, "the server stops" if self._is_stopped else None)
+                say(generation.end, STOPPED if self._is_stopped else None)
             except Exception as error:  # must reach the client that waits, and leave the thread to the next one
                 say(generation.end, f"{type(error).__name__}: {error}")
 

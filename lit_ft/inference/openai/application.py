@@ -3,11 +3,13 @@
 import asyncio
 import hmac
 import json
+import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -251,9 +253,24 @@ def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[st
             RequestError: _refused,
             HTTPException: _no_route,
             RuntimeError: _failed,
+            Exception: _failed,
             ClientDisconnect: _nobody_listens,
         },
     )
+
+
+class GracefulServer(uvicorn.Server):
+    """HTTP server that, at SIGINT or SIGTERM, gives running answers some seconds to end, and then ends them."""
+
+    def __init__(self, app: Starlette, engines: Iterable[Engine], stop_seconds: float) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+        self._engines, self._stop_seconds = list(engines), stop_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests, and wait for those that run."""
+        for engine in self._engines:
+            asyncio.get_running_loop().call_later(self._stop_seconds, engine.end_answers)
+        await super().shutdown(sockets)
 
 
 def _event(body: Json) -> str:
@@ -278,7 +295,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return JSONResponse(_error_body(f"generation failed: {error}", 500, None), 500)
+    return JSONResponse(_error_body(f"{type(error).__name__}: {error}", 500, None), 500)
 
 
 async def _nobody_listens(_: Request, error: Exception) -> Response:

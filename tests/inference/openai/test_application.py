@@ -11,12 +11,11 @@ from typing import Any
 import openai
 import pytest
 import torch
-import uvicorn
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from lit_ft.inference.batching import SequentialEngine, start_engine
-from lit_ft.inference.openai.application import Limits, application
+from lit_ft.inference.openai.application import GracefulServer, Limits, application
 from lit_ft.inference.opening import OpenedModel, open_model, open_together
 from lit_ft.inference.streaming import Decoding, stream_answer
 
@@ -43,11 +42,11 @@ class Served:
 
     def __init__(self, folders: dict[str, str], base: str) -> None:
         self.alone = {"base": open_model(base)} | {name: open_model(path) for name, path in folders.items()}
-        limits = Limits(max_model_len=512, max_requests=20, max_body_bytes=50_000, api_key=KEY)
+        limits = Limits(max_model_len=512, max_requests=21, max_body_bytes=50_000, api_key=KEY)
         opened = open_together(list(folders.values()))
         self.engines = {name: start_engine(model, 16_000, 20) for name, model in opened.items()}
         app = application(self.engines, limits, dict.fromkeys(opened, base))
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self.server = GracefulServer(app, self.engines.values(), stop_seconds=0.5)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.thread = threading.Thread(target=self.server.run, args=([listener],))
@@ -73,11 +72,19 @@ class Served:
 def served(folders: dict[str, str], model_folder: str) -> Iterator[Served]:
     served = Served(folders, model_folder)
     yield served
-    served.server.should_exit = True
-    served.thread.join(10)
+    with ThreadPoolExecutor(4) as pool:
+        long = {"max_tokens": 450, "n": 10, "temperature": 1}
+        cut = [pool.submit(served.ask, name, **long) for name in ("run-a", "prompted")]
+        stream = served.ask("run-b", **{**long, "n": 1}, stream=True)
+        next(stream)
+        while served.running() < 20:
+            time.sleep(0.01)
+        served.server.should_exit = True
+        served.thread.join(10)
+        assert not served.thread.is_alive()
+        assert all("the server stops" in str(one.exception()) for one in cut)
     for engine in served.engines.values():
         engine.stop()
-    assert not served.thread.is_alive()
     assert not any(engine.is_alive() for engine in served.engines.values())
 
 
@@ -240,7 +247,7 @@ def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty=0.5 is not supported"),
         ({"extra_body": {"min_tokens": 3}}, openai.BadRequestError, "min_tokens=3 is not supported"),
         ({"stop": [""]}, openai.BadRequestError, "none of them empty"),
-        ({"n": 21}, openai.RateLimitError, "21 more exceed 20"),
+        ({"n": 22}, openai.RateLimitError, "22 more exceed 21"),
         ({"n": 0}, openai.BadRequestError, "n=0 must be 1 or more"),
         ({"messages": []}, openai.BadRequestError, "must be a list of turns"),
         ({"messages": [{"role": "user"}]}, openai.BadRequestError, "content"),
