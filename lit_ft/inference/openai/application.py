@@ -295,7 +295,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return JSONResponse(_error_body(f"{type(error).__name__}: {error}", 500, None), 500)
+    return JSONResponse(_error_body(str(error) or type(error).__name__, 500, None), 500)
 
 
 async def _nobody_listens(_: Request, error: Exception) -> Response:
