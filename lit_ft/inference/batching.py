@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.inference.streaming import stream_tokens
 from lit_ft.inference.token_choice import TokenChoice, TokenLogprob, logprobs_of
-from lit_ft.internals.transformers import attention_implementation, keeps_recurrent_state
+from lit_ft.internals.transformers import attention_implementation, takes_any_attention
 from lit_ft.model.packed_attention import PACKED
 
 PAGE_TOKENS = 32
@@ -89,7 +89,7 @@ def batching_obstacle(opened: OpenedModel) -> str | None:
     layers = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     method = next(iter(opened.model.peft_config.values())) if opened.is_adapted else None
     attention = attention_implementation(opened.base.config)
-    if layers or keeps_recurrent_state(opened.base):
+    if layers or not takes_any_attention(opened.base):
         return f"layers other than attention ({', '.join(sorted(layers)) or config.model_type})"
     if method is not None and (method.is_prompt_learning or method.peft_type.value == "ADAPTION_PROMPT"):
         return f"{method.peft_type.value} adds virtual tokens"

@@ -75,6 +75,11 @@ def reads_boundaries(module: nn.Module) -> bool:
     return "cu_seq_lens_q" in _source(type(module).forward)
 
 
+def takes_any_attention(model: PreTrainedModel) -> bool:
+    """Whether all layers attend through transformers' attention functions and carry no other state between tokens."""
+    return bool(model._supports_attention_backend) and not model._is_stateful
+
+
 def with_decoder(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel:
     """Copy of a model with another decoder, so that its ``forward`` computes the rest from what that returns."""
     from lit_ft.internals.torch import with_submodules
