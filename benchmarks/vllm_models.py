@@ -1,7 +1,7 @@
 """Architectures that vLLM serves, by their names in transformers.
 
-From ``vllm/model_executor/models/registry.py`` of vLLM 0.33.0 (2026-11-02), matched by the names of transformers' classes
-for causal LMs (transformers 5.23); nothing of vLLM was run.
+From ``vllm/model_executor/models/registry.py`` of vLLM 0.33.0 (2026-11-02), matched by the names of transformers'
+classes for causal LMs (transformers 5.23); nothing of vLLM was run.
 """
 
 VERSION = "0.33"
