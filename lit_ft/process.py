@@ -1,7 +1,9 @@
 """Seed of the run, data-parallel size and rank of this process, its CPU cores and threads, and its signals."""
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +78,17 @@ def started_at() -> float:
 
 
 _IMPORTED = time.time()
+
+
+def return_freed_memory() -> None:
+    """Let the C library give freed blocks of a MiB or more back to the system at once, where it is glibc.
+
+    It would keep blocks of up to 32 MiB for later ones of their size, which tensors of a model rarely have.
+    """
+    mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h; setting it also keeps glibc from raising it
+    libc = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(libc, "mallopt"):
+        libc.mallopt(mmap_threshold, 2**20)
 
 
 def available_cores() -> int:

@@ -56,10 +56,8 @@ def write_model(folder: Path, layers: int) -> float:
 def measure(*arguments: str) -> tuple[float, float]:
     """Peak memory in GiB and seconds of a conversion."""
     began = time.perf_counter()
-    # Freed memory goes back to the system at once; glibc would keep tensors of some MiB for later ones.
-    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
     command = [sys.executable, "-m", "lit_ft", "convert", "model", *arguments, "--verify", "reduced"]
-    process = subprocess.Popen(command, env=environ)
+    process = subprocess.Popen(command)
     _, status, usage = os.wait4(process.pid, 0)
     if status != 0:
         raise SystemExit(f"the conversion ended with {os.waitstatus_to_exitcode(status)}: {' '.join(arguments)}")

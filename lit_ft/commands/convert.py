@@ -20,6 +20,7 @@ from lit_ft.megatron.conversion import to_hugging_face, to_megatron
 from lit_ft.megatron.formats.names import Format, LayerSpec, Naming
 from lit_ft.megatron.layout import Layout
 from lit_ft.model.loading import load_tokenizer
+from lit_ft.process import return_freed_memory
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import RunFolder
 from lit_ft.training.console import show_progress_on_terminals_only
@@ -42,6 +43,7 @@ def run(arguments: list[str]) -> None:
             parser.add_argument(f"--{option}", type=Literal["hf", "megatron"], required=True, help=_SIDES[option])
         parser.add_function_arguments(convert_model, as_group=False, skip={"path", "source", "to"})
         options = parser.parse_args(arguments[2:]).as_dict()
+        return_freed_memory()
         convert_model(source=options.pop("from"), **options)
     else:
         raise RecipeError(f"convert {what!r} is not known; {_HELP}" if what else _HELP)
