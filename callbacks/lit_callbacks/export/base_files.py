@@ -243,6 +243,9 @@ class BaseFiles:
 
         Returns:
             Whether they were copied; otherwise tokens or a template were changed, or it is another tokenizer.
+
+        Raises:
+            ValueError: the published files cannot be read.
         """
         from transformers import AutoTokenizer
 
@@ -250,7 +253,14 @@ class BaseFiles:
             return False
         with TemporaryDirectory() as own, TemporaryDirectory() as published:
             tokenizer.save_pretrained(own)
-            AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False).save_pretrained(published)
+            try:
+                AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False).save_pretrained(published)
+            except Exception as error:  # tokenizers raises no more specific class for a file that does not parse
+                reason = str(error).split("\n")[0]
+                raise ValueError(
+                    f"the base's tokenizer in {str(self.folder)!r} cannot be read ({type(error).__name__}: {reason}); "
+                    "put back its files"
+                ) from error
             is_published = _contents(Path(own)) == _contents(Path(published))
         if is_published:
             copy_files(self.folder, folder, TOKENIZER_FILES)
