@@ -1,7 +1,7 @@
 """Activation checkpointing: selection of the activations that are kept; the others are recomputed."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -44,10 +44,17 @@ def _contexts(
         kept: operations whose results are kept.
     """
     first, again = create_selective_checkpoint_contexts(kept) if kept else (nullcontext(), nullcontext())
-    return first, _with_samples(lengths.current(), again)
+    return first, _Again(lengths.current(), again)
 
 
-@contextmanager
-def _with_samples(of_first: Sequence[int], again: AbstractContextManager[object]) -> Iterator[None]:
-    with lengths.samples_of(of_first), again:
-        yield
+class _Again(ExitStack):
+    """Context of a second pass; a pipeline that splits its backward pass in two enters it twice."""
+
+    def __init__(self, samples: Sequence[int], kept: AbstractContextManager[object]) -> None:
+        super().__init__()
+        self._samples, self._kept = samples, kept
+
+    def __enter__(self) -> "_Again":
+        self.enter_context(lengths.samples_of(self._samples))
+        self.enter_context(self._kept)
+        return super().__enter__()
