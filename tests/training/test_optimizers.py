@@ -252,9 +252,9 @@ def schedule_free_run(
     peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     module = make_module(folder, "schedule_free", peft=peft)
     module.lr_scheduler = lambda optimizer: ConstantWithWarmup(optimizer, warmup=2)
-    trainer = make_trainer(
-        max_epochs=2, callbacks=[recorder, *callbacks], enable_checkpointing=bool(callbacks), **options
-    )
+    saves = bool(callbacks)
+    options = {"max_epochs": 2, "num_sanity_val_steps": 2, "enable_checkpointing": saves, **options}
+    trainer = make_trainer(callbacks=[recorder, *callbacks], **options)
     rows = TextDataModule(data, micro_batch_size=4, val_fraction=val_fraction, max_length=96)
     trainer.fit(module, rows)
     return module, recorder
