@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lit_callbacks.output.printable import printable
 from lit_callbacks.report.page import render_page
@@ -37,6 +38,7 @@ from lit_ft.packed_batch import pack_samples
 from lit_ft.recipe.allowed_code import as_options
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
+from lit_ft.training.optimizers.schedules import WarmupSchedule
 
 STREAMED_ROWS = 10_000
 """Number of rows per source that are inspected where the recipe streams."""
@@ -147,6 +149,7 @@ class CheckCLI(TrainingCLI):
         devices = trainer.devices if isinstance(trainer.devices, int) and trainer.devices > 0 else 1
         plan = data.plan(replicas=devices * trainer.num_nodes)
         report.facts |= steps_of(train, plan, trainer.accumulate_grad_batches)
+        self._judge_warmup(trainer)
         report.facts |= describe_lengths(data.prepared["train"], data.max_length)
         # With val_fraction, one source is split by rows: that both read it is as it should be.
         shared = [] if data.val_fraction else shared_content(data.sources["train"], data.sources["val"])
@@ -164,6 +167,12 @@ class CheckCLI(TrainingCLI):
                 )
         chosen = np.random.default_rng(0).permutation(len(train))[: self.samples]
         report.examples = [stretches(*train[int(i)], tokenizer) for i in sorted(chosen)]
+
+    def _judge_warmup(self, trainer: Namespace) -> None:
+        """Say that the warm-up is longer than a run whose ``max_steps`` are set; ``fit`` says it of epochs as well."""
+        if isinstance(self.schedule, WarmupSchedule) and trainer.max_steps > 0:
+            self.schedule.total_steps = self.schedule.total_steps or trainer.max_steps
+            self.report.warnings += [self.schedule.warning] if self.schedule.warning else []
 
 
 def leak_probe(module: CausalLM) -> float:

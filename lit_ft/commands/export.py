@@ -34,13 +34,19 @@ def run(arguments: list[str]) -> None:
     """Parse the options and export; option names may have dashes or underscores."""
     show_progress_on_terminals_only()
     parser = RecipeParser(prog="python -m lit_ft export", description=(export.__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", nargs="?", metavar="RUN", help="Folder of the run, in place of --run RUN.")
     parser.add_function_arguments(export, as_group=False, skip={"merge", "adapter", "text_only"})
     parser.add_argument("--merge", action="store_true", help=_MERGE)
     parser.add_argument("--text_only", action="store_true", help=_TEXT_ONLY)
     parser.add_argument("--adapter", action="append", default=[], metavar="PATH[=WEIGHT]", help=_ADAPTER)
     spelt = [re.sub(r"^--[a-z-]+", lambda name: "--" + name[0][2:].replace("-", "_"), one) for one in arguments[1:]]
     spelt = [re.sub(r"^--checkpoint(?=$|=)", "--ckpt_path", one) for one in spelt]  # its name in earlier versions
-    export(**parser.parse_args(spelt).as_dict())
+    options = parser.parse_args(spelt).as_dict()
+    if (folder := options.pop("folder")) is not None:
+        if options["run"] is not None:
+            raise RecipeError(f"{folder!r} and --run {options['run']!r} both name a run; leave one out")
+        options["run"] = folder
+    export(**options)
 
 
 _MERGE = "Merge the adapter into the base model; full fine-tuning needs it too."
@@ -86,7 +92,7 @@ def export(
     elif folder is not None:
         exported = _of_run(folder, ckpt_path)
     else:
-        raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")
+        raise RecipeError("there is nothing to export; name a run, or adapters with --adapter")
     destination = _destination(out, None if adapter else folder, "merged" if merge else "adapter", ckpt_path)
     if destination.resolve() == Path(exported.base).resolve():
         raise RecipeError(f"out={str(destination)!r} is the base model itself; name another folder")

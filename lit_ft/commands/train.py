@@ -20,6 +20,7 @@ from lightning.pytorch.cli import (
     LightningCLI,
     LRSchedulerCallable,
     OptimizerCallable,
+    ReduceLROnPlateau,
     SaveConfigCallback,
 )
 from lightning.pytorch.plugins import CheckpointIO
@@ -30,6 +31,7 @@ from lit_callbacks.export.atomic_folder import check_replaceable
 from lit_callbacks.protocols import tokenizer_of
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
+from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.bounded_yaml import load_yaml
@@ -52,7 +54,6 @@ from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
 from lit_ft.export.folder_texts import texts_of
 from lit_ft.internals.jsonargparse import allow_untyped
-from lit_ft.internals.lightning import callbacks_of
 from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.generation import GREEDY, Sampling
@@ -155,6 +156,7 @@ class TrainingCLI(LightningCLI):
         Args:
             arguments: command line, subcommand first.
         """
+        self.schedule: LRScheduler | ReduceLROnPlateau | None = None  # tried out on small tensors
         set_parsing_settings(subclasses_enabled=[QuantizationConfigMixin])
         self._arguments = in_order([str(argument) for argument in arguments or []])
         super().__init__(
@@ -346,8 +348,7 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer so that all its output is in the run folder."""
         folder, given = self.run_folder, self.options_init("trainer")
-        callbacks = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
-        callbacks = [callback for callback in callbacks if callback is not None]
+        callbacks = self._given_callbacks()
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder.checkpoints)
@@ -378,6 +379,11 @@ class TrainingCLI(LightningCLI):
         if starts_ranks(trainer):
             choose_threads_of_ranks(trainer.num_devices)
         return trainer
+
+    def _given_callbacks(self) -> list[Callback]:
+        """Callbacks of the recipe."""
+        given = self.options_init("trainer").callbacks
+        return [one for one in (given if isinstance(given, list) else [given]) if one is not None]
 
     def _resumed_step(self) -> tuple[int, bool]:
         """Optimizer steps of the checkpoint that the run resumes from, and whether the last one was logged."""
@@ -469,9 +475,10 @@ class TrainingCLI(LightningCLI):
                     "dequantize (or keep)"
                 )
             if stage == "fit":
-                data, limit = self.datamodule, self.trainer.limit_val_batches
+                # Of the recipe, not of the trainer: check builds a trainer without callbacks.
+                data, limit = self.datamodule, self.options.trainer.limit_val_batches
                 has_data = data.validates if isinstance(data, TextDataModule) else True
-                check_callbacks(callbacks_of(self.trainer), bool(has_data and limit))
+                check_callbacks(self._given_callbacks(), bool(has_data and limit != 0))
             allow_one_loader(self.datamodule)
         if isinstance(self.datamodule, TextDataModule):
             self._check_positions("data.max_length", self.datamodule.requested_length)
@@ -508,7 +515,7 @@ class TrainingCLI(LightningCLI):
             strategy.check_optimizer(built)
         if lr_scheduler is not None:
             with explained("lr_scheduler", "fix its init_args"):
-                lr_scheduler(built)
+                self.schedule = lr_scheduler(built)
 
     def predict(self, **kwargs: Any) -> None:
         """Answer questions, and write the answers to a new file: ``out``, or one in the run folder."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.protocols import tokenizer_of
@@ -29,6 +30,7 @@ from lit_ft.data.tokens.preparation import OnBadRow, Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples, join
 from lit_ft.data.tokens.truncation import Overlong
 from lit_ft.errors import RecipeError
+from lit_ft.internals.lightning import callbacks_of
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import Checkpoint, LoaderState, Question
 
@@ -335,6 +337,7 @@ class TextDataModule(LightningDataModule):
             )
         if stage == "fit" and not self.streaming and self.trainer is not None:
             self._check_val_interval(self.trainer, replicas)
+            self._check_early_stopping(self.trainer, replicas)
 
     def _check_val_interval(self, trainer: Trainer, replicas: int) -> None:
         interval = trainer.val_check_interval
@@ -346,6 +349,25 @@ class TextDataModule(LightningDataModule):
                     "make it smaller, give a fraction of an epoch (0.5), or count over epochs with "
                     "trainer.check_val_every_n_epoch=null"
                 )
+
+    def _check_early_stopping(self, trainer: Trainer, replicas: int) -> None:
+        """Refuse a run that ends in its first epoch, before the validation whose metric ``EarlyStopping`` reads."""
+        monitored = (one.monitor for one in callbacks_of(trainer) if isinstance(one, EarlyStopping) and one.strict)
+        monitor = next((name for name in monitored if name.startswith("val/")), None)
+        if monitor is None or trainer.max_steps == -1 or trainer.fast_dev_run:
+            return
+        interval = trainer.val_check_interval
+        batches = self._loader("train", self.plan(replicas), trainer.limit_train_batches).batches
+        if not isinstance(interval, int | float):  # a time
+            return
+        first = min(batches, interval if isinstance(interval, int) else max(1, int(batches * interval)))
+        accumulated = accumulation(trainer, 0)
+        if trainer.max_steps * accumulated < first:
+            raise RecipeError(
+                f"trainer.max_steps={trainer.max_steps} ends the run before its first validation, in step "
+                f"{-(-first // accumulated):,}, so EarlyStopping never reads {monitor!r}; set "
+                f"trainer.val_check_interval={trainer.max_steps * accumulated} or lower, or leave EarlyStopping out"
+            )
 
     @property
     def requested_length(self) -> int | None:

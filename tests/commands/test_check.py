@@ -206,6 +206,19 @@ def test_unknown_options(run: Any, tmp_path: Path, model_folder: str, write_rows
     assert "did you mean 'packing'?" in run("check", *arguments, "--data.paking", "3", code=2)
 
 
+def test_callbacks_are_looked_at(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    monitor = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_loss"}}
+    arguments = recipe(tmp_path, model_folder, {"path": write_rows(), "val_fraction": 0.2}, callbacks=[monitor])
+    assert "monitors 'val_loss', which is not logged; did you mean 'val/loss'?" in run("check", *arguments, code=2)
+
+
+def test_a_warmup_that_is_longer_than_the_run(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    arguments = recipe(tmp_path, model_folder, {"path": write_rows()}, max_steps=3)
+    arguments += ["--optimizer", "torch.optim.SGD", "--optimizer.lr", "0.1"]
+    schedule = ("--lr_scheduler", "lit_ft.schedules.LinearWithWarmup", "--lr_scheduler.warmup", "5")
+    assert "note: the warm-up takes 5 optimizer steps and the run 3" in run("check", *arguments, *schedule)
+
+
 # --- what is shown is not obeyed -------------------------------------------------------------------
 
 

@@ -490,8 +490,9 @@ def test_added_tokens_by_a_recipe(lit_ft: Any, fit: Any, tmp_path: Path) -> None
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "nothing": ([], "there is nothing to export; name a run with --run, or adapters with --adapter"),
-    "run and base": (["--run", "RUN", "--base", "b"], "run and base both name a base model"),
+    "nothing": ([], "there is nothing to export; name a run, or adapters with --adapter"),
+    "two runs": (["RUN", "--run", "RUN"], "both name a run; leave one out"),
+    "run and base": (["RUN", "--base", "b"], "run and base both name a base model"),
     "no adapter there": (["--adapter", "nowhere=0.5", "--out", "o"], "neither 'nowhere' nor 'nowhere/adapter' holds"),
     "no out": (["--adapter", "RUN"], "out is not set; say where to write with --out DIR"),
     "dtype of an adapter": (["--run", "RUN", "--dtype", "bf16"], "dtype=bf16 is for merged weights; add --merge"),

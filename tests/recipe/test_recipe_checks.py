@@ -89,6 +89,11 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/loss}}]}",
         "EarlyStopping monitors 'val/loss', and there is no validation; set data.val_path or data.val_fraction",
     ),
+    "a run that ends before its first validation": (
+        "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/loss}}]}\n"
+        "data: {val_fraction: 0.2}",
+        "trainer.max_steps=1 ends the run before its first validation, in step ",
+    ),
     "a folder for a file name": (
         "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {filename: '{step}-{val/loss:.2f}'}}]}",
         "write '{step}-loss={val/loss:.2f}' with auto_insert_metric_name: false",

@@ -94,11 +94,8 @@ def configure_optimizers(
                 "data has a length"
             )
         scheduler.total_steps = int(steps)
-        if scheduler.warmup_steps >= scheduler.total_steps:
-            rank_zero_warn(
-                f"the warm-up takes {scheduler.warmup_steps:,} optimizer steps and the run {scheduler.total_steps:,}: "
-                "the learning rate never reaches its full value; lower lr_scheduler.warmup, or train longer"
-            )
+        if (warning := scheduler.warning) is not None:
+            rank_zero_warn(warning)
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 

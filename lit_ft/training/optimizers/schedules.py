@@ -36,6 +36,16 @@ class WarmupSchedule(LambdaLR):
             return int(self.warmup)
         return math.ceil(self.warmup * (self.total_steps or 0))
 
+    @property
+    def warning(self) -> str | None:
+        """What is wrong with the lengths of the warm-up and of the run, or None."""
+        if self.total_steps is None or self.warmup_steps < self.total_steps:
+            return None
+        return (
+            f"the warm-up takes {self.warmup_steps:,} optimizer steps and the run {self.total_steps:,}: "
+            "the learning rate never reaches its full value; lower lr_scheduler.warmup, or train longer"
+        )
+
     def factor(self, step: int) -> float:
         """Fraction of the full learning rate at an optimizer step, counted from 0."""
         if self.total_steps is None:  # the constructor asks for step 0 before the run's length is known
