@@ -354,7 +354,7 @@ class TextDataModule(LightningDataModule):
         """Refuse a run that ends in its first epoch, before the validation whose metric ``EarlyStopping`` reads."""
         monitored = (one.monitor for one in callbacks_of(trainer) if isinstance(one, EarlyStopping) and one.strict)
         monitor = next((name for name in monitored if name.startswith("val/")), None)
-        if monitor is None or trainer.max_steps == -1 or trainer.fast_dev_run:
+        if monitor is None or trainer.max_steps == -1:
             return
         interval = trainer.val_check_interval
         batches = self._loader("train", self.plan(replicas), trainer.limit_train_batches).batches
