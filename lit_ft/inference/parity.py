@@ -1,4 +1,4 @@
-"""Comparison of a run with the server that serves it: prompt tokens, log-probabilities of trained answers, greedy answers.
+"""Comparison of a run with the server that serves it: prompt tokens, log-probabilities and greedy answers.
 
 The tokens are those that training sees, from the code that renders and encodes training rows. The log-probabilities
 and greedy answers are those of the run's own model, for the same tokens; so a template that differs is one finding, not
@@ -8,6 +8,7 @@ three.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, zip_longest
 from typing import Literal, TypeVar
 
@@ -124,9 +125,8 @@ class Parity:
             same = sum(not turn.prompt_place for turn in self.turns)
             found["prompts with the tokens of training"] = f"{same:,} of {count:,}"
         if "logprobs" not in self.left_out:
-            each = np.concatenate(
-                [one.logprob_differences for one in self.turns if one.logprob_differences is not None]
-            )
+            differences = (turn.logprob_differences for turn in self.turns)
+            each = np.concatenate([one for one in differences if one is not None])
             found["difference of a log-probability"] = (
                 f"largest {each.max():.2g}, mean {each.mean():.2g} over {each.size:,} tokens (bound {self.bound:g})"
             )
@@ -161,28 +161,28 @@ def compare(
         RecipeError: the server gives nothing that can be compared, or fails.
     """
     found = Parity(BOUNDS.get(opened.base.dtype, BOUNDS[torch.bfloat16]) if bound is None else bound)
+
+    def ask(column: Column, name: str, question: Callable[[], T]) -> T | None:
+        if column in found.left_out:
+            return None
+        try:
+            return question()
+        except Lacking as error:
+            if found.turns:  # the server gave it for the turns before
+                raise RecipeError(f"{name}: {client.url} refuses it: {error}") from error
+            found.left_out[column] = str(error)
+            return None
+
     for turn in turns:
         one, whole = TurnParity(turn), [*turn.prompt, *turn.answer]
-
-        def ask(column: Column, question: Callable[[], T], name: str = turn.name) -> T | None:
-            if column in found.left_out:
-                return None
-            try:
-                return question()
-            except Lacking as error:
-                if found.turns:  # it gave this for the turns before
-                    raise RecipeError(f"{name}: {client.url} refuses it: {error}") from error
-                found.left_out[column] = str(error)
-                return None
-
-        one.served_prompt = ask("prompt", lambda t=turn: client.prompt_ids(model, t.messages, t.tools))  # type: ignore[misc]
-        served = ask("logprobs", lambda ids=whole: client.logprobs(model, ids))  # type: ignore[misc]
+        one.served_prompt = ask("prompt", turn.name, partial(client.prompt_ids, model, turn.messages, turn.tools))
+        served = ask("logprobs", turn.name, partial(client.logprobs, model, whole))
         if served is not None:
             own = [token.logprob for token in score(opened, whole, 0)]
             start = len(turn.prompt) - 1
             one.logprob_differences = np.abs(np.subtract(own[start:], served[start:]))
         limit = min(max_new_tokens, positions(opened) - len(turn.prompt))
-        one.served_greedy = ask("greedy", lambda t=turn, n=limit: client.greedy_ids(model, t.prompt, n))  # type: ignore[misc]
+        one.served_greedy = ask("greedy", turn.name, partial(client.greedy_ids, model, turn.prompt, limit))
         if one.served_greedy is not None:
             one.own_greedy = _greedy(opened, turn.prompt, limit)
             one.is_tie = _is_tie(opened, one, found.bound)
