@@ -7,7 +7,7 @@ three.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, zip_longest
 from typing import Literal, TypeVar
@@ -208,7 +208,7 @@ def answered_turns(recipe: Recipe, opened: OpenedModel, split: str, rows: int) -
     data = _data_of(recipe)
     if not data.sources[split]:
         raise RecipeError(f"the run has no data.{split}_path; choose the other --split")
-    data.preparation.tokenizer = opened.tokenizer
+    data.preparation = replace(data.preparation, tokenizer=opened.tokenizer)
     found: list[AnsweredTurn] = []
     for turns in islice(_conversations(data, split), rows):
         found += [turn for turn in turns if len(turn.prompt) + len(turn.answer) <= positions(opened)]
