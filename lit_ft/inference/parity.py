@@ -28,6 +28,7 @@ from lit_ft.inference.batching import score
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.inference.streaming import Decoding, positions, stream_tokens
+from lit_ft.model.generation import dense_attention
 from lit_ft.packed_batch import IGNORE_INDEX
 from lit_ft.recipe.parser import RecipeParser
 
@@ -178,7 +179,7 @@ def compare(
         one.served_prompt = ask("prompt", turn.name, partial(client.prompt_ids, model, turn.messages, turn.tools))
         served = ask("logprobs", turn.name, partial(client.logprobs, model, whole))
         if served is not None:
-            own = [token.logprob for token in score(opened, whole, 0)]
+            own = _logprobs(opened, whole)
             start = len(turn.prompt) - 1
             one.logprob_differences = np.abs(np.subtract(own[start:], served[start:]))
         limit = min(max_new_tokens, positions(opened) - len(turn.prompt))
@@ -290,6 +291,11 @@ class _Taken(BaseStreamer):
         pass
 
 
+def _logprobs(opened: OpenedModel, ids: Sequence[int]) -> list[float]:
+    with dense_attention(opened.base):
+        return [token.logprob for token in score(opened, ids, 0)]
+
+
 def _greedy(opened: OpenedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     config = Decoding(max_new_tokens, temperature=0, repetition_penalty=1.0).generation_config(opened)
     taken = _Taken()
@@ -302,7 +308,7 @@ def _is_tie(opened: OpenedModel, one: TurnParity, bound: float) -> bool:
     if not 0 <= at < min(len(one.own_greedy), len(served)):
         return False
     before = [*one.turn.prompt, *one.own_greedy[:at]]
-    own, other = (score(opened, [*before, ids[at]], 0)[-1].logprob for ids in (one.own_greedy, served))
+    own, other = (_logprobs(opened, [*before, ids[at]])[-1] for ids in (one.own_greedy, served))
     return own - other <= 2 * bound  # both may have moved
 
 
