@@ -71,7 +71,7 @@ def _show(parity: Parity, title: str, faults: Sequence[str]) -> None:
     console = Console(width=None if Console().is_terminal else 120, highlight=False)
     table = Table(title=printable(title), title_justify="left")
     for header in ("turn", "prompt", "log-probability: largest", "mean", "greedy answer"):
-        table.add_column(header)
+        table.add_column(header, overflow="fold")  # the end of a path has the row
     for turn in parity.turns:
         table.add_row(*_cells(turn))
     console.print(table, markup=False)
