@@ -114,7 +114,8 @@ class Tiny:
         config = type(self.config).from_dict(self.config.to_dict())
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         if self.peft is not None:
-            model = get_peft_model(model, copy.deepcopy(self.peft))
+            # As lit_ft resolves all-linear: it leaves routers out.
+            model = get_peft_model(model, copy.deepcopy(self.model.peft_config["default"]))
         model.load_state_dict(self.model.state_dict())
         return model.eval()
 

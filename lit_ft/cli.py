@@ -29,9 +29,15 @@ COMMANDS = {
     "validate": ("lit_ft.commands.train", "measure loss and accuracy on the validation data"),
     "test": ("lit_ft.commands.train", "measure loss and accuracy on the test data"),
     "predict": ("lit_ft.commands.train", "answer the prompts of the test data"),
-    "chat": ("lit_ft.commands.chat", "talk to a trained model, beside its base if asked"),
-    "serve": ("lit_ft.commands.serve", "answer requests of OpenAI's HTTP interface, for trying and small loads"),
-    "parity": ("lit_ft.commands.parity", "compare a server with the run that it serves: tokens, log-probabilities"),
+    "chat": ("lit_ft.commands.inference.chat", "talk to a trained model, beside its base if asked"),
+    "serve": (
+        "lit_ft.commands.inference.serve",
+        "answer requests of OpenAI's HTTP interface, for trying and small loads",
+    ),
+    "parity": (
+        "lit_ft.commands.inference.parity",
+        "compare a server with the run that it serves: tokens, log-probabilities",
+    ),
     "check": ("lit_ft.commands.check", "look at the data of a recipe: what is trained on, and what is wrong"),
     "plan": ("lit_ft.commands.plan", "what each rank would hold and send; draw a pipeline's schedule"),
     "convert": ("lit_ft.commands.convert", "write data in another format, or a model for Megatron and back"),

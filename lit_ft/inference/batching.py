@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from transformers.generation.streamers import BaseStreamer
 
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.inference.streaming import stream_tokens
+from lit_ft.inference.text_stream import stream_tokens
 from lit_ft.inference.token_choice import TokenChoice, TokenLogprob, logprobs_of
 from lit_ft.internals.transformers import attention_implementation, takes_any_attention
 from lit_ft.model.packed_attention import PACKED

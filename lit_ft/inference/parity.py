@@ -27,7 +27,7 @@ from lit_ft.export.model_card import Recipe
 from lit_ft.inference.batching import score
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.inference.streaming import Decoding, positions, stream_tokens
+from lit_ft.inference.text_stream import Decoding, positions, stream_tokens
 from lit_ft.model.generation import dense_attention
 from lit_ft.packed_batch import IGNORE_INDEX
 from lit_ft.recipe.parser import RecipeParser

@@ -8,7 +8,7 @@ from transformers import Qwen2Config
 
 from lit_ft.inference.batching import BatchedEngine, Generation, batching_obstacle, cache_tokens_in, score, start_engine
 from lit_ft.inference.opening import OpenedModel, open_model
-from lit_ft.inference.streaming import Decoding, stream_answer
+from lit_ft.inference.text_stream import Decoding, stream_answer
 from lit_ft.inference.token_choice import TokenChoice
 
 pytestmark = pytest.mark.slow

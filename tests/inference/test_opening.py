@@ -15,7 +15,7 @@ from lit_ft.commands.export import export
 from lit_ft.errors import RecipeError
 from lit_ft.export.restore_run import rebuild
 from lit_ft.inference.opening import OpenedModel, open_model, open_together
-from lit_ft.inference.streaming import Decoding, stream_answer
+from lit_ft.inference.text_stream import Decoding, stream_answer
 from lit_ft.run.folder import RunFolder
 
 pytestmark = pytest.mark.slow

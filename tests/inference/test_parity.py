@@ -14,7 +14,7 @@ import torch
 from command_line import recipe
 from forked_commands import run_forked
 
-from lit_ft.commands.parity import run as parity
+from lit_ft.commands.inference.parity import run as parity
 from lit_ft.data.text.chat_template import ChatTemplate, set_chat_template
 from lit_ft.errors import RecipeError
 from lit_ft.inference.batching import start_engine

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_ft.inference.batching import Engine, Generation
 from lit_ft.inference.openai.requests import Ask, Json
 from lit_ft.inference.stop_strings import StopStrings
-from lit_ft.inference.streaming import AnswerText
+from lit_ft.inference.text_stream import AnswerText
 from lit_ft.inference.token_choice import TokenLogprob
 
 LOWEST_LOGPROB = -9999.0

@@ -10,7 +10,7 @@ from lit_ft.data.text import formats
 from lit_ft.data.text.rendering import prompt_and_answer
 from lit_ft.errors import BadRow, RecipeError
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.inference.streaming import Decoding
+from lit_ft.inference.text_stream import Decoding
 
 Json = dict[str, object]
 T = TypeVar("T", bool, int, float, str, list[object], dict[str, object])

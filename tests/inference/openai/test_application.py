@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lit_ft.inference.batching import SequentialEngine, start_engine
 from lit_ft.inference.openai.application import GracefulServer, Limits, application
 from lit_ft.inference.opening import OpenedModel, open_model, open_together
-from lit_ft.inference.streaming import Decoding, stream_answer
+from lit_ft.inference.text_stream import Decoding, stream_answer
 
 pytestmark = pytest.mark.slow
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")

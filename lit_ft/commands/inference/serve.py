@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lit_ft.errors import RecipeError
 from lit_ft.inference.batching import Engine, batching_obstacle, cache_tokens_in, start_engine
 from lit_ft.inference.opening import BASE, OpenedModel, open_together
-from lit_ft.inference.streaming import positions
+from lit_ft.inference.text_stream import positions
 from lit_ft.inference.vllm_command import vllm_command
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST

@@ -18,7 +18,7 @@ from rich.text import Text
 from lit_ft.errors import RecipeError
 from lit_ft.inference.conversation import Conversation
 from lit_ft.inference.opening import OpenedModel, open_model
-from lit_ft.inference.streaming import Decoding, StreamedAnswer, stream_answer
+from lit_ft.inference.text_stream import Decoding, StreamedAnswer, stream_answer
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST
 from lit_ft.training.console import show_progress_on_terminals_only

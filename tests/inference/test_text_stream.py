@@ -4,7 +4,7 @@ import pytest
 
 from lit_ft.errors import RecipeError
 from lit_ft.inference.opening import OpenedModel, open_model
-from lit_ft.inference.streaming import Decoding, stream_answer
+from lit_ft.inference.text_stream import Decoding, stream_answer
 from lit_ft.model.generation import generate_answers, stop_ids
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from openai import OpenAI
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from lit_ft.commands import serve
+from lit_ft.commands.inference import serve
 from lit_ft.inference.opening import OpenedModel, open_together
 from lit_ft.inference.vllm_command import vllm_command
 

@@ -1,0 +1,1 @@
+"""Commands that answer with a trained model."""
