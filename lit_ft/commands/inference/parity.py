@@ -10,7 +10,7 @@ from rich.table import Table
 from lit_ft.errors import RecipeError
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.inference.opening import open_model
-from lit_ft.inference.parity import Parity, TurnParity, answered_turns, compare
+from lit_ft.inference.server_parity import Parity, TurnParity, answered_turns, compare
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.training.console import show_progress_on_terminals_only

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lit_ft.errors import RecipeError
-from lit_ft.inference.batching import Engine, batching_obstacle, cache_tokens_in, start_engine
+from lit_ft.inference.continuous_batching import Engine, batching_obstacle, cache_tokens_in, start_engine
 from lit_ft.inference.opening import BASE, OpenedModel, open_together
 from lit_ft.inference.text_stream import positions
 from lit_ft.inference.vllm_command import vllm_command

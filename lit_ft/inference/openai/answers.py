@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lit_ft.inference.batching import Engine, Generation
+from lit_ft.inference.continuous_batching import Engine, Generation
 from lit_ft.inference.openai.requests import Ask, Json
 from lit_ft.inference.stop_strings import StopStrings
 from lit_ft.inference.text_stream import AnswerText

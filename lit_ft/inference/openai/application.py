@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lit_ft.inference.batching import Engine, Generation, score
+from lit_ft.inference.continuous_batching import Engine, Generation, score
 from lit_ft.inference.openai.answers import Delta, Format, deltas, merged
 from lit_ft.inference.openai.requests import (
     Ask,

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from lit_ft.inference.batching import SequentialEngine, start_engine
+from lit_ft.inference.continuous_batching import SequentialEngine, start_engine
 from lit_ft.inference.openai.application import GracefulServer, Limits, application
 from lit_ft.inference.opening import OpenedModel, open_model, open_together
 from lit_ft.inference.text_stream import Decoding, stream_answer

@@ -6,7 +6,14 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from lit_ft.inference.batching import BatchedEngine, Generation, batching_obstacle, cache_tokens_in, score, start_engine
+from lit_ft.inference.continuous_batching import (
+    BatchedEngine,
+    Generation,
+    batching_obstacle,
+    cache_tokens_in,
+    score,
+    start_engine,
+)
 from lit_ft.inference.opening import OpenedModel, open_model
 from lit_ft.inference.text_stream import Decoding, stream_answer
 from lit_ft.inference.token_choice import TokenChoice

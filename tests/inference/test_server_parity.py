@@ -17,7 +17,7 @@ from forked_commands import run_forked
 from lit_ft.commands.inference.parity import run as parity
 from lit_ft.data.text.chat_template import ChatTemplate, set_chat_template
 from lit_ft.errors import RecipeError
-from lit_ft.inference.batching import start_engine
+from lit_ft.inference.continuous_batching import start_engine
 from lit_ft.inference.openai.application import GracefulServer, Limits, application
 from lit_ft.inference.opening import OpenedModel, open_model
 

@@ -24,7 +24,7 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.data.tokens.tokenization import Tokenization, check_encodable
 from lit_ft.errors import BadRow, RecipeError
 from lit_ft.export.model_card import Recipe
-from lit_ft.inference.batching import score
+from lit_ft.inference.continuous_batching import score
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.inference.text_stream import Decoding, positions, stream_tokens
