@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
-from lit_callbacks.export.manifest import write_durably
-
 TABLES = "tables"
 """Folder of the tables in a run's folder."""
 
@@ -39,9 +37,7 @@ class ReportTable:
 
     def __post_init__(self) -> None:
         if any(len(row) != len(self.columns) for row in self.rows):
-            raise ValueError(
-                f"a row of the table {self.title!r} does not have {len(self.columns)} cells, one per column"
-            )
+            raise ValueError(f"a row of the table {self.title!r} must have {len(self.columns)} cells")
 
     def write(self, folder: Path, kind: str) -> Path:
         """Write the table into a run's folder as ``tables/<kind>-<number>.json``, beside earlier ones.
@@ -58,7 +54,8 @@ class ReportTable:
         tables = folder / TABLES
         tables.mkdir(parents=True, exist_ok=True)
         path = next(path for number in count(1) if not (path := tables / f"{kind}-{number}.json").exists())
-        write_durably(path, json.dumps(asdict(self), ensure_ascii=False, indent=1) + "\n")
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(self), ensure_ascii=False, indent=1) + "\n")
         return path
 
 
