@@ -13,13 +13,11 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.continuous_batching.requests import FutureRequestState, GenerationOutput
-from transformers.generation.streamers import BaseStreamer
 
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.inference.text_stream import stream_tokens
+from lit_ft.inference.text_stream import NewTokens, stream_tokens
 from lit_ft.inference.token_choice import TokenChoice, TokenLogprob, logprobs_of
 from lit_ft.internals.transformers import attention_implementation, takes_any_attention
-from lit_ft.model.packed_attention import PACKED
 
 PAGE_TOKENS = 32
 """Tokens of a page of the KV cache; a sequence wastes half a page on average."""
@@ -93,7 +91,7 @@ def batching_obstacle(opened: OpenedModel) -> str | None:
         return f"layers other than attention ({', '.join(sorted(layers)) or config.model_type})"
     if method is not None and (method.is_prompt_learning or method.peft_type.value == "ADAPTION_PROMPT"):
         return f"{method.peft_type.value} adds virtual tokens"
-    if attention not in (PACKED, "sdpa"):
+    if attention != "sdpa":
         return f"attention is {attention}"
     return None
 
@@ -165,8 +163,6 @@ class BatchedEngine:
     def __init__(self, opened: OpenedModel, cache_tokens: int, max_requests: int) -> None:
         self.opened = opened
         self._running: dict[str, Generation] = {}
-        if attention_implementation(opened.base.config) == PACKED:
-            opened.base.set_attn_implementation("sdpa")
         cache = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
             num_blocks=cache_tokens // PAGE_TOKENS,
@@ -230,22 +226,6 @@ class BatchedEngine:
         self._manager.stop(block=True, timeout=10, hard_stop=True)
 
 
-class _Pushed(BaseStreamer):
-    """Streamer that calls a function with each new token."""
-
-    def __init__(self, take: Callable[[list[int]], None]) -> None:
-        self._take, self._is_prompt = take, True
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._is_prompt:
-            self._is_prompt = False
-        else:
-            self._take(value.tolist())
-
-    def end(self) -> None:
-        pass
-
-
 class SequentialEngine:
     """Engine that generates one answer after the other."""
 
@@ -302,7 +282,7 @@ class SequentialEngine:
             eos_token_id=generation.stops or None,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         )
-        stream_tokens(self.opened, generation.prompt, config, _Pushed(take), is_cancelled, generation.choice)
+        stream_tokens(self.opened, generation.prompt, config, NewTokens(take), is_cancelled, generation.choice)
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *values: object) -> None:

@@ -14,6 +14,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.export.adapter_folders import Adapter, base_of, check_unchanged, load_adapters, make_room
 from lit_ft.export.restore_run import rebuild
 from lit_ft.model import loading
+from lit_ft.model.generation import dense_implementation
 from lit_ft.model.spec import ModelSpec
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.training.spec import TrainingSpec
@@ -215,6 +216,7 @@ def _opened(
     _place(model, spec.is_quantized)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
+    base.set_attn_implementation(dense_implementation(base))  # a run's model is set to packed batches
     return OpenedModel(model, base, spec.tokenizer, template, name, init_state)
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from lit_ft.data.text.formats import Chat, JsonObject
 from lit_ft.data.text.rendering import chat_samples, supervised_turns, with_tools
@@ -27,8 +26,7 @@ from lit_ft.export.model_card import Recipe
 from lit_ft.inference.continuous_batching import score
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.inference.text_stream import Decoding, positions, stream_tokens
-from lit_ft.model.generation import dense_attention
+from lit_ft.inference.text_stream import Decoding, NewTokens, positions, stream_tokens
 from lit_ft.packed_batch import IGNORE_INDEX
 from lit_ft.recipe.parser import RecipeParser
 
@@ -278,29 +276,15 @@ def _as_openai(message: Mapping[str, object]) -> Mapping[str, object]:
     }
 
 
-class _Taken(BaseStreamer):
-    """Streamer that keeps the new tokens."""
-
-    def __init__(self) -> None:
-        self.parts: list[list[int]] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.parts.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        pass
-
-
 def _logprobs(opened: OpenedModel, ids: Sequence[int]) -> list[float]:
-    with dense_attention(opened.base):
-        return [token.logprob for token in score(opened, ids, 0)]
+    return [token.logprob for token in score(opened, ids, 0)]
 
 
 def _greedy(opened: OpenedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     config = Decoding(max_new_tokens, temperature=0, repetition_penalty=1.0).generation_config(opened)
-    taken = _Taken()
-    stream_tokens(opened, prompt, config, taken)
-    return [token for part in taken.parts[1:] for token in part]  # the first part is the prompt
+    answer: list[int] = []
+    stream_tokens(opened, prompt, config, NewTokens(answer.extend))
+    return answer
 
 
 def _is_tie(opened: OpenedModel, one: TurnParity, bound: float) -> bool:

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lit_ft.errors import RecipeError
 from lit_ft.inference.opening import OpenedModel
-from lit_ft.model.generation import dense_attention, stop_ids
+from lit_ft.model.generation import stop_ids
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,27 @@ class StreamedAnswer:
         return len(self.ids)
 
 
+class NewTokens(BaseStreamer):
+    """Streamer that hands on the new tokens, without the prompt's.
+
+    Args:
+        take: is called with the tokens of each step.
+    """
+
+    def __init__(self, take: Callable[[list[int]], object]) -> None:
+        self._take, self._is_prompt = take, True
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take tokens, ``(tokens,)``; the first call is the prompt's."""
+        if self._is_prompt:
+            self._is_prompt = False
+        else:
+            self._take(value.tolist())
+
+    def end(self) -> None:
+        """End the answer."""
+
+
 class AnswerText(TextStreamer):
     """Streamer that hands text on as soon as its characters are complete, without the tokens that end a turn."""
 
@@ -225,14 +246,13 @@ def stream_tokens(
     prompt = torch.tensor([list(ids)], device=opened.base.device)
     given, opened.base.generation_config = opened.base.generation_config, config
     try:
-        with dense_attention(opened.base):
-            opened.model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                streamer=streamer,
-                stopping_criteria=StoppingCriteriaList([_Cancelled(is_cancelled)]),
-                logits_processor=LogitsProcessorList([] if choice is None else [choice]),
-            )
+        opened.model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            streamer=streamer,
+            stopping_criteria=StoppingCriteriaList([_Cancelled(is_cancelled)]),
+            logits_processor=LogitsProcessorList([] if choice is None else [choice]),
+        )
     finally:
         opened.base.generation_config = given
 

@@ -100,11 +100,17 @@ class SeededDraw(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)  # type: ignore[return-value]
 
 
+def dense_implementation(model: PreTrainedModel) -> str:
+    """Attention implementation for padded batches and a KV cache: the model's own, unless it is the packed one."""
+    training = attention_implementation(model.config)
+    return "sdpa" if training == PACKED else training
+
+
 @contextmanager
 def dense_attention(model: PreTrainedModel) -> Iterator[None]:
     """Context in which the model takes padded batches and a KV cache instead of packed batches."""
     training = attention_implementation(model.config)
-    model.set_attn_implementation("sdpa" if training == PACKED else training)
+    model.set_attn_implementation(dense_implementation(model))
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 from command_line import recipe
 from forked_commands import run_forked
 
@@ -50,6 +51,7 @@ def test_a_run_its_adapter_and_its_merged_model_answer_alike(run: Path, tmp_path
     for path, base in ((run, None), (run / "adapter", None), (tmp_path / "merged", None), (bare, model_folder)):
         opened = open_model(str(path), base=base)
         assert answer(opened) == wanted
+        assert opened.model(torch.tensor([[5, 9]])).logits.shape[1] == 2  # not only `generate`: serve scores with it
     untrained = answer(open_model(model_folder))
     assert untrained != wanted
     both = open_model(str(run))
