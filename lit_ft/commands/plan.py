@@ -14,12 +14,11 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import reduces_views
-from lit_ft.internals.torch import clear_mesh_caches
+from lit_ft.internals.torch import clear_mesh_caches, fake_store
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.communication import step_of
@@ -162,7 +161,7 @@ class PlanCLI(TrainingCLI):
         if recomputes := module.spec.gradient_checkpointing:
             options = activation_checkpointing.options(recomputes)
             base_of(module).gradient_checkpointing_enable(options)
-        split._lightning_module = split.model = module
+        split.connect(module)
         split.setup_environment()
         split.shard(module)
         return split
@@ -242,7 +241,7 @@ def pretended_rank(rank: int, world: int) -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.WARNING)
     clear_mesh_caches()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world)
     try:
         yield
     finally:

@@ -1,8 +1,9 @@
 """Private API of Lightning, as read in Lightning 2.6, and attributes of its Trainer that it does not declare."""
 
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def rank() -> int:
@@ -15,6 +16,11 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Callbacks of a trainer, a public attribute that type checkers do not see."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Give a module the mesh that its public ``device_mesh`` returns, as Lightning's own strategy does."""
+    module._device_mesh = mesh
 
 
 def reduces_views(strategy: DDPStrategy) -> bool:

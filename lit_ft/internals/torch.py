@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.distributed import Store
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
@@ -14,10 +16,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._pytree import tree_map
 
 __all__ = [
+    "OpOverload",
     "all_to_all_single_autograd",
     "clear_mesh_caches",
+    "fake_store",
     "flatten_mesh",
     "forward_hooks",
+    "is_weight",
     "norms",
     "own_parameters",
     "scale",
@@ -46,6 +51,11 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
     torch's public ``clip_grads_with_norm_`` takes parameters, not the local shards of their gradients.
     """
     torch._foreach_mul_(list(tensors), factor)
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one; torch documents no public name for the base of a view."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 # --- modules -----------------------------------------------------------------------------------------
@@ -85,7 +95,14 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
         module._forward_pre_hooks, module._forward_hooks = hooks
 
 
-# --- device meshes -----------------------------------------------------------------------------------
+# --- process groups and device meshes -----------------------------------------------------------------
+
+
+def fake_store() -> Store:
+    """Store of a process group that is one process of many that do not run (backend ``fake``)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # its import registers the backend
+
+    return FakeStore()
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

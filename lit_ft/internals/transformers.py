@@ -25,6 +25,11 @@ def attention_implementation(config: PretrainedConfig) -> str:
     return str(config._attn_implementation)
 
 
+def mark_expert_parallel(experts: nn.Module) -> None:
+    """Tell a module of experts that it holds a part of them: its code then skips the indices of others."""
+    experts._is_expert_parallel = True  # type: ignore[assignment]
+
+
 def decoder_layer_classes(model: PreTrainedModel) -> set[str]:
     """Names of the classes of a model's decoder layers: those that must stay whole where a model is split."""
     return set(model._no_split_modules or [])

@@ -22,6 +22,7 @@ from lit_ft import packed_batch
 from lit_ft.checkpointing.storage import sharded
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
+from lit_ft.internals.lightning import set_device_mesh
 from lit_ft.internals.torch import flatten_mesh
 from lit_ft.model.files.deferred_cast import final_dtype
 from lit_ft.model.loading import decoder_layers
@@ -172,7 +173,7 @@ class ModelParallelStrategy(ShardedStrategy):
             self.root_device.type, tuple(self.sizes()), mesh_dim_names=(PIPELINE, DATA, CONTEXT, TENSOR)
         )
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        set_device_mesh(self.lightning_module, self._device_mesh)
 
     def _mesh(self, name: str) -> DeviceMesh:
         return self.device_mesh[name]

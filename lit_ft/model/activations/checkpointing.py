@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from lit_ft.internals.torch import OpOverload
 from lit_ft.model.isolation import lengths
 
 Checkpointing = bool | Literal["selective"]
@@ -36,7 +37,7 @@ def options(checkpointing: Checkpointing) -> dict[str, object]:
 
 
 def _contexts(
-    kept: list[torch._ops.OpOverload],
+    kept: list[OpOverload],
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Contexts of a layer's first pass and of the second one, in which the packed batch is that of the first.
 

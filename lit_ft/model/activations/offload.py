@@ -5,8 +5,10 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from lit_ft.internals.torch import is_weight
 
 _Inputs = ParamSpec("_Inputs")
 _Output = TypeVar("_Output")
@@ -23,16 +25,12 @@ class ActivationsOnHost(saved_tensors_hooks):
         host = save_on_cpu(pin_memory=True)
 
         def pack(tensor: Tensor) -> object:
-            return tensor if _is_weight(tensor) else host.pack_hook(tensor)
+            return tensor if is_weight(tensor) else host.pack_hook(tensor)
 
         def unpack(packed: object) -> Tensor:
             return packed if isinstance(packed, Tensor) else host.unpack_hook(packed)
 
         super().__init__(pack, unpack)
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def keeping_on_host(decoder: Callable[_Inputs, _Output]) -> Callable[_Inputs, _Output]:

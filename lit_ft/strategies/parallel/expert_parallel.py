@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals.torch import all_to_all_single_autograd, own_parameters, wait_tensor
+from lit_ft.internals.transformers import mark_expert_parallel
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.parameter_patterns import layers_by_wildcard
 from lit_ft.tuning.expert_lora import FusedExperts, obstacle
@@ -46,7 +47,8 @@ def expert_count(experts: nn.Module) -> int | None:
 
 def set_expert_count(experts: nn.Module, count: int) -> None:
     """Tell a module that it holds only ``count`` experts: its own code then skips indices of ``count`` and above."""
-    experts.num_experts, experts._is_expert_parallel = count, True  # type: ignore[assignment]
+    experts.num_experts = count  # type: ignore[assignment]
+    mark_expert_parallel(experts)
 
 
 def check(base: PreTrainedModel, size: int) -> None:
