@@ -1,15 +1,18 @@
 """Block-diagonal causal attention over a packed batch, as a Hugging Face attention function.
 
 Registered with transformers' ``AttentionInterface`` under ``PACKED``, so that models stay unmodified.
-No mask is built: causal attention is computed within each sample (segment) of the packed batch. On CUDA this
-is one variable-length flash-attention call where it applies (``takes_varlen``); elsewhere one SDPA call per segment.
+No mask is built: causal attention is computed within each sample (segment) of the packed batch. On CUDA several
+segments are one variable-length flash-attention call where it applies (``takes_varlen``). A single one, and each of
+them elsewhere, is an SDPA call, which chooses the fastest kernel of the device.
 
 Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, result ``(1, T, heads, head_dim)``.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from inspect import signature
 from itertools import accumulate, pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +67,7 @@ def packed_attention(
             "this architecture caps its attention logits or uses attention sinks, which packed attention "
             "does not compute; set model.attn_implementation to eager"
         )
+    query, key, value = _in_one_dtype(query, key, value)
     segment_lengths = segment_lengths or current_lengths.lengths_of(query.shape[2])
     if segment_lengths is None or attention_mask is not None:
         raise RecipeError(
@@ -74,8 +78,9 @@ def packed_attention(
     if isinstance(module, AttendsToAllRanks):
         mesh = module.context_mesh
         return attend_to_all_ranks(query, key, value, mesh, segment_lengths, dropout, scaling, sliding_window), None
-    if takes_varlen(query, value, dropout):
-        return _varlen(query, key, value, segment_lengths, scaling, sliding_window), None
+    is_masked = sliding_window is not None and max(segment_lengths) > sliding_window
+    if (len(segment_lengths) > 1 or is_masked) and takes_varlen(query, value, dropout):
+        return attend_to_segments(query, key, value, segment_lengths, scaling, sliding_window), None
     segments = zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [_segment(q, k, v, dropout, scaling, sliding_window) for q, k, v in segments]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -119,10 +124,18 @@ def attend_to_all_ranks(
     if takes_varlen(query, value, dropout):
         joined_q, joined_k, joined_v = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
         own_lengths, key_lengths = [q.shape[2] for q, _, _ in pieces], [k.shape[2] for _, k, _ in pieces]
-        return _varlen(joined_q, joined_k, joined_v, own_lengths, scaling, window, key_lengths)
+        return attend_to_segments(joined_q, joined_k, joined_v, own_lengths, scaling, window, key_lengths)
     return (
         torch.cat([_segment(*piece, dropout, scaling, window) for piece in pieces], dim=2).transpose(1, 2).contiguous()
     )
+
+
+def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Tensors in autocast's dtype, if it is on: rotary embeddings make queries and keys fp32, and values are not."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
 
 
 def takes_varlen(query: Tensor, value: Tensor, dropout: float = 0.0) -> bool:
@@ -169,7 +182,8 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
     """Causal attention of a segment's last tokens to the full segment."""
     length, dtype = q.shape[2], q.dtype
     before = k.shape[2] - length
-    if q.device.type == "cpu" and dtype == torch.bfloat16 and length < _CPU_FP32_BELOW:
+    is_slow = q.device.type == "cpu" and dtype == torch.bfloat16 and length < _CPU_FP32_BELOW
+    if is_slow and not torch.is_autocast_enabled("cpu"):  # which would cast them back
         q, k, v = q.float(), k.float(), v.float()
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.device.type not in ("cpu", "cuda"):  # MPS groups heads from torch 2.13 on only
@@ -191,7 +205,7 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
     return out.to(dtype)
 
 
-def _varlen(
+def attend_to_segments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -200,23 +214,37 @@ def _varlen(
     window: int | None,
     key_lengths: list[int] | None = None,
 ) -> Tensor:
+    """Causal attention within each segment by one variable-length call, ``(1, T, heads, head_dim)``.
+
+    Args:
+        q: queries of the segments.
+        k: keys of the segments.
+        v: values of the segments.
+        lengths: numbers of queries of the segments, each at its segment's end.
+        scaling: factor on attention logits.
+        window: number of tokens that a position attends to, itself included; None for its full segment.
+        key_lengths: lengths of the segments, where it is not those of the queries.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     groups = q.shape[1] // k.shape[1]
-    ends_q, ends_k = (_ends(of, q.device) for of in (lengths, key_lengths or lengths))
-    # varlen_attn takes (T, heads, head_dim); key heads are repeated because enable_gqa is newer than torch 2.11.
-    q_thd = q[0].transpose(0, 1)
-    k_thd, v_thd = (tensor[0].repeat_interleave(groups, dim=0).transpose(0, 1) for tensor in (k, v))
-    back = -1 if window is None else window - 1
-    longest_q, longest_k = max(lengths), max(key_lengths or lengths)
-    out = varlen_attn(q_thd, k_thd, v_thd, ends_q, ends_k, longest_q, longest_k, scale=scaling, window_size=(back, 0))
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if groups > 1 and "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    elif groups > 1:  # torch 2.11
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    ends_q, ends_k = (_ends(tuple(of), q.device) for of in (lengths, key_lengths or lengths))
+    q_thd, k_thd, v_thd = (one[0].transpose(0, 1) for one in (q, k, v))
+    out = varlen_attn(q_thd, k_thd, v_thd, ends_q, ends_k, max(lengths), max(key_lengths or lengths), **options)
     assert isinstance(out, Tensor)
     return out[None]
 
 
-def _ends(lengths: list[int], device: torch.device) -> Tensor:
+@lru_cache(maxsize=4)  # once for all layers and both passes of a batch
+def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Cumulative lengths of segments, 0 first, ``(segments + 1,)``, int32."""
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return ends.pin_memory().to(device, non_blocking=True)
+    return (ends.pin_memory() if device.type == "cuda" else ends).to(device, non_blocking=True)
 
 
 # Excluded from torch.compile, which would recompile it for every list of lengths.

@@ -234,7 +234,9 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
 
     def _log_step(self) -> None:
         loss = self.train_metrics.log(self, "train", prog_bar=True)
-        self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
+        # A number would be copied to the device, for which the host waits.
+        rate = torch.as_tensor(self.trainer.optimizers[0].param_groups[0]["lr"], dtype=torch.float32)
+        self.log("train/learning_rate", rate, prog_bar=True)
         if self._window.tokens:  # the mean over no token is NaN, and harmless
             self._finite.watch(self.trainer, "train/loss", loss)
 

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_callbacks import SpikeGuard
+from lit_callbacks.distributed.host_copy import HostCopy
 from torch import Tensor, nn
 
 from lit_ft.checkpointing.selection import newest_of
@@ -17,10 +18,7 @@ from lit_ft.model.files.finite_weights import not_finite
 class _Watched(NamedTuple):
     step: int
     what: str
-    value: Tensor
-    """Scalar in host memory, valid after ``arrived``."""
-    arrived: torch.cuda.Event | None
-    """CUDA event of the copy; None if the value was computed on the CPU."""
+    value: HostCopy
 
 
 class FiniteCheck:
@@ -52,14 +50,11 @@ class FiniteCheck:
         step = trainer.global_step + 1
         self._look(trainer, [one for one in self._watched if one.step < step])
         self._watched = [one for one in self._watched if one.step == step]
+        watched = _Watched(step, what, HostCopy(value))
         if value.device.type == "cuda":
-            on_host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-            on_host.copy_(value.detach(), non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-            self._watched.append(_Watched(step, what, on_host, arrived))
+            self._watched.append(watched)
         else:
-            self._look(trainer, [_Watched(step, what, value.detach(), None)])
+            self._look(trainer, [watched])
 
     def look_at_all(self, trainer: Trainer) -> None:
         """Wait for all pending values, and check them.
@@ -72,10 +67,8 @@ class FiniteCheck:
 
     @staticmethod
     def _look(trainer: Trainer, watched: list[_Watched]) -> None:
-        for step, what, value, arrived in watched:
-            if arrived is not None:
-                arrived.synchronize()
-            if not torch.isfinite(value):
+        for step, what, copy in watched:
+            if not torch.isfinite(value := copy.value()):
                 raise NotFinite(f"step {step}: {what} is {float(value)}; {_advice(trainer)}")
 
 

@@ -1,15 +1,20 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from architectures import OWN, save_model
+from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_ft import CausalLM
 from lit_ft.errors import RecipeError
-from lit_ft.model.packed_attention import PACKED, takes_varlen
+from lit_ft.model.activations.checkpointing import options
+from lit_ft.model.packed_attention import PACKED, attend_to_segments, packed_attention, takes_varlen
 from lit_ft.packed_batch import pack_samples
 
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma3_text", "granite", "olmo2", "phi3", "cohere"]
@@ -55,6 +60,52 @@ def test_short_bf16_segments_are_computed_in_fp32() -> None:
     logits = packed(input_ids=ids, segment_lengths=[4, 5], use_cache=False).logits
     assert logits.dtype == torch.bfloat16
     assert logits.isfinite().all()
+
+
+def test_queries_and_keys_that_rotary_embeddings_made_fp32_are_computed_in_autocast_s_dtype() -> None:
+    query, key = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)
+    value = torch.randn(1, 2, 9, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = packed_attention(nn.Module(), query, key, value, None, segment_lengths=[4, 5])
+    wanted = [
+        torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True)
+        for part in zip(*(one.bfloat16().split([4, 5], 2) for one in (query, key, value)), strict=True)
+    ]
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, torch.cat(wanted, 2).transpose(1, 2))
+
+
+class VarlenCalls(TorchDispatchMode):
+    """Calls of the operator of variable-length attention, and the number of key heads that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key_heads: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.torch_attn._varlen_attn.default:
+            self.key_heads.append(args[1].shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("checkpointing", "calls"), [(False, 1), (True, 2), ("selective", 1)])
+def test_attention_to_several_samples_is_one_call_that_selective_checkpointing_keeps(
+    checkpointing: Any, calls: int
+) -> None:
+    """On torch's ``meta`` device, which has the operator's shapes and gradients without its kernel."""
+    query, key, value = (torch.randn(1, heads, 9, 8, device="meta", requires_grad=True) for heads in (4, 2, 2))
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        return attend_to_segments(*inputs, [4, 5], None, None)
+
+    with VarlenCalls() as seen:
+        if checkpointing:
+            out = checkpoint(attend, query, key, value, **options(checkpointing))
+        else:
+            out = attend(query, key, value)
+        out.sum().backward()
+    assert out.shape == (1, 9, 4, 8)
+    assert seen.key_heads == [2] * calls  # grouped heads are not repeated
 
 
 def test_use_without_a_row_is_refused() -> None:

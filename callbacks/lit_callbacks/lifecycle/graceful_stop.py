@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from lit_callbacks.distributed.host_copy import HostCopy
 from lit_callbacks.internals import lightning_internals
 from lit_callbacks.protocols import WritesToFolder
 
@@ -91,6 +92,7 @@ class GracefulStop(Callback):
         self._stop: StopRequested | None = None
         self._is_training = self._is_finishing = False
         self._step = 0
+        self._agreed: HostCopy | None = None
 
     # --- signals -------------------------------------------------------------------------------------
 
@@ -179,9 +181,20 @@ class GracefulStop(Callback):
             self._stop = StopRequested(number, path)
 
     def _agreed_signal(self, trainer: Trainer) -> int:
-        """Signal number that all ranks agree on; 0 if none has received a signal."""
-        received = torch.tensor(self._received or 0, device=trainer.strategy.root_device)
-        return int(trainer.strategy.reduce(received, reduce_op="max"))
+        """Signal number that all ranks agree on; 0 if none has received a signal.
+
+        On CUDA it is that of the step before: the host reads it when the device has long computed it, and so waits for
+        nothing.
+        """
+        if trainer.world_size == 1:
+            return self._received or 0
+        device = trainer.strategy.root_device
+        received = torch.full((), self._received or 0, device=device)  # filled there: torch.tensor would copy, and wait
+        agreed = HostCopy(torch.as_tensor(trainer.strategy.reduce(received, reduce_op="max")))
+        before, self._agreed = self._agreed, agreed
+        if device.type != "cuda":
+            return int(agreed.value())
+        return 0 if before is None else int(before.value())
 
     def _leave(self) -> None:
         # Not called in on_train_batch_end: the step's metrics are logged after that hook.

@@ -29,11 +29,14 @@ def options(checkpointing: Checkpointing) -> dict[str, object]:
     embeddings and activation functions, which are cheap and as large (Korthikanti et al. 2022, arXiv:2205.05198,
     section 5).
     """
+    return {"use_reentrant": False, "context_fn": partial(_contexts, _kept() if checkpointing == "selective" else [])}
+
+
+def _kept() -> list[OpOverload]:
+    from torch.nn.attention import varlen  # noqa: F401  # registers the operator of attention to several samples
+
     operations = [getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION)]
-    return {
-        "use_reentrant": False,
-        "context_fn": partial(_contexts, operations if checkpointing == "selective" else []),
-    }
+    return [*operations, torch.ops.torch_attn._varlen_attn.default]
 
 
 def _contexts(

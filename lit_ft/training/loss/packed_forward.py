@@ -82,10 +82,10 @@ class PackedForward:
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""
         head = self.base.get_output_embeddings()
         return token_cross_entropy(
-            hidden[0, batch["predict_at"]],
+            hidden[0].index_select(0, batch["predict_at"]),  # an index in brackets sorts in its backward pass on CUDA
             self.head,
             batch["targets"],
-            chunk_tokens=tokens_per_chunk(head.weight.shape[0]),
+            chunk_tokens=tokens_per_chunk(head.weight.shape[0], hidden.device.type),
             head_parameters=loading.head_parameters(self.base),
         )
 

@@ -86,8 +86,8 @@ def test_lengths_must_agree() -> None:
 
 
 def test_chunks_hold_a_fixed_number_of_logits() -> None:
-    assert tokens_per_chunk(151_936) == 441
-    assert tokens_per_chunk(2**30) == 1
+    assert (tokens_per_chunk(151_936, "cpu"), tokens_per_chunk(151_936, "cuda")) == (441, 1_766)
+    assert tokens_per_chunk(2**30, "cpu") == 1
 
 
 def test_weight_undoes_lightnings_and_the_strategys_division() -> None:
