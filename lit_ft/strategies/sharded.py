@@ -85,6 +85,16 @@ class ShardedStrategy(LightningModelParallelStrategy):
         with deferred_cast.casting_later():
             yield
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data-parallel size and rank, which each micro-batch asks for; Lightning makes a mesh each time."""
+        mesh = self.device_mesh
+        assert mesh.mesh_dim_names is not None
+        place = mesh.mesh_dim_names.index("data_parallel")
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "every rank is in the mesh"
+        return {"num_replicas": mesh.size(place), "rank": coordinate[place]}
+
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, then build the optimizer on the shards."""
         assert self.accelerator is not None

@@ -237,8 +237,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         # A number would be copied to the device, for which the host waits.
         rate = torch.as_tensor(self.trainer.optimizers[0].param_groups[0]["lr"], dtype=torch.float32)
         self.log("train/learning_rate", rate, prog_bar=True)
-        if self._window.tokens:  # the mean over no token is NaN, and harmless
-            self._finite.watch(self.trainer, "train/loss", loss)
+        self._finite.watch(self.trainer, "train/loss", self._window.mean(loss))
 
     # --- evaluate --------------------------------------------------------------------------------
 

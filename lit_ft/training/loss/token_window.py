@@ -3,18 +3,21 @@
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lit_ft import process
 from lit_ft.packed_batch import PackedBatch
 
 
-def loss_weight(*, window_tokens: int, accumulate: int, replicas: int) -> float:
+def loss_weight(*, window_tokens: int | Tensor, accumulate: int, replicas: int) -> float | Tensor:
     """Factor on a micro-batch's summed loss that makes the optimizer step's gradient token-exact.
 
     The step's loss is the sum over all its micro-batches (its window) and ranks, divided by ``window_tokens``, the
     number of supervised tokens in all of them. Lightning divides by ``accumulate`` and the strategy averages gradients
-    over ``replicas``: this factor reverses both.
+    over ``replicas``: this factor reverses both. For a tensor of tokens it is a scalar tensor, fp32, rounded once.
     """
+    if isinstance(window_tokens, Tensor):
+        return (accumulate * replicas / window_tokens.clamp(min=1).double()).float()
     return accumulate * replicas / max(window_tokens, 1)
 
 
@@ -23,8 +26,9 @@ class TokenWindow:
 
     def __init__(self) -> None:
         """Start outside of any step."""
-        self.tokens: int | None = None
-        """None before the first micro-batch, and after a checkpoint was loaded."""
+        self.tokens: int | Tensor | None = None
+        """None before the first micro-batch, and after a checkpoint was loaded. With several replicas a scalar on the
+        device, int64: the host does not wait for their sum."""
 
     def enter(self, trainer: Trainer, batch: PackedBatch, batch_idx: int) -> None:
         """Count the step's tokens at its first micro-batch; a collective.
@@ -38,14 +42,21 @@ class TokenWindow:
         if batch_idx % accumulate == 0 or self.tokens is None or "window_tokens" not in batch:
             self.tokens = _count(trainer, batch, accumulate)
 
-    def weight(self, trainer: Trainer) -> float:
+    def weight(self, trainer: Trainer) -> float | Tensor:
         """Factor on the summed loss of a micro-batch of the step."""
         assert self.tokens is not None, "the micro-batch has entered the window"
         replicas = process.data_parallel(trainer).size
         return loss_weight(window_tokens=self.tokens, accumulate=trainer.accumulate_grad_batches, replicas=replicas)
 
+    def mean(self, loss: Tensor) -> Tensor:
+        """The step's mean loss, and 0 for a step without a supervised token, whose mean is NaN and harmless."""
+        assert self.tokens is not None, "the micro-batch has entered the window"
+        if isinstance(self.tokens, Tensor):
+            return torch.where(self.tokens > 0, loss, 0)
+        return loss if self.tokens else torch.zeros_like(loss)
 
-def _count(trainer: Trainer, batch: PackedBatch, accumulate: int) -> int:
+
+def _count(trainer: Trainer, batch: PackedBatch, accumulate: int) -> int | Tensor:
     tokens = batch.get("window_tokens")
     if tokens is None:
         if accumulate > 1:
@@ -56,5 +67,7 @@ def _count(trainer: Trainer, batch: PackedBatch, accumulate: int) -> int:
         tokens = len(batch["targets"]) * accumulate
     if process.data_parallel(trainer).size == 1:
         return tokens
-    on_device = torch.tensor(tokens, device=trainer.strategy.root_device)
-    return int(trainer.strategy.reduce(on_device, reduce_op="sum")) // process.model_parallel_size(trainer)
+    # Filled there: torch.tensor would copy, and wait.
+    on_device = torch.full((), tokens, device=trainer.strategy.root_device)
+    everywhere = torch.as_tensor(trainer.strategy.reduce(on_device, reduce_op="sum"))
+    return everywhere // process.model_parallel_size(trainer)

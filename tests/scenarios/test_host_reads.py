@@ -1,0 +1,127 @@
+"""A warm training step reads no tensor's value, for which the host would wait for a GPU.
+
+On a CPU the same operators run, and nothing waits: the reads are counted, with the line that makes each. ``pytest -m
+cuda`` lets CUDA itself object.
+"""
+
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import silent_trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lit_callbacks import GracefulStop, LossLedger, ThroughputMonitor
+from peft import LoraConfig
+from ranks import LiveRanks
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lit_ft import CausalLM, TextDataModule
+from lit_ft.strategies import FSDPStrategy
+
+pytestmark = pytest.mark.processes
+
+READS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
+"""Methods that copy to the host without an operator that shows it on a CPU. ``torch.tensor(number, device=...)`` copies
+from it, and waits too."""
+WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "aten::equal")
+"""Parts of the names of operators whose result or shape the host reads."""
+EXPECTED = {
+    "lit_ft/training/finite.py": "on a CPU at once; from a GPU it is copied meanwhile, and read one step later",
+    "lit_ft/packed_batch.py": "batches are collated in host memory",
+    "torch/optim/optimizer.py": "counters of steps are in host memory, also those of weights on a GPU",
+}
+ON_RANKS = {"lit_callbacks/lifecycle/graceful_stop.py": "as in finite.py"}
+"""Files that read a value, with the reason why no GPU is waited for."""
+
+
+class Reads:
+    """Number of values that the host reads between ``enter`` and ``leave``, by the file that reads them."""
+
+    def __init__(self) -> None:
+        self.files: Counter[str] = Counter()
+        function, dispatch = self._function_mode(), self._dispatch_mode()
+        self._modes = (function, dispatch)
+
+    def enter(self) -> None:
+        for mode in self._modes:
+            mode.__enter__()
+
+    def leave(self) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(None, None, None)
+
+    def _note(self) -> None:
+        files = [frame.filename for frame in traceback.extract_stack() if frame.filename != __file__]
+        place = next(name for name in reversed(files) if "/torch/" not in name or "/torch/optim/" in name)
+        self.files["/".join(Path(place).parts[-3:])] += 1
+
+    def _function_mode(self) -> TorchFunctionMode:
+        note = self._note
+
+        class Functions(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                copies = func is torch.tensor and (kwargs or {}).get("device") is not None
+                if func in READS or copies:
+                    note()
+                return func(*args, **(kwargs or {}))
+
+        return Functions()
+
+    def _dispatch_mode(self) -> TorchDispatchMode:
+        note = self._note
+
+        class Operators(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if any(name in func._schema.name for name in WAITS):
+                    note()
+                return func(*args, **(kwargs or {}))
+
+        return Operators()
+
+
+class CountReads(Callback):
+    """Counts the reads of the third optimizer step, of two micro-batches."""
+
+    def __init__(self) -> None:
+        self.reads = Reads()
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.reads.enter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (4, 5):
+            self.reads.leave()
+
+
+def reads_of_a_warm_step(folder: str, data: str, out: str, **options: Any) -> dict[str, int]:
+    count = CountReads()
+    callbacks = [GracefulStop(), ThroughputMonitor(), LossLedger(Path(out) / "ledger"), count]
+    run = {"max_steps": 4, "accumulate_grad_batches": 2, "log_every_n_steps": 50, "gradient_clip_val": 1.0}
+    trainer = silent_trainer(**run, callbacks=callbacks, default_root_dir=out, **options)
+    model = CausalLM(folder, peft=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trainer.fit(model, TextDataModule(data, micro_batch_size=2))
+    return dict(count.reads.files)
+
+
+def on_two(strategy: Any, *folders: str) -> dict[str, int]:
+    return reads_of_a_warm_step(*folders, strategy=strategy(), devices=2)
+
+
+def test_one_device(model_folder: str, write_rows: Any, tmp_path: Path) -> None:
+    found = reads_of_a_warm_step(model_folder, write_rows(), str(tmp_path))
+    assert found.pop("lit_ft/training/finite.py") == 2  # the counter counts
+    assert not set(found) - set(EXPECTED)
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy])
+def test_two_ranks(strategy: Any, live_ranks: LiveRanks, model_folder: str, write_rows: Any, tmp_path: Path) -> None:
+    for found in live_ranks(2, on_two, strategy, model_folder, write_rows(), str(tmp_path)):
+        assert found["lit_callbacks/lifecycle/graceful_stop.py"] == 1
+        assert not set(found) - set(EXPECTED) - set(ON_RANKS)
