@@ -1,6 +1,5 @@
 """The ``sweep`` command: train a recipe with several values of some options, one ``fit`` process after another."""
 
-import argparse
 from collections.abc import Callable
 from difflib import get_close_matches
 from itertools import pairwise
@@ -14,6 +13,7 @@ from lit_ft.commands.train import TrainingCLI
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.allowed_code import is_allowed
+from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import rank_prefix
 from lit_ft.run.lock import lock_run, release_runs
@@ -58,8 +58,8 @@ def run(arguments: list[str]) -> None:
     _conclude(folder, trials, goal)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OptionParser:
+    parser = OptionParser(
         prog="python -m lit_ft sweep",
         description="Train a recipe with several values of some options: each trial is a fit in a process and a run "
         "folder of its own. Takes every option of fit (python -m lit_ft fit --help). The same command again resumes "
