@@ -14,7 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft import process
 from lit_ft.errors import RecipeError, option_called
-from lit_ft.export.adapter_folders import Adapter, Combination, base_of, check_unchanged, describe_base, load_adapters, make_room
+from lit_ft.export.adapter_folders import (
+    Adapter,
+    Combination,
+    base_of,
+    check_unchanged,
+    describe_base,
+    load_adapters,
+    make_room,
+)
 from lit_ft.export.folder_texts import describe_step, generation_texts, run_texts
 from lit_ft.export.model_card import Card
 from lit_ft.export.restore_run import module_of, rebuild

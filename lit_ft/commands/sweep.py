@@ -244,10 +244,11 @@ def _train(
             rank_zero_info(f"{place}: failed, {trial.failure}")
             continue
         if goal.value(trial) is None:
-            logged = ", ".join(name for name in trial.metrics() if not name.startswith("throughput/run")) or "nothing"
+            logged = ", ".join(name for name in trial.metrics() if not name.startswith("throughput/run"))
+            advice = f"it has logged {logged}; compare by one of these, or" if logged else "it has logged nothing;"
             raise RecipeError(
-                f"--metric {goal.metric}: {trial.name} has not logged it in its {trial.steps:,} optimizer steps, but "
-                f"{logged}; compare by one of these, or look at trainer.log_every_n_steps and val_check_interval"
+                f"--metric {goal.metric}: {trial.name} has not logged it in its {trial.steps:,} optimizer steps; "
+                f"{advice} lower trainer.log_every_n_steps or trainer.val_check_interval"
             )
         rank_zero_info(f"{place}: {trial.seconds:,.0f} s{_result(trial, goal)}")
     return trials
