@@ -87,6 +87,8 @@ def _in_the_report_alone() -> Iterator[None]:
 class CheckCLI(TrainingCLI):
     """``fit`` up to the loading of the data, which it then inspects instead of training."""
 
+    _computes = False
+
     def __init__(self, arguments: list[str], samples: int) -> None:
         """Parse the options and inspect the data.
 

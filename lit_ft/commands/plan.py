@@ -59,6 +59,8 @@ def run(arguments: list[str]) -> None:
 class PlanCLI(TrainingCLI):
     """``fit`` up to the start of processes; it then builds the layout of one rank after the other."""
 
+    _computes = False
+
     def __init__(
         self,
         arguments: list[str],

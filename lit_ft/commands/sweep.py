@@ -126,6 +126,8 @@ def _plan(variations: list[Variation], trials: int | None) -> tuple[int, Propose
 class TrialCLI(TrainingCLI):
     """``fit`` up to its classes, which are built without weights; the recipe of one trial is checked this way."""
 
+    _computes = False
+
     def __init__(self, arguments: list[str], builds: bool) -> None:
         """Parse a recipe.
 

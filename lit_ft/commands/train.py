@@ -182,6 +182,8 @@ class TrainingCLI(LightningCLI):
     """LightningCLI whose ``model`` and ``data`` may be any classes and default to lit_ft's."""
 
     _is_named_by_time = False  # check and plan choose no run folder
+    _computes = True
+    """Whether the command goes on to compute; check, plan and sweep read the recipe alone."""
     answers_path: Path | None = None
     """File of the answers of ``predict``, on rank 0."""
 
@@ -255,7 +257,8 @@ class TrainingCLI(LightningCLI):
         expand_home(self.config[self.config.subcommand])
         if self.config.subcommand == "fit":
             check_something_trains(self.config.fit.trainer)
-        rank_zero_info(f"CPU: {describe_threads()}")
+        if self._computes:
+            rank_zero_info(f"CPU: {describe_threads()}")
 
     @property
     def options(self) -> Namespace:
