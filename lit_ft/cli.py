@@ -181,10 +181,15 @@ def _quieten() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     for message in _CHATTER:
         warnings.filterwarnings("ignore", message=message)
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+    for name in _LOGGERS_OF_BANNERS:
         logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(_BANNERS))
 
 
+_LOGGERS_OF_BANNERS = (
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+    "lightning.pytorch.utilities.rank_zero",
+)
 _BANNERS = (
     "💡",
     "GPU available",

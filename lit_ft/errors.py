@@ -65,6 +65,25 @@ def explained(what: str, fix: str, also: tuple[type[Exception], ...] = ()) -> It
         raise RecipeError(f"{what}: {type(error).__name__}: {reason}; {fix}") from error
 
 
+@contextmanager
+def option_called(option: str, name: str) -> Iterator[None]:
+    """Context in which errors about an option of a recipe name what a command without a recipe calls it.
+
+    Args:
+        option: option of a recipe, as errors name it, e.g. ``model.pretrained``.
+        name: what the user typed it as, e.g. ``--base``.
+
+    Raises:
+        RecipeError: as raised within, with the other name.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        if option not in str(error):
+            raise
+        raise RecipeError(str(error).replace(option, name)) from error
+
+
 def situation(heading: str, fix: str) -> str | None:
     """Field of a row in a table of what works where: None, or the reason why not, as a sentence without its subject.
 

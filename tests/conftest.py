@@ -154,6 +154,34 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """File of 13 rows, which several ranks share unevenly."""
+    path = tmp_path_factory.mktemp("rows") / "rows.json"
+    path.write_text(json.dumps(make_rows(13), ensure_ascii=False), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, Any]:
+    """Results of fits on one process, which other tests of a module compare with."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Function that writes a small model of an architecture once, and returns its folder."""
+    from architectures import save_model  # it imports this module
+
+    parent = tmp_path_factory.mktemp("architectures")
+
+    def write(architecture: str) -> str:
+        folder = parent / architecture
+        return str(folder) if folder.exists() else save_model(architecture, folder)
+
+    return write
+
+
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """Function that makes a CPU trainer without progress output; it can be pickled."""

@@ -14,6 +14,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TEMPLATES = Path(__file__).parent / "data" / "chat_templates"
+CHAT = [
+    {"role": "system", "content": "the cup is red"},
+    {"role": "user", "content": "红 book"},
+    {"role": "assistant", "content": "a lamp"},
+    {"role": "user", "content": "under"},
+    {"role": "assistant", "content": "the <绿> cup 😀\n\nis blue"},
+]
+"""Conversation with a system prompt, two languages, and text that looks like markup."""
 
 
 class Family(NamedTuple):

@@ -1,6 +1,5 @@
 """The ``check`` command: report the training data of a recipe and its problems, without training."""
 
-import argparse
 import logging
 import shlex
 import tempfile
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PretrainedConfig
 
-from lit_ft.commands.train import TrainingCLI
+from lit_ft.commands.train import TrainingCLI, check_trainer
 from lit_ft.data.inspection import (
     Report,
     describe_lengths,
@@ -36,6 +35,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.model.architecture import Architecture
 from lit_ft.packed_batch import pack_samples
 from lit_ft.recipe.allowed_code import as_options
+from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
 from lit_ft.training.optimizers.schedules import WarmupSchedule
@@ -47,7 +47,7 @@ STREAMED_ROWS = 10_000
 def run(arguments: list[str]) -> None:
     """Parse the options, inspect the data and print the report; exit code 1 if there are problems."""
     show_progress_on_terminals_only()
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m lit_ft check",
         description="Look at the data of a recipe without training. Takes every option of fit "
         "(python -m lit_ft fit --help); exit code 1 when something would train wrong.",
@@ -87,6 +87,8 @@ def _in_the_report_alone() -> Iterator[None]:
 class CheckCLI(TrainingCLI):
     """``fit`` up to the loading of the data, which it then inspects instead of training."""
 
+    _computes = False
+
     def __init__(self, arguments: list[str], samples: int) -> None:
         """Parse the options and inspect the data.
 
@@ -106,6 +108,7 @@ class CheckCLI(TrainingCLI):
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build a trainer without output on the CPU; the recipe's may need devices that this machine lacks."""
+        check_trainer(self.options.trainer)
         return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
     def before_fit(self) -> None:

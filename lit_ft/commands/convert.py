@@ -13,7 +13,7 @@ from lit_ft.data.text.sources import FormatName
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.data.tokens.megatron_indexed import IndexedWriter
 from lit_ft.data.tokens.samples import Samples
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, option_called
 from lit_ft.export.restore_run import module_of
 from lit_ft.megatron.checks.logits import Check
 from lit_ft.megatron.conversion import to_hugging_face, to_megatron
@@ -85,7 +85,8 @@ def convert_data(
     data = TextDataModule(
         path, format=format, system=system, chat_template=chat_template, supervise=supervise, max_length=None
     )
-    data.load(load_tokenizer(tokenizer))
+    with option_called("model.pretrained", "--tokenizer"):
+        data.load(load_tokenizer(tokenizer))
     samples = data.splits["train"]
     prefix = Path(out)
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -162,13 +163,15 @@ def convert_model(
             )
         if layout != Layout():
             raise RecipeError("sizes of a parallel layout are for --to megatron; a Hugging Face folder has none")
-        to_hugging_face(Path(path), like, Path(out), verify)
+        with option_called("model.pretrained", "--like"):
+            to_hugging_face(Path(path), like, Path(out), verify)
         return
     if like is not None:
         raise RecipeError(f"like={like!r} is for --to hf; the model's own config is read")
     naming = Naming(format, layer_spec, has_experts=False, grouped=moe_grouped_gemm)
     if not (Path(path) / "config.yaml").is_file():
-        to_megatron(path, Path(out), layout, naming, verify)
+        with option_called("model.pretrained", "path"):
+            to_megatron(path, Path(out), layout, naming, verify)
     else:
         _convert_run(path, out, layout, naming, adapter, verify)
 

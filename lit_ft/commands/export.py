@@ -13,8 +13,16 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.errors import RecipeError
-from lit_ft.export.adapter_folders import Adapter, Combination, base_of, check_unchanged, load_adapters, make_room
+from lit_ft.errors import RecipeError, option_called
+from lit_ft.export.adapter_folders import (
+    Adapter,
+    Combination,
+    base_of,
+    check_unchanged,
+    describe_base,
+    load_adapters,
+    make_room,
+)
 from lit_ft.export.folder_texts import describe_step, generation_texts, run_texts
 from lit_ft.export.model_card import Card
 from lit_ft.export.restore_run import module_of, rebuild
@@ -180,14 +188,17 @@ def _of_adapters(
     density: float | None,
 ) -> _Exported:
     base = _base_of(adapters[0], folder, named)
-    check_unchanged(Path(base.pretrained).expanduser())
-    tokenizer, now = base.tokenizer, base.fingerprint()
-    for adapter in adapters:
-        skeleton = loading.skeleton(base.pretrained, overrides=base.config_overrides)
-        make_room(skeleton, tokenizer)
-        adapter.check(skeleton, now)
-    torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare
-    model = base.build("sdpa")
+    of_run = "model.pretrained"
+    with option_called(of_run, of_run if folder is not None else describe_base(adapters[0], named)):
+        loading.load_config(base.pretrained)  # there is such a model
+        check_unchanged(Path(base.pretrained).expanduser())
+        tokenizer, now = base.tokenizer, base.fingerprint()
+        for adapter in adapters:
+            skeleton = loading.skeleton(base.pretrained, overrides=base.config_overrides)
+            make_room(skeleton, tokenizer)
+            adapter.check(skeleton, now)
+        torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare
+        model = base.build("sdpa")
     make_room(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]

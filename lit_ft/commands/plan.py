@@ -1,6 +1,5 @@
 """The ``plan`` command: estimate memory and communication of each rank of a recipe, without processes or weights."""
 
-import argparse
 import copy
 import logging
 import math
@@ -28,6 +27,7 @@ from lit_ft.planning.pipeline_timeline import idle_share, timetable
 from lit_ft.planning.report import MIB, Share, aligned, by_stage, format_layout, rank_share
 from lit_ft.planning.timeline_plot import draw
 from lit_ft.protocols import ChecksRecipe, micro_batch_size
+from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.model_parallel import base_of
 from lit_ft.strategies.parallel.mesh import MeshSizes
@@ -41,7 +41,7 @@ _Strategy = TypeVar("_Strategy", bound=ShardedStrategy)
 
 def run(arguments: list[str]) -> None:
     """Parse the options and print the plan."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m lit_ft plan",
         description="Say what each rank of a recipe would hold and send, without starting any process or reading "
         "weights. Takes every option of fit (python -m lit_ft fit --help).",
@@ -57,6 +57,8 @@ def run(arguments: list[str]) -> None:
 
 class PlanCLI(TrainingCLI):
     """``fit`` up to the start of processes; it then builds the layout of one rank after the other."""
+
+    _computes = False
 
     def __init__(
         self,

@@ -1,18 +1,18 @@
 """The ``report`` command: write one HTML page about a run folder."""
 
-from argparse import ArgumentParser
 from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.report.run_report import write_report
 
 from lit_ft.errors import RecipeError
+from lit_ft.recipe.option_parser import OptionParser
 
 
 def run(arguments: list[str]) -> None:
     """Parse the options and write the page."""
     # Not with RecipeParser: it imports models, which takes seconds.
-    parser = ArgumentParser(prog="python -m lit_ft report", description=(report.__doc__ or "").split("\n")[0])
+    parser = OptionParser(prog="python -m lit_ft report", description=(report.__doc__ or "").split("\n")[0])
     parser.add_argument("run", metavar="RUN", help="folder of the run")
     parser.add_argument("--out", metavar="FILE", help="the page; RUN/report.html by default")
     report(**vars(parser.parse_args(arguments[1:])))

@@ -1,6 +1,5 @@
 """The ``sweep`` command: train a recipe with several values of some options, one ``fit`` process after another."""
 
-import argparse
 from collections.abc import Callable
 from difflib import get_close_matches
 from itertools import pairwise
@@ -14,6 +13,7 @@ from lit_ft.commands.train import TrainingCLI
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.allowed_code import is_allowed
+from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import rank_prefix
 from lit_ft.run.lock import lock_run, release_runs
@@ -58,8 +58,8 @@ def run(arguments: list[str]) -> None:
     _conclude(folder, trials, goal)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OptionParser:
+    parser = OptionParser(
         prog="python -m lit_ft sweep",
         description="Train a recipe with several values of some options: each trial is a fit in a process and a run "
         "folder of its own. Takes every option of fit (python -m lit_ft fit --help). The same command again resumes "
@@ -125,6 +125,8 @@ def _plan(variations: list[Variation], trials: int | None) -> tuple[int, Propose
 
 class TrialCLI(TrainingCLI):
     """``fit`` up to its classes, which are built without weights; the recipe of one trial is checked this way."""
+
+    _computes = False
 
     def __init__(self, arguments: list[str], builds: bool) -> None:
         """Parse a recipe.
@@ -244,10 +246,11 @@ def _train(
             rank_zero_info(f"{place}: failed, {trial.failure}")
             continue
         if goal.value(trial) is None:
-            logged = ", ".join(name for name in trial.metrics() if not name.startswith("throughput/run")) or "nothing"
+            logged = ", ".join(name for name in trial.metrics() if not name.startswith("throughput/run"))
+            advice = f"it has logged {logged}; compare by one of these, or" if logged else "it has logged nothing;"
             raise RecipeError(
-                f"--metric {goal.metric}: {trial.name} has not logged it in its {trial.steps:,} optimizer steps, but "
-                f"{logged}; compare by one of these, or look at trainer.log_every_n_steps and val_check_interval"
+                f"--metric {goal.metric}: {trial.name} has not logged it in its {trial.steps:,} optimizer steps; "
+                f"{advice} lower trainer.log_every_n_steps or trainer.val_check_interval"
             )
         rank_zero_info(f"{place}: {trial.seconds:,.0f} s{_result(trial, goal)}")
     return trials

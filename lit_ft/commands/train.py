@@ -2,7 +2,8 @@
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -57,13 +58,14 @@ from lit_ft.internals.jsonargparse import allow_untyped
 from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.generation import GREEDY, Sampling
-from lit_ft.process import choose_threads_of_ranks, resume_threads, started_at
+from lit_ft.process import choose_threads_of_ranks, describe_threads, resume_threads, started_at
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import as_options, check_unpickling
-from lit_ft.recipe.callback_checks import check_callbacks
+from lit_ft.recipe.callback_checks import EarlyStoppingCheck, check_callbacks
 from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
 from lit_ft.recipe.files import check_files, expand_home, in_order
-from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser, shortened, unwrap_class_error
+from lit_ft.recipe.parse_errors import shortened, unwrap_class_error
+from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser
 from lit_ft.run import predictions
 from lit_ft.run.folder import BEST, LAST, RunFolder, new_run, newest_run, unfinished_run
 from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero, starts_ranks
@@ -127,6 +129,39 @@ def _missing(defaults: list[Callback], given: list[Callback]) -> list[Callback]:
     return [default for default in defaults if not any(isinstance(one, type(default)) for one in given)]
 
 
+@contextmanager
+def _explained_trainer(accelerator: str) -> Iterator[None]:
+    """Turn what ``Trainer`` raises for bad arguments into a ``RecipeError``."""
+    try:
+        yield
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        is_absent = accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
+        advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu" if is_absent else ""
+        raise RecipeError(f"trainer: {shortened(str(error), 400)}{advice}") from error
+
+
+_OF_ANY_MACHINE = (
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "log_every_n_steps", "overfit_batches"),
+    *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+)
+"""Options of ``Trainer`` that do not depend on devices."""
+
+
+def check_trainer(options: Namespace) -> None:
+    """Refuse what ``Trainer`` refuses, but for devices, strategy and precision.
+
+    Args:
+        options: options of ``trainer`` in a recipe.
+
+    Raises:
+        RecipeError: ``Trainer`` refuses a value.
+    """
+    given = {name: value for name, value in options.items() if name in _OF_ANY_MACHINE}
+    with _explained_trainer("cpu"):
+        Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **given)
+
+
 class SaveRecipe(SaveConfigCallback):
     """Write the resolved recipe to ``config.yaml`` in the run folder."""
 
@@ -147,6 +182,8 @@ class TrainingCLI(LightningCLI):
     """LightningCLI whose ``model`` and ``data`` may be any classes and default to lit_ft's."""
 
     _is_named_by_time = False  # check and plan choose no run folder
+    _computes = True
+    """Whether the command goes on to compute; check, plan and sweep read the recipe alone."""
     answers_path: Path | None = None
     """File of the answers of ``predict``, on rank 0."""
 
@@ -220,6 +257,8 @@ class TrainingCLI(LightningCLI):
         expand_home(self.config[self.config.subcommand])
         if self.config.subcommand == "fit":
             check_something_trains(self.config.fit.trainer)
+        if self._computes:
+            rank_zero_info(f"CPU: {describe_threads()}")
 
     @property
     def options(self) -> Namespace:
@@ -370,12 +409,8 @@ class TrainingCLI(LightningCLI):
             if sys.stdout.isatty():
                 kwargs["callbacks"].append(RunProgressBar())
         kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
-        try:
+        with _explained_trainer(str(given.accelerator)):
             trainer = super().instantiate_trainer(**kwargs)
-        except (ValueError, TypeError, MisconfigurationException) as error:  # raised by Trainer for bad arguments
-            is_absent = given.accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
-            advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu" if is_absent else ""
-            raise RecipeError(f"trainer: {shortened(str(error), 400)}{advice}") from error
         if starts_ranks(trainer):
             choose_threads_of_ranks(trainer.num_devices)
         return trainer
@@ -402,6 +437,7 @@ class TrainingCLI(LightningCLI):
             ConsoleSummary(folder, as_options()),
             RunReport(folder.root, title=self.recipe_name, began=started_at()),
             ThroughputMonitor(),
+            EarlyStoppingCheck(),
         ]
         last: list[Callback] = []
         if isinstance(self.model, CausalLM) or self.options.merge:
@@ -495,8 +531,9 @@ class TrainingCLI(LightningCLI):
         Sizes are compared on all ranks; SHA-256 sums on rank 0, of folders up to ``HASHED_BASE_BYTES``. Loading then
         reads the same bytes from the file cache of the operating system.
         """
-        if (base := model.spec.base).init == "pretrained":
-            check_unchanged(Path(base.pretrained).expanduser(), HASHED_BASE_BYTES if is_rank_zero() else 0)
+        folder = Path((base := model.spec.base).pretrained).expanduser()
+        if base.init == "pretrained" and folder.is_dir():
+            check_unchanged(folder, HASHED_BASE_BYTES if is_rank_zero() else 0)
 
     def _check_positions(self, what: str, length: int | None) -> None:
         if isinstance(self.model, CausalLM):

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.protocols import tokenizer_of
@@ -21,23 +20,21 @@ from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader, batch_geo
 from lit_ft.data.loaders.mixing import Strategy, check_weights
 from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
 from lit_ft.data.loaders.streaming import StreamLoader
+from lit_ft.data.option_checks import check_exclusive, check_numbers, sources_of
 from lit_ft.data.questions import questions_of
 from lit_ft.data.text.chat_template import set_chat_template
 from lit_ft.data.text.formats import Chat
 from lit_ft.data.text.rendering import Supervise, prompt_and_answer
 from lit_ft.data.text.sources import FormatName, Source, shared_content
 from lit_ft.data.tokens.preparation import OnBadRow, Preparation, Prepared
-from lit_ft.data.tokens.samples import Samples, join
+from lit_ft.data.tokens.samples import Samples, held_out_samples, join
 from lit_ft.data.tokens.truncation import Overlong
 from lit_ft.errors import RecipeError
-from lit_ft.internals.lightning import callbacks_of
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import Checkpoint, LoaderState, Question
 
 DEFAULT_MAX_LENGTH = 2048
 """Longest sample in tokens, where a recipe says nothing."""
-MOST_WORKERS = 256
-"""Maximum number of processes that load or tokenize data: a larger number is a mistake that would stop the machine."""
 
 
 class TextDataModule(LightningDataModule):
@@ -122,37 +119,18 @@ class TextDataModule(LightningDataModule):
             num_workers: number of DataLoader processes that build packed batches; 0 is right unless batches are huge.
         """
         super().__init__()
-        if not 0 <= val_fraction < 1:
-            raise RecipeError(f"data.val_fraction={val_fraction} must be at least 0 and below 1, e.g. 0.05")
-        if packing is True:
-            raise RecipeError(
-                "data.packing=true says no size; give the token budget of a packed sequence, e.g. 2048, or off"
-            )
-        for name, value in (("micro_batch_size", micro_batch_size), ("shuffle_buffer", shuffle_buffer)):
-            if value < 1:
-                raise RecipeError(f"data.{name}={value} must be 1 or more")
-        for name, value in (("num_workers", num_workers), ("tokenize_workers", tokenize_workers or 0)):
-            if not 0 <= value <= MOST_WORKERS:
-                raise RecipeError(f"data.{name}={value} must be 0 to {MOST_WORKERS} processes")
-        if max_length is not None and max_length < 2:
-            raise RecipeError(f"data.max_length={max_length} leaves nothing to predict; set it to 2 tokens or more")
-        _exclude(path=path, sources=sources)
-        _exclude(val_path=val_path, val_sources=val_sources, val_fraction=val_fraction)
+        check_numbers(
+            val_fraction, max_length, packing, micro_batch_size, shuffle_buffer, num_workers, tokenize_workers
+        )
+        check_exclusive(path=path, sources=sources)
+        check_exclusive(val_path=val_path, val_sources=val_sources, val_fraction=val_fraction)
         if streaming and val_fraction:
             raise RecipeError(
                 f"data.val_fraction={val_fraction} needs all rows at once, which data.streaming=true never has; set "
                 "data.val_path"
             )
-        self.sources = {
-            "train": _as_sources(path, sources),
-            "val": _as_sources(val_path, val_sources),
-            "test": _as_sources(test_path, None),
-        }
-        for name, members in self.sources.items():
-            self.sources[name] = [
-                replace(s, format=format if s.format == "auto" else s.format, columns=s.columns or columns)
-                for s in members
-            ]
+        given = {"train": (path, sources), "val": (val_path, val_sources), "test": (test_path, None)}
+        self.sources = {split: sources_of(*one, format, columns) for split, one in given.items()}
         self.has_names = {
             "train": sources is not None,
             "val": val_sources is not None or bool(sources and val_fraction),
@@ -271,25 +249,12 @@ class TextDataModule(LightningDataModule):
         return tuple(source.title for source in sources) if self.has_names.get(split) else ()
 
     def _held_out(self) -> np.ndarray:
-        """Mask of the samples held out for validation, ``(samples,)``, bool: part of each source's distinct rows."""
+        """Mask of the samples held out for validation, ``(samples,)``, bool."""
         samples = self.splits["train"]
-        digests = samples.digests()
-        held_out = np.zeros(len(samples), dtype=bool)
-        generator = np.random.default_rng(process.seed())
-        for number, source in enumerate(self.sources["train"]):
-            mine = np.flatnonzero(samples.source == number)
-            rows, first, of_sample = np.unique(samples.rows[mine], return_index=True, return_inverse=True)
-            different, of_row = np.unique(digests[mine][first], return_inverse=True)
-            count = max(1, round(len(different) * self.val_fraction))
-            if count >= len(different):
-                raise RecipeError(
-                    f"data.val_fraction={self.val_fraction} of {len(different)} different rows of {source.path!r} "
-                    "leaves none to train on; lower it"
-                )
-            chosen = np.zeros(len(different), dtype=bool)
-            chosen[generator.permutation(len(different))[:count]] = True
-            held_out[mine] = chosen[of_row][of_sample]
-            rank_zero_info(f"{source.path}: {int(chosen[of_row].sum()):,} of {len(rows):,} rows are for validation")
+        paths = [source.path for source in self.sources["train"]]
+        held_out, counts = held_out_samples(samples, self.val_fraction, process.seed(), paths)
+        for path, (count, rows) in zip(paths, counts, strict=True):
+            rank_zero_info(f"{path}: {count:,} of {rows:,} rows are for validation")
         return held_out
 
     def _check_packing(self, longest: int) -> None:
@@ -337,12 +302,11 @@ class TextDataModule(LightningDataModule):
             )
         if stage == "fit" and not self.streaming and self.trainer is not None:
             self._check_val_interval(self.trainer, replicas)
-            self._check_early_stopping(self.trainer, replicas)
 
     def _check_val_interval(self, trainer: Trainer, replicas: int) -> None:
         interval = trainer.val_check_interval
         if isinstance(interval, int) and trainer.check_val_every_n_epoch is not None:
-            batches = self._loader("train", self.plan(replicas), trainer.limit_train_batches).batches
+            batches = self.micro_batches_per_epoch(trainer, replicas)
             if interval > batches:
                 raise RecipeError(
                     f"trainer.val_check_interval={interval} is more than the {batches:,} micro-batches of an epoch; "
@@ -350,24 +314,14 @@ class TextDataModule(LightningDataModule):
                     "trainer.check_val_every_n_epoch=null"
                 )
 
-    def _check_early_stopping(self, trainer: Trainer, replicas: int) -> None:
-        """Refuse a run that ends in its first epoch, before the validation whose metric ``EarlyStopping`` reads."""
-        monitored = (one.monitor for one in callbacks_of(trainer) if isinstance(one, EarlyStopping) and one.strict)
-        monitor = next((name for name in monitored if name.startswith("val/")), None)
-        if monitor is None or trainer.max_steps == -1:
-            return
-        interval = trainer.val_check_interval
-        batches = self._loader("train", self.plan(replicas), trainer.limit_train_batches).batches
-        if not isinstance(interval, int | float):  # a time
-            return
-        first = min(batches, interval if isinstance(interval, int) else max(1, int(batches * interval)))
-        accumulated = accumulation(trainer, 0)
-        if trainer.max_steps * accumulated < first:
-            raise RecipeError(
-                f"trainer.max_steps={trainer.max_steps} ends the run before its first validation, in step "
-                f"{-(-first // accumulated):,}, so EarlyStopping never reads {monitor!r}; set "
-                f"trainer.val_check_interval={trainer.max_steps * accumulated} or lower, or leave EarlyStopping out"
-            )
+    def micro_batches_per_epoch(self, trainer: Trainer, replicas: int) -> int:
+        """Micro-batches of each rank in an epoch of the training data, which is read and not a stream.
+
+        Args:
+            trainer: trainer of the run, whose ``limit_train_batches`` counts.
+            replicas: number of data-parallel ranks.
+        """
+        return self._loader("train", self.plan(replicas), trainer.limit_train_batches).batches
 
     @property
     def requested_length(self) -> int | None:
@@ -634,21 +588,3 @@ def _overfits(trainer: Trainer) -> bool:
 
 
 _VERBS = {"train": "train", "val": "validate", "test": "test"}
-
-
-def _exclude(**options: object) -> None:
-    given = [
-        f"data.{name}={value!r}" if not isinstance(value, list) else f"data.{name}"
-        for name, value in options.items()
-        if value
-    ]
-    if len(given) > 1:
-        raise RecipeError(f"{' and '.join(given)} exclude each other; keep one")
-
-
-def _as_sources(path: str | None, sources: list[Source] | None) -> list[Source]:
-    members = [Source(path)] if path is not None else list(sources or [])
-    titles = [source.title for source in members]
-    if doubled := [title for title in titles if titles.count(title) > 1]:
-        raise RecipeError(f"two sources have the name {doubled[0]!r}; give each its own with name: ...")
-    return members

@@ -136,6 +136,11 @@ def base_of(adapter: Adapter, named: str | None) -> ModelSpec:
     return ModelSpec(pretrained, str(adapter.folder) if adapter.has_tokenizer else pretrained)
 
 
+def describe_base(adapter: Adapter, named: str | None) -> str:
+    """What errors call the base of an adapter: the option that names it, or the files that record it."""
+    return "--base" if named else f"the base that {adapter.folder} records"
+
+
 def make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add rows to a model's embeddings where the tokenizer has more tokens."""
     rows = model.get_input_embeddings().num_embeddings

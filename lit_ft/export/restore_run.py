@@ -15,7 +15,8 @@ from lit_ft.errors import LIBRARY_ERRORS, RecipeError
 from lit_ft.export.model_card import Recipe
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.spec import ModelSpec
-from lit_ft.recipe.parser import RecipeParser, unwrap_class_error
+from lit_ft.recipe.parse_errors import unwrap_class_error
+from lit_ft.recipe.parser import RecipeParser
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.spec import TrainingSpec
 

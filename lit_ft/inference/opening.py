@@ -10,8 +10,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.data.text.chat_template import ChatTemplate, set_chat_template
-from lit_ft.errors import RecipeError
-from lit_ft.export.adapter_folders import Adapter, base_of, check_unchanged, load_adapters, make_room
+from lit_ft.errors import RecipeError, option_called
+from lit_ft.export.adapter_folders import Adapter, base_of, check_unchanged, describe_base, load_adapters, make_room
 from lit_ft.export.restore_run import rebuild
 from lit_ft.model import loading
 from lit_ft.model.generation import dense_implementation
@@ -172,9 +172,10 @@ def open_model(
         return _open_run(RunFolder(folder), ckpt_path, chat_template, shared)
     if _has_adapter(folder):
         return _open_adapter(Adapter.parse(str(folder)), base, chat_template, shared)
-    spec = ModelSpec(path, path)
-    spec.skeleton()
-    return _opened(spec.build("sdpa"), spec, path, chat_template)
+    with option_called("model.pretrained", "path"):
+        spec = ModelSpec(path, path)
+        spec.skeleton()
+        return _opened(spec.build("sdpa"), spec, path, chat_template)
 
 
 def _has_adapter(folder: Path) -> bool:
@@ -194,11 +195,12 @@ def _open_adapter(
     adapter: Adapter, named: str | None, chat_template: str | None, shared: SharedBase | None
 ) -> OpenedModel:
     spec = base_of(adapter, named)
-    check_unchanged(Path(spec.pretrained).expanduser())
-    skeleton = loading.skeleton(spec.pretrained)
-    make_room(skeleton, spec.tokenizer)
-    adapter.check(skeleton, spec.fingerprint())
-    base = (spec if shared is None else shared.of(spec)).build("sdpa")
+    with option_called("model.pretrained", describe_base(adapter, named)):
+        check_unchanged(Path(spec.pretrained).expanduser())
+        skeleton = loading.skeleton(spec.pretrained)
+        make_room(skeleton, spec.tokenizer)
+        adapter.check(skeleton, spec.fingerprint())
+        base = (spec if shared is None else shared.of(spec)).build("sdpa")
     make_room(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chat_template)
 

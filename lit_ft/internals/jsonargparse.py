@@ -14,6 +14,11 @@ def option_names(parser: ArgumentParser) -> list[str]:
     return [action.dest for action in parser._actions]
 
 
+def positional_names(parser: ArgumentParser) -> list[str]:
+    """Names of a parser's arguments that stand without an option."""
+    return [action.dest for action in parser._actions if not action.option_strings]
+
+
 def allow_untyped(option: Action) -> None:
     """Accept classes with arguments that have no type hint, for an option that ``add_argument`` has returned.
 

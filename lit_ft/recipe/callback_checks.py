@@ -1,13 +1,17 @@
-"""Checks of a recipe's callbacks before training: what they monitor is logged, and what they write has a file name."""
+"""Checks of a recipe's callbacks before training: what they monitor is logged in time, and files have names."""
 
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+from lit_ft.accumulation import accumulation
+from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
+from lit_ft.internals.lightning import callbacks_of
+from lit_ft.process import data_parallel, datamodule_of
 from lit_ft.training.metrics import metric_names
 
 
@@ -54,3 +58,76 @@ def _check_filename(filename: str) -> None:
             f"trainer.callbacks: ModelCheckpoint's filename {filename!r} would be a folder, because the name "
             f"{metric[1]!r} is put before its value; write {better!r} with auto_insert_metric_name: false"
         )
+
+
+class EarlyStoppingCheck(Callback):
+    """Refuse a run that ends before the first validation, whose metric an ``EarlyStopping`` reads.
+
+    A callback, because the micro-batches of an epoch are known when the data is read and the ranks are placed.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Compare the run's length with its first validation, before any weights are read.
+
+        Raises:
+            RecipeError: the run ends first.
+        """
+        data = datamodule_of(trainer)
+        monitored = (one.monitor for one in callbacks_of(trainer) if isinstance(one, EarlyStopping) and one.strict)
+        monitor = next((name for name in monitored if name.startswith("val/")), None)
+        if stage != "fit" or monitor is None or not isinstance(data, TextDataModule) or data.streaming:
+            return
+        interval = trainer.val_check_interval
+        if not isinstance(interval, int | float):  # a time
+            return
+        batches = data.micro_batches_per_epoch(trainer, data_parallel(trainer).size)
+        first = first_validation(interval, trainer.check_val_every_n_epoch, batches)
+        length = run_length(trainer.max_steps, trainer.max_epochs or -1, batches, accumulation(trainer, 0))
+        if length is not None and length < first:
+            option = "max_steps" if trainer.max_steps != -1 else "max_epochs"
+            raise RecipeError(
+                f"trainer.{option}={getattr(trainer, option)} ends the run after {length:,} micro-batches, before its "
+                f"first validation after {first:,}, so EarlyStopping never reads {monitor!r}; "
+                f"{_earlier(trainer.check_val_every_n_epoch, length, batches)}, or leave EarlyStopping out"
+            )
+
+
+def first_validation(interval: int | float, every_n_epochs: int | None, batches: int) -> int:
+    """Micro-batches of a run until its first validation.
+
+    Args:
+        interval: ``trainer.val_check_interval``: micro-batches, or a fraction of an epoch.
+        every_n_epochs: ``trainer.check_val_every_n_epoch``; None counts micro-batches over epochs.
+        batches: micro-batches of an epoch.
+    """
+    if every_n_epochs is None:
+        return int(interval)
+    within = interval if isinstance(interval, int) else max(1, int(batches * interval))
+    return (every_n_epochs - 1) * batches + min(batches, within)
+
+
+def run_length(max_steps: int, max_epochs: int, batches: int, accumulate: int) -> int | None:
+    """Micro-batches of a run; None where it has no end.
+
+    Args:
+        max_steps: optimizer steps, or -1.
+        max_epochs: epochs, or -1.
+        batches: micro-batches of an epoch; its last optimizer step may have fewer than ``accumulate``.
+        accumulate: micro-batches of an optimizer step.
+    """
+    lengths: list[int] = []
+    if max_steps != -1:
+        epochs, steps = divmod(max_steps, -(-batches // accumulate))
+        lengths.append(epochs * batches + min(batches, steps * accumulate))
+    if max_epochs != -1:
+        lengths.append(max_epochs * batches)
+    return min(lengths, default=None)
+
+
+def _earlier(every_n_epochs: int | None, length: int, batches: int) -> str:
+    """Advice by which the first validation is within the run."""
+    if every_n_epochs is not None and every_n_epochs > 1:
+        if length >= batches:
+            return f"set trainer.check_val_every_n_epoch={length // batches} or lower"
+        return f"set trainer.check_val_every_n_epoch=1 and trainer.val_check_interval={length} or lower"
+    return f"set trainer.val_check_interval={length} or lower"

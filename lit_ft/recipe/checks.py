@@ -45,7 +45,13 @@ def check_values(options: Namespace) -> None:
         _check_classes(trainer.get(key), f"trainer.{key}")
 
 
-_LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0}
+_LEAST = {
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "gradient_clip_val": 0,
+    "log_every_n_steps": 0,
+    "num_nodes": 1,
+}
 """Smallest values of options that Lightning takes as they are."""
 
 

@@ -164,6 +164,7 @@ class StepEvents(TensorBoardLogger):
             metrics: names of further metrics of the page.
             step: number of the step.
         """
+        self.hparams.update(params)  # hparams.yaml, which the first save writes
         if (file := self.experiment.file_writer) is not None:
             names = dict.fromkeys(["val/loss", "train/loss", *(metrics or {})], 0.0)
             for summary in hparams(_flat(params), names):

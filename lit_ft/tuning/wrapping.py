@@ -41,6 +41,7 @@ def add_peft(
         RecipeError: the method's target modules match no layer.
     """
     compatibility.check_method(peft)
+    check_numbers(peft)
     prompt_learning.check_sizes(peft)
     adapt_to_architecture(model, peft)
     check_target_modules(model, peft)
@@ -151,6 +152,20 @@ def _cast_copies(model: nn.Module, dtype: torch.dtype, in_float32: bool) -> None
             if tensor.is_floating_point() and deferred_cast.final_dtype(tensor) is None:
                 tensor.data = tensor.data.to(dtype)
         cast_adapter_dtype(wrapper, "default", in_float32)  # trainable tokens only: PEFT does not cast modules_to_save
+
+
+def check_numbers(peft: PeftConfig) -> None:
+    """Refuse a rank below 1 and dropout that is no probability; PEFT leaves out dropout that is negative.
+
+    Raises:
+        RecipeError: a number is out of range; the message names it.
+    """
+    numbers = {name: value for name, value in vars(peft).items() if isinstance(value, int | float)}
+    for name, value in numbers.items():
+        if name == "r" and value < 1:
+            raise RecipeError(f"model.peft: r={value} must be 1 or more, e.g. 8")
+        if name.endswith("dropout") and not 0 <= value < 1:
+            raise RecipeError(f"model.peft: {name}={value} must be at least 0 and below 1, e.g. 0.05")
 
 
 def check_ranks(model: PeftModel) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from conftest import make_tokenizer
+from model_families import CHAT
 
 from lit_ft import RecipeError
 from lit_ft.data.text.chat_template import BUILT_IN, ChatTemplate, set_chat_template
@@ -219,14 +220,6 @@ STRIPS = """\
     {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-CHAT = [
-    {"role": "system", "content": "the cup is red"},
-    {"role": "user", "content": "红 book"},
-    {"role": "assistant", "content": "a lamp"},
-    {"role": "user", "content": "under"},
-    {"role": "assistant", "content": "the <绿> cup 😀\n\nis blue"},
-]
 
 
 class Case(NamedTuple):

@@ -375,7 +375,7 @@ def test_a_row_nested_too_deep_is_bad_in_either_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [LINES, LIST, BOM + b" \n[\n  {\n" + LIST[2:]])
 def test_json_is_not_read_as_text(write: Any, name: str, content: bytes) -> None:
     path = write(name, content)
-    with pytest.raises(RecipeError, match=r"holds JSON, and would be read as raw text.*rename it to \.json, or set"):
+    with pytest.raises(RecipeError, match=r"holds JSON, and would be read as raw text.*rename it to \.json.*, or set"):
         list(Source(str(path)).rows())
     assert [row for _, row in Source(str(path), format="completion").rows()]
 

@@ -69,6 +69,15 @@ CASES: dict[str, tuple[str, str]] = {
     "a name that is none": ("model: {tokenizer: '{}'}", "no hub id can be spelt so"),
     "a negative clip value": ("trainer: {gradient_clip_val: -1}", "trainer.gradient_clip_val=-1 must be 0 or more"),
     "no micro-batch": ("trainer: {accumulate_grad_batches: 0}", "accumulate_grad_batches=0 must be 1 or more"),
+    "no node": ("trainer: {num_nodes: 0}", "trainer.num_nodes=0 must be 1 or more"),
+    "logging between no steps": ("trainer: {log_every_n_steps: -1}", "trainer.log_every_n_steps=-1 must be 0 or more"),
+    "no rank": ("model: {peft: {init_args: {r: 0}}}", "model.peft: r=0 must be 1 or more, e.g. 8"),
+    "negative dropout": (
+        "model: {peft: {init_args: {lora_dropout: -1}}}",
+        "lora_dropout=-1.0 must be at least 0 and bel",
+    ),
+    "a file for a model": ("model: {pretrained: README.md}", "model.pretrained='README.md' is no folder here"),
+    "a negative bin": ("data: {packing: -5}", "data.packing=-5 must be the token budget of a packed sequence"),
     "no epoch between": ("trainer: {check_val_every_n_epoch: 0}", "check_val_every_n_epoch=0 must be 1 or more"),
     "no step": ("trainer: {max_steps: 0}", "trainer.max_steps=0 would train nothing; give more, or use the command"),
     "no epoch": ("trainer: {max_epochs: 0}", "trainer.max_epochs=0 would train nothing"),
@@ -92,7 +101,7 @@ CASES: dict[str, tuple[str, str]] = {
     "a run that ends before its first validation": (
         "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/loss}}]}\n"
         "data: {val_fraction: 0.2}",
-        "trainer.max_steps=1 ends the run before its first validation, in step ",
+        "trainer.max_steps=1 ends the run after 1 micro-batches, before its first validation after 9, so EarlyStopping",
     ),
     "a folder for a file name": (
         "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {filename: '{step}-{val/loss:.2f}'}}]}",

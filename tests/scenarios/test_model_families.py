@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_families import FAMILIES, family_tokenizer
+from model_families import CHAT, FAMILIES, family_tokenizer
 
 from lit_ft import RecipeError
 from lit_ft.data.questions import questions_of
@@ -33,13 +33,6 @@ def thought(content: str, thinking: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, "reasoning_content": thinking, "thinking": thinking, **more}
 
 
-CHAT = [
-    {"role": "system", "content": "the cup is red"},
-    {"role": "user", "content": "红 book"},
-    {"role": "assistant", "content": "a lamp"},
-    {"role": "user", "content": "under"},
-    {"role": "assistant", "content": "the <绿> cup 😀\n\nis blue"},
-]
 CHATS: dict[str, dict[str, Any]] = {
     "a system prompt": {"messages": CHAT},
     "no system prompt": {"messages": CHAT[1:]},

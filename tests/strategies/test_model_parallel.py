@@ -1,6 +1,5 @@
 """Tensor, sequence and pipeline parallelism, with sharded data parallelism, compute what one process computes."""
 
-import json
 import math
 import os
 import re
@@ -14,7 +13,7 @@ import pytest
 import torch
 from architectures import ATTENTION, EXPERTS, OWN, save_model
 from compared_strategies import EVERY_CASE, Record, adamw, assert_same, in_turn, load_whole, sgd
-from conftest import make_rows, make_tokenizer, record_cell
+from conftest import make_tokenizer, record_cell
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
@@ -194,19 +193,6 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return str(folder)
 
     return make
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("rows") / "rows.json"
-    path.write_text(json.dumps(make_rows(13), ensure_ascii=False), encoding="utf-8")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def kept() -> dict[str, Any]:
-    """Results of fits on one process."""
-    return {}
 
 
 @pytest.fixture

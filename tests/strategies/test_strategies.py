@@ -1,6 +1,5 @@
 """Every strategy computes what one process computes."""
 
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compared_strategies import Record, adamw, assert_same, in_turn, load_whole, sgd
-from conftest import make_rows, make_tokenizer
+from conftest import make_tokenizer
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
@@ -68,19 +67,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA": {"model": {"peft": LORA}},
     "full": {"model": {"gradient_checkpointing": True}},
 }
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("rows") / "rows.json"
-    path.write_text(json.dumps(make_rows(13), ensure_ascii=False), encoding="utf-8")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def kept() -> dict[str, Any]:
-    """Results of fits on one process."""
-    return {}
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from google.protobuf import json_format
 from jsonargparse import Namespace
 from lightning.pytorch import loggers as lightning_loggers
@@ -44,7 +45,8 @@ def test_a_prefix_is_kept(tmp_path: Path) -> None:
 
 def test_options_are_on_tensorboards_page_of_hyperparameters(tmp_path: Path) -> None:
     logger = StepEvents(tmp_path, name="", version="")
-    logger.log_hyperparams({"model": {"peft": {"r": 8, "bias": "none", "rank_pattern": None}}, "devices": [0, 1]})
+    options = {"model": {"peft": {"r": 8, "bias": "none", "rank_pattern": None}}, "devices": [0, 1]}
+    logger.log_hyperparams(options)
     logger.log_metrics({"val/loss": 0.5}, 3)
     logger.finalize("success")
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -56,6 +58,7 @@ def test_options_are_on_tensorboards_page_of_hyperparameters(tmp_path: Path) -> 
     values = {name: json_format.MessageToDict(value) for name, value in session.session_start_info.hparams.items()}
     assert values == {"model/peft/r": 8, "model/peft/bias": "none", "devices": "[0, 1]"}
     assert [event.value for event in events.Scalars("val/loss")] == [0.5]  # of evaluations, not of the options
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == options
 
 
 def parsed(name: str, **arguments: object) -> Namespace:

@@ -115,18 +115,6 @@ def test_strategies_compute_what_one_process_computes(
 # --- one process ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Function that writes a model once."""
-    parent = tmp_path_factory.mktemp("experts")
-
-    def write(architecture: str) -> str:
-        folder = parent / architecture
-        return str(folder) if folder.exists() else save_model(architecture, folder)
-
-    return write
-
-
 def module_of(folder: str, **options: Any) -> CausalLM:
     """Module whose adapter has random matrices, those of PEFT's init apart."""
     torch.manual_seed(1)

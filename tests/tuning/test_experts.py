@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ATTENTION, save_model
+from architectures import ATTENTION
 from peft import LoraConfig, PeftModel
 from transformers import BitsAndBytesConfig
 
@@ -16,18 +16,6 @@ NF4 = BitsAndBytesConfig(load_in_4bit=True)
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 DENSE_MLP = [f"model.layers.0.mlp.{name}_proj" for name in ("down", "gate", "up")]
 SHARED = [f"model.layers.3.mlp.shared_experts.{name}_proj" for name in ("down", "gate", "up")]
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Function that writes a model once."""
-    parent = tmp_path_factory.mktemp("experts")
-
-    def write(architecture: str) -> str:
-        folder = parent / architecture
-        return str(folder) if folder.exists() else save_model(architecture, folder)
-
-    return write
 
 
 def adapted(folder: str, **options: Any) -> tuple[set[str], PeftModel]:

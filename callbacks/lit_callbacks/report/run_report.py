@@ -122,7 +122,13 @@ class RunReport(Callback):
             return
         rank_zero_info(f"report: {path}")
         if not any(title == "loss" for title, _ in sort_into_charts(run.curves)):
-            rank_zero_warn("RunReport: no curve of a loss was logged; log one as 'train/loss', say, with a CSVLogger")
+            every, steps = trainer.log_every_n_steps, trainer.global_step - self._first_step  # type: ignore[attr-defined]
+            advice = (
+                f"the run took {steps} steps and logs each {every}th; lower log_every_n_steps"
+                if 0 < steps < every
+                else "log one as 'train/loss', say, with a CSVLogger"
+            )
+            rank_zero_warn(f"RunReport: no curve of a loss was logged; {advice}")
 
     def _root(self, trainer: Trainer) -> Path:
         return self.folder or Path(trainer.default_root_dir)

@@ -219,6 +219,11 @@ def find_format(row: RawRow) -> str:
     if partial is not None and not suggestion:
         return partial
     listed = ", ".join(map(repr, sorted(row))) or "none"
+    if len(row) == 1 and (sign := next((one for one in ";\t|" if one in next(iter(row))), None)) is not None:
+        raise BadRow(
+            f"has one column, {listed}: the file puts {sign!r} between its cells; save it with commas, or as .tsv with "
+            "tabs"
+        )
     if suggestion:
         raise BadRow(
             f"has the columns {listed}, which no format knows; say which is which, e.g. {as_option(suggestion)} (where "

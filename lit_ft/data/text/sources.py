@@ -375,10 +375,11 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow
 
 def _text_rows(file: Path, document: str, may_be_json: bool) -> Iterator[tuple[str, RawRow | BadRow]]:
     with _open(file) as stream:
-        if not may_be_json and _JSON_ROWS.match(stream.read(2**12)):
+        if not may_be_json and (json_start := _JSON_ROWS.match(stream.read(2**12))):
+            ending = ".json" if json_start[1] else ".jsonl (a row a line) or .json"
             raise RecipeError(
-                f"{file}: holds JSON, and would be read as raw text, keys and braces included; rename it to .json, or "
-                "set data.format (or format of its source) to completion if text is meant"
+                f"{file}: holds JSON, and would be read as raw text, keys and braces included; rename it to {ending}, "
+                "or set data.format (or format of its source) to completion if text is meant"
             )
     with _open(file) as stream:
         if document == "file":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import IGNORE_INDEX
 
 
@@ -137,3 +138,41 @@ def join(parts: Sequence[TokenArrays], names: Sequence[str]) -> Samples:
     source = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     index = np.concatenate([np.arange(len(part)) for part in parts] or [np.zeros(0, dtype=np.int64)])
     return Samples(parts, tuple(names), source, index)
+
+
+def held_out_samples(
+    samples: Samples, fraction: float, seed: int, paths: Sequence[str]
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Choose part of each source's distinct rows for validation; equal rows stay together.
+
+    Args:
+        samples: samples of all sources.
+        fraction: fraction of the distinct rows that is held out, at least one.
+        seed: seed of the choice.
+        paths: path of each source, for the error.
+
+    Returns:
+        Mask of the samples held out, ``(samples,)``, bool; and of each source the rows held out and all its rows.
+
+    Raises:
+        RecipeError: a source has no row left to train on.
+    """
+    digests = samples.digests()
+    held_out = np.zeros(len(samples), dtype=bool)
+    generator = np.random.default_rng(seed)
+    counts: list[tuple[int, int]] = []
+    for number, path in enumerate(paths):
+        mine = np.flatnonzero(samples.source == number)
+        rows, first, of_sample = np.unique(samples.rows[mine], return_index=True, return_inverse=True)
+        different, of_row = np.unique(digests[mine][first], return_inverse=True)
+        count = max(1, round(len(different) * fraction))
+        if count >= len(different):
+            raise RecipeError(
+                f"data.val_fraction={fraction} of {len(different)} different rows of {path!r} leaves none to train on; "
+                "lower it"
+            )
+        chosen = np.zeros(len(different), dtype=bool)
+        chosen[generator.permutation(len(different))[:count]] = True
+        held_out[mine] = chosen[of_row][of_sample]
+        counts.append((int(chosen[of_row].sum()), len(rows)))
+    return held_out, counts

@@ -1,0 +1,91 @@
+"""Checks of the data module's options by themselves, before any file is read."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from lit_ft.data.text.sources import FormatName, Source
+from lit_ft.errors import RecipeError
+
+MOST_WORKERS = 256
+"""Maximum number of processes that load or tokenize data: a larger number is a mistake that would stop the machine."""
+
+
+def check_numbers(
+    val_fraction: float,
+    max_length: int | None,
+    packing: int | bool | Literal["off"] | None,
+    micro_batch_size: int,
+    shuffle_buffer: int,
+    num_workers: int,
+    tokenize_workers: int | None,
+) -> None:
+    """Refuse numbers out of range.
+
+    Args:
+        val_fraction: fraction of the rows that is held out.
+        max_length: maximum length of a sample, in tokens.
+        packing: token budget of a packed sequence, or off.
+        micro_batch_size: samples per device and forward pass.
+        shuffle_buffer: rows that streaming shuffles at a time.
+        num_workers: processes that build packed batches.
+        tokenize_workers: processes that tokenize.
+
+    Raises:
+        RecipeError: a number is out of range; the message names its key.
+    """
+    if not 0 <= val_fraction < 1:
+        raise RecipeError(f"data.val_fraction={val_fraction} must be at least 0 and below 1, e.g. 0.05")
+    if packing is True:
+        raise RecipeError(
+            "data.packing=true says no size; give the token budget of a packed sequence, e.g. 2048, or off"
+        )
+    if isinstance(packing, int) and packing < 0:
+        raise RecipeError(f"data.packing={packing} must be the token budget of a packed sequence, e.g. 2048, or off")
+    for name, value in (("micro_batch_size", micro_batch_size), ("shuffle_buffer", shuffle_buffer)):
+        if value < 1:
+            raise RecipeError(f"data.{name}={value} must be 1 or more")
+    for name, value in (("num_workers", num_workers), ("tokenize_workers", tokenize_workers or 0)):
+        if not 0 <= value <= MOST_WORKERS:
+            raise RecipeError(f"data.{name}={value} must be 0 to {MOST_WORKERS} processes")
+    if max_length is not None and max_length < 2:
+        raise RecipeError(f"data.max_length={max_length} leaves nothing to predict; set it to 2 tokens or more")
+
+
+def check_exclusive(**options: object) -> None:
+    """Refuse options of the data module that are given together and mean the same.
+
+    Raises:
+        RecipeError: more than one is given.
+    """
+    given = [
+        f"data.{name}={value!r}" if not isinstance(value, list) else f"data.{name}"
+        for name, value in options.items()
+        if value
+    ]
+    if len(given) > 1:
+        raise RecipeError(f"{' and '.join(given)} exclude each other; keep one")
+
+
+def sources_of(
+    path: str | None, sources: Sequence[Source] | None, format: FormatName, columns: dict[str, str] | None
+) -> list[Source]:
+    """Sources of a split, with format and columns of the recipe where they name none.
+
+    Args:
+        path: a single data set.
+        sources: several, in place of ``path``.
+        format: format of sources that leave it to be detected.
+        columns: column names of sources that map none.
+
+    Raises:
+        RecipeError: two sources have the same name.
+    """
+    members = [Source(path)] if path is not None else list(sources or [])
+    titles = [source.title for source in members]
+    if doubled := [title for title in titles if titles.count(title) > 1]:
+        raise RecipeError(f"two sources have the name {doubled[0]!r}; give each its own with name: ...")
+    return [
+        replace(one, format=format if one.format == "auto" else one.format, columns=one.columns or columns)
+        for one in members
+    ]

@@ -1,0 +1,284 @@
+"""Errors of jsonargparse in one line: what was typed, what is expected, and what to write instead."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import requires
+from pathlib import Path
+from textwrap import dedent
+
+from jsonargparse import ArgumentParser
+
+from lit_ft.errors import RecipeError
+from lit_ft.internals.jsonargparse import option_names, positional_names
+from lit_ft.recipe import allowed_code
+from lit_ft.recipe.other_trainers import CLASSES, EXAMPLES, OPTIONS
+
+SECTIONS = ("data", "model")
+"""Keys of a recipe whose default class is lit_ft's."""
+
+
+def unwrap_class_error(error: Exception) -> RecipeError:
+    """Extract the error of a recipe's class from the exceptions that jsonargparse wraps around it."""
+    if isinstance(error, RecipeError):
+        return error
+    if not isinstance(error, ValueError):  # the text of a KeyError, for example, is only a key
+        reason = f"{type(error).__name__}: {error}"
+        return RecipeError(f"a class of the recipe cannot be built: {reason}; fix its init_args")
+    said: BaseException = error
+    while said.__cause__ is not None and _UNION.match(str(said)) and _reason_of_class(str(said)) is None:
+        said = said.__cause__
+    return said if isinstance(said, RecipeError) else RecipeError(_reason_of_class(str(said)) or str(said))
+
+
+_UNION = re.compile("Does not validate against any of the Union subtypes")
+_NO_CLASS = ("Expected a", "Not a valid subclass")
+_IN_CLASS = re.compile(r"Problem with given class_path '[\w.]*?(\w+)':\s*(?=\S)")
+
+
+def _reason_of_class(message: str) -> str | None:
+    """Reason that a class gave, in a jsonargparse message, which nests reasons by their indentation; None without one.
+
+    Of an option of several types (e.g. a strategy's name or its class) jsonargparse lists a reason for each type.
+    """
+    first, _, rest = message.strip().partition("\n")
+    message = f"{first}\n{dedent(rest)}"
+    if _UNION.match(message):
+        reasons = re.split(r"^  - ", message.partition("\nGiven value type")[0], flags=re.MULTILINE)[1:]
+        found = [_reason_of_class(reason) for reason in reasons if not reason.startswith(_NO_CLASS)]
+        return found[-1] if found else None
+    if (head := _IN_CLASS.match(message)) is not None:
+        return f"{head[1]}: {_reason_of_class(message[head.end() :])}"
+    missing = re.match(r"No module named '([\w.]+)'", first)
+    return _how_to_install(missing[1]) if missing is not None else first or None
+
+
+def explain(message: str, parser: ArgumentParser, classes: Iterable[type]) -> str:
+    """Shorten a jsonargparse message to one line that says what to write instead.
+
+    Args:
+        message: message of jsonargparse, several lines long where it tried several types.
+        parser: parser of the command line, or of the class that the message is about.
+        classes: default classes of the recipe, whose options an unknown name is compared with.
+    """
+    if (line := _of_command_line(message, parser)) is not None:
+        return line
+    key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))
+    head = f"{key}: " if key else ""
+    if (found := _UNKNOWN.search(message)) is not None:
+        name = next(group for group in found.groups() if group)
+        return _unknown_option(name, key, message, _options(message, parser, classes))
+    for reason in _REASONS_OF_VALUES:
+        if (text := reason(message, key)) is not None:
+            return head + text
+    reasons = _reasons(re.sub(r'Parser key "[\w.]+":', "\n", message))
+    return f"{key}.{reasons}" if key and re.match(r"[\w.]+: ", reasons) else head + reasons
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def _of_command_line(message: str, parser: ArgumentParser) -> str | None:
+    """Explanation of a command line that argparse cannot split into options and values; None for other messages."""
+    if (without := re.match(r"argument (?:-\w/)?(--[\w.]+): expected one argument", message)) is not None:
+        example = ", e.g. --config recipes/qwen.yaml" if without[1] == "--config" else ""
+        return f"{without[1]} has no value behind it; add one{example}"
+    if (absent := re.search(r'Parser key "config": File does not exist: \'(.*)\'', message)) is not None:
+        return f"--config {absent[1]}: there is no such file{_near_file(Path(absent[1]))}"
+    if (alone := re.match(r"unrecognized arguments: ([^-\s]\S*)", message)) is not None:
+        value = shortened(alone[1], 100)
+        if value.endswith((".yaml", ".yml")):
+            return f"{value!r} stands alone; write --config {value}"
+        return f"{value!r} belongs to no option; write --OPTION {value}"
+    if (needed := re.search(r"following arguments are required: ([\w., ]+)", message)) is not None:
+        return _missing([name.rpartition(".")[2] for name in needed[1].split(", ")], parser)
+    return None
+
+
+def _near_file(path: Path) -> str:
+    folder = path.parent
+    names = [file.name for file in folder.iterdir() if file.suffix in (".yaml", ".yml")] if folder.is_dir() else []
+    near = get_close_matches(path.name, names, n=1)
+    return f"; did you mean {folder / near[0]}?" if near else "; name a recipe, e.g. recipes/qwen.yaml"
+
+
+def _missing(names: list[str], parser: ArgumentParser) -> str:
+    if set(names) <= set(SECTIONS):
+        sections = " and ".join(sorted(names))
+        return f"{sections}: the recipe names the section without options; give them, or leave the name out"
+    if names == ["pretrained"]:
+        return "pretrained: is missing; name a recipe with --config FILE, or a model's folder or hub id"
+    if not (parser.prog or "").startswith("python -m lit_ft "):  # of a class
+        return f"{names[0]}: is missing; give it a value"
+    positional = positional_names(parser)
+    shown = [name.upper() if name in positional else f"--{name}" for name in names]
+    words = f"{', '.join(shown[:-1])} and {shown[-1]} are" if len(shown) > 1 else f"{shown[0]} is"
+    return f"{words} missing; see {parser.prog} --help"
+
+
+# --- unknown options -----------------------------------------------------------------------------
+
+_UNKNOWN = re.compile(
+    r"unrecognized arguments: --([\w.]+)|Option '([\w.]+)' is not accepted|[Kk]ey '([\w.]+)' is not expected"
+    r"|does not accept option '([\w.]+)'"
+)
+
+
+def _unknown_option(name: str, key: str, message: str, options: list[str]) -> str:
+    """Explanation of an option that there is not, with the nearest one, or the one that is another trainer's."""
+    head = f"{key}: " if key else ""
+    # The full name, or its first section: `optimiser.class_path` is a misspelled `optimizer`.
+    section, _, word = name.rpartition(".")
+    ours = OPTIONS.get(word) if section in ("", "model", "data", "trainer") else None
+    part = (ours or "").rpartition(".")[0]
+    if ours == f"{part}.{name}" and part in EXAMPLES and not message.startswith("unrecognized"):
+        return _needs_class(name, part)
+    if ours is not None:
+        return f"{head}unknown option {shortened(name, 100)!r}; here it is {ours}"
+    near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
+    advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
+    return f"{head}unknown option {shortened(name, 100)!r}; {advice}"
+
+
+def _needs_class(option: str, part: str) -> str:
+    return f"{option} is an option of a class, and none is named; name one, e.g. --{part} {EXAMPLES[part][0]}"
+
+
+def _options(message: str, parser: ArgumentParser, classes: Iterable[type]) -> list[str]:
+    """Names of the options that an unknown name is compared with."""
+    options = [name for name in option_names(parser) if not name.endswith("help")]
+    compared = list(classes)
+    for class_path in re.findall(r"class_path '([\w.]+)'", message):
+        module, _, name = class_path.rpartition(".")
+        if allowed_code.is_allowed(module, [*allowed_code.PACKAGES, *allowed_code.allowed_by_user()]):
+            compared.append(getattr(import_module(module), name))
+    return options + [name for cls in compared for name in inspect.signature(cls).parameters]
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def _option_without_class(message: str, key: str) -> str | None:
+    """An option of a class where the recipe names no class: jsonargparse then tries to build the type itself."""
+    option = re.search(r"NestedArg\(key='(\w+)'", message)
+    if "class_path='typing.Union'" not in message or option is None or key not in EXAMPLES:
+        return None
+    return _needs_class(option[1], key)
+
+
+def _texts_as_sources(message: str, key: str) -> str | None:
+    if key.endswith("sources") and (first := re.search(r"Given value: \[['\"](.{1,100}?)['\"]", message)) is not None:
+        return f"{first[1]!r} is no source; each is a mapping, e.g. [{{path: {first[1]}}}]"
+    return None
+
+
+def _refused_code(message: str, key: str) -> str | None:
+    denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
+    return None if denied is None else str(allowed_code.refusal(denied[1]))
+
+
+def _absent_module(message: str, key: str) -> str | None:
+    missing = re.search(r"No module named '([\w.]+)'", message)
+    return None if missing is None else _how_to_install(missing[1])
+
+
+def _several_classes(message: str, key: str) -> str | None:
+    several = re.search(r"Multiple subclasses with name (\w+)\. .*ambiguity: (.*?)\.?$", message, re.MULTILINE)
+    return f"several classes are called {several[1]}; write {several[2].replace(', ', ' or ')}" if several else None
+
+
+def _short_name(message: str, key: str) -> str | None:
+    short = re.search(r"Expected a dot import path string: (\w+)", message)
+    if short is None:
+        return None
+    if re.search(r"Expected a <class '(float|int)'>", message):  # PyTorch allows tensors as learning rates
+        return f"{shortened(short[1], 100)!r} is no number"
+    ours = CLASSES.get(short[1].lower())
+    example, modules = EXAMPLES.get(key, ("torch.optim.AdamW", ()))
+    of_module = {name: module for module in modules for name in dir(import_module(module)) if name[0].isupper()}
+    near = [f"{of_module[name]}.{name}" for name in get_close_matches(short[1], of_module, n=1, cutoff=0.7)]
+    advice = f"write {(ours or near[0])}" if ours or near else f"write the module and the class, e.g. {example}"
+    return f"{shortened(short[1], 100)!r} is no class path; {advice}"
+
+
+def _absent_class(message: str, key: str) -> str | None:
+    absent = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)
+    if absent is None:
+        return None
+    near = get_close_matches(absent[2], dir(import_module(absent[1])), n=1)
+    advice = f"did you mean {absent[1]}.{near[0]}?" if near else "fix the class_path"
+    return f"there is no {absent[1]}.{shortened(absent[2], 100)}; {advice}"
+
+
+def _text_as_mapping(message: str, key: str) -> str | None:
+    text = re.search(r"Given value: (\{.*\})$", message, re.MULTILINE)
+    if "Expected a <class 'dict'>" not in message or "Given value type: <class 'str'>" not in message or text is None:
+        return None
+    return f"{shortened(text[1], 100)!r} is one text; put a space after each colon, e.g. '{{instruction: question}}'"
+
+
+_REASONS_OF_VALUES: tuple[Callable[[str, str], str | None], ...] = (
+    _option_without_class,
+    _texts_as_sources,
+    _refused_code,
+    _absent_module,
+    _several_classes,
+    _short_name,
+    _absent_class,
+    _text_as_mapping,
+)
+"""Explanations of values by message and key, without the key; the first that knows the message is taken."""
+
+
+def _reasons(message: str) -> str:
+    """Reasons in a jsonargparse message, without the types that it tried and the values that it repeats."""
+    message = re.sub(r"Type typing.Callable\[.*?\] expects a function or a callable class: ", "", message)
+    message = re.sub(r"[Ee]xpected (a )?<class '([\w.]+)'>", r"expected \2", message)
+    message = re.sub(r"[Ee]xpected a typing.Literal\[", "expected one of [", message)
+    message = re.sub(r"unhashable type: .*|argument of type .* is not iterable", "class_path must be a text", message)
+    parts = [part.strip(" -") for line in message.splitlines() for part in line.split("; ")]
+    parts = [re.sub(r"\.? Got value: ?([\[{]|Namespace).*", "", part) for part in parts if part]
+    parts = [part for part in parts if not part.startswith(_NOISE)] or [message.strip()]
+    # Where no class was named, the types are the only reasons.
+    is_told = any(not part.startswith((*_TYPES, "Given value")) for part in parts)
+    telling = [part for part in parts if not (is_told and part.startswith(_TYPES))]
+    text = "; ".join(dict.fromkeys(shortened(part, 200) for part in telling))
+    return shortened(text, 600)
+
+
+def shortened(text: str, length: int) -> str:
+    """Cut a text to at most ``length`` characters, with ``...`` at the end."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+_NOISE = (
+    "Parser key",
+    "Does not validate",
+    "Subtypes",
+    "Errors:",
+    "expected NoneType",
+    "Problem with given class_path",
+    "Given value type",
+    "Given value: Namespace",
+    "Given value: {",
+    "Given value: [",
+    "Subclass types expect one of",
+    "a class path (str)",
+    "a dict with",
+    "Given value: NestedArg",
+)
+"""Beginnings of message lines in which jsonargparse lists types and values."""
+_TYPES = ("Not a valid subclass of", "Expected an instantiatable class")
+"""Beginnings of message lines about the classes that an option allows."""
+
+
+def _how_to_install(module: str) -> str:
+    """Advice for a class that needs a module that is not installed."""
+    for requirement in requires("lit-ft") or []:
+        extra = re.search(r"extra == .(\w+)", requirement)
+        package = re.split(r"[^\w.-]", requirement)[0]
+        if extra is not None and package.replace("-", "_") == module.split(".")[0]:
+            return f"the package {package} is not installed; pip install -e '.[{extra[1]}]', or {package} alone"
+    return f"no module {module!r} is installed; fix the class_path, or install the package that has it"

@@ -1,0 +1,76 @@
+"""Mistakes of the command line that the parser finds: one line each that says what to write, and exit code 2."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from command_line import run
+
+pytestmark = pytest.mark.slow
+
+TYPED: dict[str, str] = {
+    "fit": "model.pretrained: is missing; name a recipe with --config FILE, or a model's folder or hub id",
+    "predict": "model.pretrained: is missing; name a recipe with --config FILE",
+    "plan": "model.pretrained: is missing; name a recipe with --config FILE",
+    "fit --config": "--config has no value behind it; add one, e.g. --config recipes/qwen.yaml",
+    "fit --trainer.max_epochs": "--trainer.max_epochs has no value behind it; add one",
+    "fit --config quickstat.yaml": "quickstat.yaml: there is no such file; did you mean {here}/quickstart.yaml?",
+    "fit --config other/none.yaml": "none.yaml: there is no such file; name a recipe, e.g. recipes/qwen.yaml",
+    "fit quickstart.yaml": "'quickstart.yaml' stands alone; write --config quickstart.yaml",
+    "fit --config quickstart.yaml again": "'again' belongs to no option; write --OPTION again",
+    "fit --lr_scheduler.warmup 5": "warmup is an option of a class, and none is named; name one, e.g. --lr_sch",
+    "fit --lr_scheduler.warmup -1": "warmup is an option of a class, and none is named",
+    "fit --data.sources '[a.json, b.json]'": "'a.json' is no source; each is a mapping, e.g. [{path: a.json}]",
+    "fit --data.columns '{instruction:question}'": "data.columns: '{instruction:question}' is one text; put a space",
+    "fit --optimizer torch.optim.AdamW --optimizer.lr fast": "optimizer.lr: 'fast' is no number",
+    "fit --optimizer AdamW8bits": "'AdamW8bits' is no class path; write the module and the class, e.g. t",
+    "fit --optimizer AdamWw": "'AdamWw' is no class path; write torch.optim.AdamW",
+    "fit --lr_scheduler CosineWarmup": "'CosineWarmup' is no class path; write lit_ft.schedules.CosineWithWarmup",
+    "fit --trainer.logger wandb": "write lightning.pytorch.loggers.WandbLogger; see recipes/loggers/wandb.yaml",
+    "fit --trainer.callbacks EarlyStop": "write lightning.pytorch.callbacks.EarlyStopping",
+    "fit --trainer.callbacks nothing_like_it": "class, e.g. lightning.pytorch.callbacks.EarlyStopping",
+    "fit --model.peft Lora": "model.peft: 'Lora' is no class path; write peft.LoraConfig",
+    "fit --model.quantization nf4": "write transformers.BitsAndBytesConfig; see recipes/tuning/qlora_nf4.yaml",
+    "fit --pretrained_model_name_or_path x": "here it is model.pretrained",
+    "convert model": "PATH, --from, --to and --out are missing; see python -m lit_ft convert model --help",
+    "convert model --from hf --to megatron x": "--out is missing; see python -m lit_ft convert model --help",
+    "chat": "PATH is missing; see python -m lit_ft chat --help",
+    "sweep": "the following arguments are required: --vary; see python -m lit_ft sweep --help",
+    "check --samples many": "argument --samples: invalid int value: 'many'; see python -m lit_ft check --help",
+    "report": "the following arguments are required: RUN; see python -m lit_ft report --help",
+}
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_one_line_that_says_what_to_write(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart.yaml").write_text("trainer: {max_steps: 1}\n")
+    (line,) = run(capsys, *shlex.split(typed), code=2).splitlines()
+    assert line.startswith("lit_ft: error: ")
+    assert TYPED[typed].replace("{here}", str(tmp_path)) in line
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("chat ./none", "path='./none' does not exist"),
+        ("convert model --from hf --to megatron ./none --out out", "path='./none' does not exist"),
+        ("convert model --from megatron --to hf x --like ./none --out out", "--like='./none' does not exist"),
+        ("convert data --path rows.json --tokenizer ./none --out out", "--tokenizer='./none' does not exist"),
+        ("export --adapter adapter --base ./none --out out", "--base='./none' does not exist"),
+        ("export --adapter adapter --out out", "the base that adapter records='./gone' does not exist"),
+        ("chat adapter", "the base that adapter records='./gone' does not exist"),
+    ],
+)
+def test_a_wrong_path_is_called_what_it_was_typed_as(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    config = '{"peft_type": "LORA", "base_model_name_or_path": "./gone", "r": 4}'
+    (tmp_path / "adapter" / "adapter_config.json").write_text(config)
+    lines = run(capsys, *typed.split(), code=2)
+    assert message in lines
+    assert "model.pretrained" not in lines
