@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+from lit_callbacks.batch_tokens import SampleTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,16 +25,43 @@ class TokenPiece(NamedTuple):
     """Whether it is a special token, e.g. the end of a turn."""
 
 
-def token_pieces(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], supervised: Sequence[bool]
-) -> list[TokenPiece]:
-    """Texts of a sample's tokens; joined, they are the decoded sample, if no mark changes amid a character.
+class ShownSample(TypedDict):
+    """Texts of a sample's tokens, of a long one without its middle."""
+
+    tokens: int
+    supervised: int
+    """Number of its supervised tokens."""
+    left_out: int
+    """Number of tokens in its middle whose texts are left out."""
+    left_out_supervised: int
+    head: Sequence[TokenPiece]
+    """Texts of its tokens up to the ones that are left out."""
+    tail: Sequence[TokenPiece]
+
+
+def show_sample(tokenizer: PreTrainedTokenizerBase, sample: SampleTokens, most_at_an_end: int) -> ShownSample:
+    """Texts of a sample's tokens.
 
     Args:
         tokenizer: tokenizer of the sample.
-        ids: T token ids.
-        supervised: T marks: whether each token is supervised.
+        sample: the sample.
+        most_at_an_end: maximum number of tokens at either end; those between are counted.
     """
+    count = len(sample.ids)
+    head, tail = (most_at_an_end, count - most_at_an_end) if count > 2 * most_at_an_end else (count, count)
+    return {
+        "tokens": count,
+        "supervised": sum(sample.supervised),
+        "left_out": tail - head,
+        "left_out_supervised": sum(sample.supervised[head:tail]),
+        "head": token_pieces(tokenizer, SampleTokens(sample.ids[:head], sample.supervised[:head])),
+        "tail": token_pieces(tokenizer, SampleTokens(sample.ids[tail:], sample.supervised[tail:])),
+    }
+
+
+def token_pieces(tokenizer: PreTrainedTokenizerBase, sample: SampleTokens) -> list[TokenPiece]:
+    """Texts of tokens; joined, they are the decoded sample, unless supervision begins or ends amid a character."""
+    ids, supervised = sample
     added = getattr(tokenizer, "added_tokens_decoder", {})  # tokenizers of other libraries have none
     special = {*tokenizer.all_special_ids, *(id_ for id_, token in added.items() if token.special)}
     pieces: list[TokenPiece] = []
@@ -42,7 +71,7 @@ def token_pieces(
         is_last = end == len(ids) or supervised[end] != supervised[start] or ids[end] in special
         if text.endswith("\ufffd") and not is_last and end - start < LONGEST_CHARACTER:
             continue  # a part of a character
-        pieces.append(TokenPiece(text, bool(supervised[start]), ids[start] in special))
+        pieces.append(TokenPiece(text, supervised[start], ids[start] in special))
         start = end
     return pieces
 

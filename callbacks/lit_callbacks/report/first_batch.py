@@ -4,14 +4,14 @@ The file holds the beginning of a large batch, and the two ends of a long sample
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 from torch import Tensor
 
-from lit_callbacks.batch_tokens import SampleTokens, batch_tokens, has_labels
-from lit_callbacks.output.token_pieces import TokenPiece, token_pieces
+from lit_callbacks.batch_tokens import batch_tokens, has_labels
+from lit_callbacks.output.token_pieces import ShownSample, show_sample
 from lit_callbacks.report.report_data import FIRST_BATCH
 
 if TYPE_CHECKING:
@@ -21,20 +21,6 @@ MOST_SAMPLES = 12
 """Maximum number of samples of the batch that are written."""
 END_TOKENS = 160
 """Maximum number of tokens at either end of a sample that are written."""
-
-
-class ShownSample(TypedDict):
-    """Sample of the first batch."""
-
-    tokens: int
-    supervised: int
-    """Number of its supervised tokens."""
-    left_out: int
-    """Number of tokens in its middle whose texts are left out."""
-    left_out_supervised: int
-    head: Sequence[TokenPiece]
-    """Texts of its tokens up to the ones that are left out."""
-    tail: Sequence[TokenPiece]
 
 
 class FirstBatch(TypedDict):
@@ -64,7 +50,7 @@ def describe_batch(batch: Mapping[str, Any], step: int, tokenizer: "PreTrainedTo
         "tokens": sum(len(sample.ids) for sample in samples),
         "supervised": sum(sum(sample.supervised) for sample in samples),
         "has_labels": has_labels(batch),
-        "shown": [_shown(sample, tokenizer) for sample in samples[:MOST_SAMPLES]],
+        "shown": [show_sample(tokenizer, sample, END_TOKENS) for sample in samples[:MOST_SAMPLES]],
     }
 
 
@@ -76,16 +62,3 @@ def write_first_batch(folder: Path, batch: FirstBatch) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FIRST_BATCH).write_text(json.dumps(batch, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _shown(sample: SampleTokens, tokenizer: "PreTrainedTokenizerBase") -> ShownSample:
-    count = len(sample.ids)
-    head, tail = (END_TOKENS, count - END_TOKENS) if count > 2 * END_TOKENS else (count, count)
-    return {
-        "tokens": count,
-        "supervised": sum(sample.supervised),
-        "left_out": tail - head,
-        "left_out_supervised": sum(sample.supervised[head:tail]),
-        "head": token_pieces(tokenizer, sample.ids[:head], sample.supervised[:head]),
-        "tail": token_pieces(tokenizer, sample.ids[tail:], sample.supervised[tail:]),
-    }

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lit_callbacks.output.chat_text import Turn, split_turns
+from lit_callbacks.output.chat_text import Part, Turn, split_turns
 from lit_callbacks.report.report_data import Json
 
 
@@ -28,6 +28,6 @@ def by_prompt(lines: Sequence[Json]) -> list[PromptAnswers]:
 
 def _answers(prompt: str, lines: list[Json]) -> PromptAnswers:
     answers = [(line["step"], line["answer"]) for line in lines]
-    turns = [Turn("user", [(prompt, False)])] if lines[0].get("chat") else split_turns(prompt)
+    turns = [[Part("user\n", "role"), Part(prompt)]] if lines[0].get("chat") else split_turns(prompt)
     ends = answers[:: len(answers) - 1] if len(answers) > 1 else answers
     return PromptAnswers(turns, lines[0].get("expected"), ends, answers[1:-1])
