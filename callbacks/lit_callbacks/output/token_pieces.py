@@ -79,6 +79,8 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, sample: SampleTokens) -> li
 def _decoded_after(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], ids: Sequence[int]) -> str:
     """Text that tokens add to those before them."""
     known = _decoded(tokenizer, before)
+    if known.endswith("\ufffd"):  # they would complete its last character
+        return _decoded(tokenizer, ids)
     return _decoded(tokenizer, [*before, *ids])[len(known) :]
 
 

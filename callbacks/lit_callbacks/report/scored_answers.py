@@ -94,13 +94,13 @@ def judge(lines: Sequence[Json]) -> Judged | None:
     if not lines:
         return None
     first, last = ([line for line in lines if line["step"] == lines[at]["step"]] for at in (0, -1))
-    is_same = first is not last and [one["question"] for one in first] == [one["question"] for one in last]
+    steps = first[0]["step"], last[0]["step"]
+    is_same = steps[0] != steps[1] and [one["question"] for one in first] == [one["question"] for one in last]
     answers = [_compared(first[number] if is_same else None, after) for number, after in enumerate(last)]
     if all(answer.loss is not None for answer in answers):
         ordered = sorted(answers, key=lambda answer: -(answer.loss or 0.0))
     else:
         ordered = sorted(answers, key=lambda answer: answer.likeness)
-    steps = first[0]["step"], last[0]["step"]
     lists = [_list(title, members) for title, members in _parts(ordered) if members]
     return Judged(*steps, len(last), _right(first), _right(last), lists)
 
