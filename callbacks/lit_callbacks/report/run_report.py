@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 import time
+from dataclasses import fields
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -58,18 +59,20 @@ class RunReport(Callback):
         path: str | Path | None = None,
         title: str | None = None,
         began: float | None = None,
+        first_batch: bool = True,
     ) -> None:
-        """Set the run's folder, the report's path and title, and the beginning of its time.
+        """Set the run's folder, the report's path and title, the beginning of its time, and what of the data it shows.
 
         Args:
             folder: folder of the run; None is ``trainer.default_root_dir``.
             path: path of the HTML report; None is ``report.html`` in the folder of the run.
             title: title of the report; None is the name of the folder. A resumed run keeps its title.
             began: ``time.time()`` when the work for the run began; None is now.
+            first_batch: whether to write the first batch; False keeps training data out of the report.
         """
         self.folder = None if folder is None else Path(folder)
         self.path = None if path is None else Path(path)
-        self.title = title
+        self.title, self.first_batch = title, first_batch
         self._times = _PartTimes(time.time() if began is None else began)
         self._first_step = 0
         self._awaits_batch = False
@@ -84,7 +87,7 @@ class RunReport(Callback):
         self._times.switch(BEFORE)
         self._first_step = trainer.global_step
         is_kept = trainer.global_step > 0 and (self._root(trainer) / FIRST_BATCH).exists()
-        self._awaits_batch = trainer.is_global_zero and not is_kept
+        self._awaits_batch = self.first_batch and trainer.is_global_zero and not is_kept
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Write the first batch that holds tokens; a resumed run keeps that of its first start."""
@@ -220,7 +223,7 @@ def render(run: RunData) -> str:
     try:
         return _render(run)
     except _DAMAGE:
-        for part in PARTS:
+        for part in (field.name for field in fields(RunData) if field.name not in ("folder", "config", "missing")):
             try:
                 _render(RunData(run.folder, **{part: getattr(run, part)}))
             except _DAMAGE as error:
@@ -229,11 +232,6 @@ def render(run: RunData) -> str:
         return _render(run)
 
 
-PARTS = (
-    *("curves", "environment", "samples", "scored", "first_batch"),
-    *("tables", "ledger", "forgetting", "spikes"),
-)
-"""Fields of ``RunData`` that damaged files may fill with values of unexpected types."""
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError)
 """Errors that values of unexpected types may cause."""
 

@@ -192,6 +192,20 @@ def test_the_first_batch_is_shown_with_its_supervised_tokens(page: Path) -> None
     assert '<span class="special">&lt;|im_start|&gt;</span><span>u</span>' in page.read_text()
 
 
+def test_a_resumed_run_keeps_its_first_batch_and_another_writes_none(tmp_path: Path) -> None:
+    options = {**QUIET, "default_root_dir": tmp_path, "logger": CSVLogger(tmp_path)}
+    begin = Trainer(**options, max_steps=1, callbacks=[RunReport()])
+    begin.fit(Plain(), data())
+    begin.save_checkpoint(tmp_path / "last.ckpt")
+    assert json.loads((tmp_path / "first_batch.json").read_text())["step"] == 0
+    (tmp_path / "first_batch.json").write_text('{"step": "kept"}')
+    resumed = Trainer(**options, max_steps=2, callbacks=[RunReport()])
+    resumed.fit(Plain(), data(), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    assert (tmp_path / "first_batch.json").read_text() == '{"step": "kept"}'
+    fit(tmp_path / "none", [RunReport(first_batch=False)], CSVLogger(tmp_path / "none"))
+    assert not (tmp_path / "none" / "first_batch.json").exists()
+
+
 def test_a_damaged_table_is_named_and_the_others_are_shown(page: Path, tmp_path: Path) -> None:
     shutil.copytree(page.parent / "tables", tmp_path / "tables")
     (tmp_path / "tables" / "parity-2.json").write_text('{"title": "a"}')
