@@ -3,7 +3,7 @@
 import logging
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lit_callbacks.output.printable import printable
+from lit_callbacks.output.token_pieces import TokenPiece
 from lit_callbacks.report.page import render_page
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,7 @@ from lit_ft.data.inspection import (
     histogram,
     inspect_split,
     judge_repetition,
+    show_example,
     steps_of,
     stretches,
 )
@@ -169,7 +171,7 @@ class CheckCLI(TrainingCLI):
                     "samples of one packed batch see each other; set model.attn_implementation to auto"
                 )
         chosen = np.random.default_rng(0).permutation(len(train))[: self.samples]
-        report.examples = [stretches(*train[int(i)], tokenizer) for i in sorted(chosen)]
+        report.examples = [show_example(*train[int(i)], tokenizer) for i in sorted(chosen)]
 
     def _judge_warmup(self, trainer: Namespace) -> None:
         """Say that the warm-up is longer than a run whose ``max_steps`` are set; ``fit`` says it of epochs as well."""
@@ -270,15 +272,25 @@ def show(report: Report, console: Console) -> None:
         console.print(Text(printable(f"{name}: {fact}")), soft_wrap=True)
     for number, example in enumerate(report.examples, 1):
         console.print(Text(f"\nsample {number} (supervised tokens in green, between » and «)"))
-        shown = [(printable(text), supervised) for text, supervised in example]
-        parts = [(f"»{text}«" if supervised else text, "green" if supervised else "") for text, supervised in shown]
-        console.print(Text.assemble(*parts), soft_wrap=True)
+        console.print(Text.assemble(*_colored(example["head"])), soft_wrap=True)
+        if left_out := example["left_out"]:
+            console.print(
+                f"({left_out:,} of {example['tokens']:,} tokens are left out here, "
+                f"{example['left_out_supervised']:,} of them supervised)"
+            )
+            console.print(Text.assemble(*_colored(example["tail"])), soft_wrap=True)
     console.print()
     for line in report.warnings:
         console.print(Text(printable(f"note: {line}")), style="yellow", soft_wrap=True)
     for line in report.problems:
         console.print(Text(printable(f"wrong: {line}")), style="red", soft_wrap=True)
     console.print(_verdict(report))
+
+
+def _colored(pieces: Sequence[TokenPiece]) -> list[tuple[str, str]]:
+    """Pairs of a text and its style."""
+    shown = [(printable(text), supervised) for text, supervised in stretches(pieces)]
+    return [(f"»{text}«", "green") if supervised else (text, "") for text, supervised in shown]
 
 
 def to_html(report: Report, recipe: str, command: str) -> str:

@@ -1,9 +1,13 @@
 """Statistics of tokenized data sets, and problems found in them; the data of ``check``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
+from lit_callbacks.batch_tokens import SampleTokens
+from lit_callbacks.output.token_pieces import ShownSample, TokenPiece, show_sample
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.loaders.batching import BatchPlan
@@ -24,6 +28,8 @@ PLACEHOLDER_LIMIT = 0.01
 SHARED_LIMIT = 0.05
 """Largest fraction of validation samples that may be in the training data too: short answers coincide, and below it the
 validation loss still measures mostly what is not trained on."""
+END_TOKENS = 1000
+"""Maximum number of tokens that are shown at either end of a sample."""
 WHOLE = (0.95, 0.99, 1.0)
 """Fractions of samples for which the report gives the max_length that keeps them whole."""
 
@@ -61,8 +67,8 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Problems that would make training wrong."""
-    examples: list[list[tuple[str, bool]]] = field(default_factory=list)
-    """Samples as segments of text, each with whether it is supervised."""
+    examples: list[ShownSample] = field(default_factory=list)
+    """Some samples."""
 
 
 def describe_source(
@@ -193,15 +199,22 @@ def judge_repetition(train: Samples, validation: Samples | None, shared: list[st
         report.warnings.append(line)
 
 
-def stretches(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Split a sample into segments of text where supervision begins or ends; each with whether it is supervised."""
-    supervised = labels != IGNORE_INDEX
-    borders = np.flatnonzero(np.diff(supervised)) + 1
-    boundaries = [0, *borders.tolist(), len(ids)]
+def show_example(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> ShownSample:
+    """Texts of a sample's tokens, with which of them are supervised.
+
+    Args:
+        ids: token ids, ``(T,)``.
+        labels: labels, ``(T,)``, unshifted.
+        tokenizer: tokenizer of the data.
+    """
+    return show_sample(tokenizer, SampleTokens(ids.tolist(), (labels != IGNORE_INDEX).tolist()), END_TOKENS)
+
+
+def stretches(pieces: Sequence[TokenPiece]) -> list[tuple[str, bool]]:
+    """Join texts of tokens between the places where supervision begins or ends; each with whether it is supervised."""
     return [
-        (tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False), bool(supervised[start]))
-        for start, end in pairwise(boundaries)
-        if end > start
+        ("".join(piece.text for piece in group), is_supervised)
+        for is_supervised, group in groupby(pieces, key=attrgetter("is_supervised"))
     ]
 
 

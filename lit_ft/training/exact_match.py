@@ -1,19 +1,27 @@
 """Exact-match accuracy of a model's greedy answers to held-out prompts."""
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lit_callbacks.output.step_lines import drop_after_step
+from lit_callbacks.report.report_data import VALIDATION_ANSWERS
+from lit_callbacks.report.scored_answers import ScoredAnswer, write_answers
 
 from lit_ft import process
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
+from lit_ft.run import predictions
 from lit_ft.training.causal_lm import CausalLM
 
 
 class ExactMatch(Callback):
     """Exact-match accuracy: fraction of held-out prompts whose greedy answer is the expected one.
 
-    It is measured before and after training and logged as ``val/exact_match``; ``test`` logs ``test/exact_match``.
+    It is measured before and after training and logged as ``val/exact_match``; ``test`` logs ``test/exact_match``. The
+    answers before and after training are in ``validation_answers.jsonl`` of the run folder, and the report shows some.
     """
 
     def __init__(self, max_new_tokens: int = 64, batch_size: int = 50, samples: int = 4) -> None:
@@ -28,38 +36,65 @@ class ExactMatch(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the base model, unless the run is resumed."""
+        if trainer.is_global_zero:
+            self._write(trainer, lambda folder: drop_after_step(folder / VALIDATION_ANSWERS, trainer.global_step))
         if trainer.global_step == 0:
-            self._measure(trainer, pl_module, "val", "before training")
+            self._keep(trainer, self._measure(trainer, pl_module, "val", "before training"))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the trained model, and print some answers."""
-        for question, expected, got in self._measure(trainer, pl_module, "val", "after training")[: self.samples]:
-            rank_zero_info(f"  {'+' if got == expected else '-'} {question!r}\n    {got!r}, expected {expected!r}")
+        answers = self._measure(trainer, pl_module, "val", "after training")
+        self._keep(trainer, answers)
+        for one in answers[: self.samples]:
+            shown = f"{one.question!r}\n    {one.answer!r}, expected {one.expected!r}"
+            rank_zero_info(f"  {'+' if one.is_right else '-'} {shown}")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure on the test data."""
         self._measure(trainer, pl_module, "test", "test data")
 
-    def _measure(self, trainer: Trainer, module: LightningModule, split: str, when: str) -> list[tuple[str, str, str]]:
+    def _measure(self, trainer: Trainer, module: LightningModule, split: str, when: str) -> list[ScoredAnswer]:
+        """Log the accuracy, and return the answers: all on rank 0, none on other ranks. A collective."""
         data = process.datamodule_of(trainer)
         if not isinstance(data, TextDataModule) or not isinstance(module, CausalLM) or split not in data.splits:
             raise RecipeError(
                 "ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction"
             )
-        replicas, rank = process.data_parallel(trainer)
-        prompts = data.prompts(split)
-        share, longest = prompts[rank::replicas], -(-len(prompts) // replicas)
-        results = []
-        for start in range(0, longest, self.batch_size):
-            batch = share[start : start + self.batch_size]
-            answers = module.answer([row["prompt"] for row in batch], self.max_new_tokens)
-            results += [
-                (row["question"], row["expected"].strip(), got.strip()) for row, got in zip(batch, answers, strict=True)
-            ]
-        right = torch.tensor([sum(got == expected for _, expected, got in results), len(results)], device=module.device)
+        answers = self._answers(trainer, module, data.prompts(split))
+        count = sum(answer.is_right for answer in answers.values()), len(answers)
+        right = torch.tensor(count, device=module.device)
         right = torch.as_tensor(trainer.strategy.reduce(right, reduce_op="sum")) // process.model_parallel_size(trainer)
         score = float(right[0] / right[1])
         rank_zero_info(f"{split}/exact_match {when}: {score:.1%} of {int(right[1])} held-out answers")
         for logger in trainer.loggers:
             logger.log_metrics({f"{split}/exact_match": score}, step=trainer.global_step)
-        return results
+        rows = predictions.gather([{"row": row, "answer": answer} for row, answer in answers.items()])
+        return [row["answer"] for row in rows]
+
+    def _answers(self, trainer: Trainer, module: CausalLM, prompts: list[dict[str, str]]) -> dict[int, ScoredAnswer]:
+        """Answers to this data-parallel rank's share of the prompts, by the number of the prompt."""
+        replicas, rank = process.data_parallel(trainer)
+        share, longest = range(rank, len(prompts), replicas), -(-len(prompts) // replicas)
+        scored: dict[int, ScoredAnswer] = {}
+        for start in range(0, longest, self.batch_size):
+            rows = share[start : start + self.batch_size]
+            answers = module.answer([prompts[row]["prompt"] for row in rows], self.max_new_tokens)
+            scored |= {row: _scored(prompts[row], answer) for row, answer in zip(rows, answers, strict=True)}
+        return scored
+
+    def _keep(self, trainer: Trainer, answers: list[ScoredAnswer]) -> None:
+        if answers:
+            self._write(trainer, lambda folder: write_answers(folder, trainer.global_step, answers))
+
+    @staticmethod
+    def _write(trainer: Trainer, write: Callable[[Path], None]) -> None:
+        folder = Path(trainer.default_root_dir)
+        try:
+            write(folder)
+        except OSError as error:  # the accuracy is logged anyway
+            rank_zero_warn(f"ExactMatch cannot write answers to {str(folder)!r} ({error}); give another --run_dir")
+
+
+def _scored(prompt: Mapping[str, str], answer: str) -> ScoredAnswer:
+    expected, answer = prompt["expected"].strip(), answer.strip()
+    return ScoredAnswer(prompt["question"], expected, answer, answer == expected)

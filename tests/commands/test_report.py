@@ -30,7 +30,11 @@ def finished(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_fit_leaves_a_page(finished: Path) -> None:
     page = (finished / "report.html").read_text()
     assert 'aria-label="loss"' in page
-    assert "<summary>Hello</summary>" in page
+    assert "<pre>Hello</pre>" in page
+    assert "<h3>step 0</h3>" in page
+    assert "<h3>step 4</h3>" in page
+    assert "First batch, as the model sees it" in page
+    assert '<mark class="special">&lt;|im_end|&gt;</mark>' in page
     assert "class_path: lit_ft.CausalLM" in page
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["optimizer_steps"] == 4

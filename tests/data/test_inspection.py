@@ -1,24 +1,29 @@
 """What ``check`` judges: truncated answers, placeholders, repeated rows, validation rows that are trained on."""
 
 from collections import Counter
+from io import StringIO
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import make_rows, make_tokenizer
+from rich.console import Console
 
 from lit_ft import TextDataModule
+from lit_ft.commands.check import show
 from lit_ft.data.inspection import (
     Report,
     describe_lengths,
     inspect_split,
     judge_repetition,
     judge_truncation,
+    show_example,
     whole_lengths,
 )
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens.preparation import Prepared
 from lit_ft.data.tokens.samples import collect
+from lit_ft.packed_batch import IGNORE_INDEX
 
 
 def inspected(data: TextDataModule) -> Report:
@@ -33,6 +38,18 @@ def inspected(data: TextDataModule) -> Report:
 def prepared(truncated: int, lengths: list[int]) -> Prepared:
     arrays = collect(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
     return Prepared(Source("a.json"), arrays, len(lengths), np.array(lengths), Counter(truncated=truncated))
+
+
+def test_the_middle_of_a_long_sample_is_left_out_and_counted() -> None:
+    ids = np.array(make_tokenizer()("the red book " * 1500)["input_ids"])
+    labels = np.where(np.arange(len(ids)) < 1200, IGNORE_INDEX, ids)
+    output = StringIO()
+    show(Report(examples=[show_example(ids, labels, make_tokenizer())]), Console(file=output, width=120))
+    said = output.getvalue()
+    left_out = len(ids) - 2000
+    assert left_out > 200
+    assert f"({left_out:,} of {len(ids):,} tokens are left out here, {left_out - 200:,} of them supervised)" in said
+    assert said.count("»") == 2  # in the heading, and around the end
 
 
 def test_the_max_length_that_keeps_samples_whole() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from conftest import make_tokenizer
 from lit_callbacks import ForgettingProbe, SampleGenerations
+from lit_callbacks.output.step_lines import read_lines
+from lit_callbacks.report.report_data import VALIDATION_ANSWERS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -46,6 +48,11 @@ def test_an_answer_ends_where_the_template_ends_a_turn(make_trainer: Any, other_
     trainer._loggers = [log]
     ExactMatch().on_train_end(trainer, module)
     assert scores == [1.0]
+    lines = read_lines(Path(trainer.default_root_dir) / VALIDATION_ANSWERS)
+    assert [(line["question"], line["expected"], line["answer"], line["is_right"]) for line in lines] == [
+        ("the red book", "blue cup", "blue cup", True),
+        ("a lamp", "书", "书", True),
+    ]
 
 
 def test_ends_of_an_answer(other_end: str) -> None:

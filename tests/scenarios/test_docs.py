@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import support_tables
 from lit_ft import TextDataModule
-from lit_ft.data.inspection import stretches
+from lit_ft.data.inspection import show_example, stretches
 from lit_ft.model.loading import load_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,7 +36,8 @@ def test_examples(tmp_path: Path, row: str, wanted: str) -> None:
     tokenizer = load_tokenizer(str(REPOSITORY / "checkpoints" / "tiny-qwen2"))
     data.load(tokenizer)
     (sample,) = [data.splits["train"][i] for i in range(len(data.splits["train"]))]
-    assert "".join(f"»{text}«" if supervised else text for text, supervised in stretches(*sample, tokenizer)) == wanted
+    shown = stretches(show_example(*sample, tokenizer)["head"])
+    assert "".join(f"»{text}«" if supervised else text for text, supervised in shown) == wanted
 
 
 @pytest.mark.parametrize("path", support_tables.tables(), ids=lambda path: path.name)

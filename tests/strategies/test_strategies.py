@@ -13,6 +13,8 @@ from conftest import make_tokenizer
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
+from lit_callbacks.output.step_lines import read_lines
+from lit_callbacks.report.report_data import VALIDATION_ANSWERS
 from peft import LoraConfig
 from ranks import LiveRanks
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -309,6 +311,12 @@ def fit_and_write(make_trainer: Any, model_folder: str, data: str, folder: str, 
     assert answers is not None
     own = sum(map(len, answers))
     assert own == 22 // world
+    if trainer.is_global_zero:
+        lines = read_lines(Path(trainer.default_root_dir) / VALIDATION_ANSWERS)
+        expected = [row["expected"].strip() for row in rows.prompts("val")]
+        assert [(line["step"], line["expected"]) for line in lines] == [
+            (step, one) for step in (0, 2) for one in expected
+        ]
 
 
 def validate(make_trainer: Any, model_folder: str, data: str, saved: str, strategy: str, way: str) -> float:

@@ -24,9 +24,9 @@ Generate = Callable[[LightningModule, Sequence[str]], Sequence[str]]
 class SampleGenerations(Callback):
     """Generate answers to the same prompts before training, every n optimizer steps and at the end.
 
-    Answers go to the loggers that take text, as ``samples``, and to a JSONL file (``step, prompt, answer``). All ranks
-    generate, because under sharding each holds a part of the weights; rank 0 writes. Dropout is off during generation,
-    and the random numbers of training do not change.
+    Answers go to the loggers that take text, as ``samples``, and to a JSONL file (``step, prompt, answer``, and
+    ``expected`` and ``chat`` where given). All ranks generate, because under sharding each holds a part of the weights;
+    rank 0 writes. Dropout is off during generation, and the random numbers of training do not change.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class SampleGenerations(Callback):
         chat: bool = False,
         generate: Generate | None = None,
         path: str | Path | None = None,
+        expected: Sequence[str] | None = None,
     ) -> None:
         """Set the prompts, the interval and the generation.
 
@@ -50,13 +51,19 @@ class SampleGenerations(Callback):
             generate: function from the module and the rendered prompts to one answer each, called on every rank; None
                 takes the module's method ``answer(prompts, max_new_tokens)``.
             path: JSONL file for the answers; None is ``samples.jsonl`` in ``trainer.default_root_dir``.
+            expected: expected answer to each prompt, shown beside the answers in the report; None where unknown.
 
         Raises:
-            ValueError: there is no prompt, or ``every_n_steps`` is not positive.
+            ValueError: there is no prompt, ``expected`` has another length, or ``every_n_steps`` is not positive.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"SampleGenerations(prompts={prompts!r}): give a list of at least one text")
+        if expected is not None and (isinstance(expected, str) or len(expected) != len(prompts)):
+            raise ValueError(
+                f"SampleGenerations(expected={expected!r}): give one answer for each of the {len(prompts)} prompts"
+            )
         self.prompts, self.max_new_tokens, self.chat, self.generate = list(prompts), max_new_tokens, chat, generate
+        self.expected = None if expected is None else list(expected)
         self.path = None if path is None else Path(path)
         self._every = EveryNSteps(every_n_steps)
         self._is_off = self._is_unwritable = False
@@ -87,11 +94,18 @@ class SampleGenerations(Callback):
         if self._is_off or (answers := self._answers(trainer, module)) is None or not trainer.is_global_zero:
             return
         rows = list(zip(self.prompts, answers, strict=True))
-        lines = [{"step": step, "prompt": prompt, "answer": answer} for prompt, answer in rows]
+        lines = [self._line(step, number, answer) for number, answer in enumerate(answers)]
         self._write(trainer, lambda: add_lines(self._file(trainer), lines))
         if not log_text(trainer, "samples", ("prompt", "answer"), rows, step):
             names = ", ".join(type(logger).__name__ for logger in trainer.loggers)
             rank_zero_warn(f"SampleGenerations: {names} takes no text; the answers are in {self._file(trainer)}")
+
+    def _line(self, step: int, number: int, answer: str) -> dict[str, object]:
+        """Line of the file for the answer to the prompt of this number."""
+        line: dict[str, object] = {"step": step, "prompt": self.prompts[number], "answer": answer}
+        if self.expected is not None:
+            line["expected"] = self.expected[number]
+        return {**line, "chat": True} if self.chat else line
 
     def _answers(self, trainer: Trainer, module: LightningModule) -> list[str] | None:
         generate = self.generate

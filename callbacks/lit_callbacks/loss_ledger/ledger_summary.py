@@ -50,6 +50,7 @@ class Summary(TypedDict):
     samples: int
     visits: int
     worst: list[Sample]
+    best: list[Sample]
     risen: list[Sample]
     slice_ends: list[int]
     sources: dict[str, list[float | None]]
@@ -66,8 +67,8 @@ def summarize(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.
             deviation of the samples' median losses.
 
     Returns:
-        ``samples`` and ``visits`` (counts); ``worst``, by last loss, and ``risen``, by last minus first loss: lists
-        of samples with ``id, source, tokens, visits, first, last``; ``slice_ends``, optimizer steps, and
+        ``samples`` and ``visits`` (counts); ``worst`` and ``best``, by last loss, and ``risen``, by last minus first
+        loss: lists of samples with ``id, source, tokens, visits, first, last``; ``slice_ends``, optimizer steps, and
         ``sources``, each with its token-mean loss in each slice of the run (None where it had none); ``twins``: pairs
         with ``ids, tokens, distance``, the nearest first. Losses are in nats per token.
     """
@@ -83,6 +84,7 @@ def summarize(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.
         "samples": len(samples),
         "visits": len(visits),
         "worst": worst[:top],
+        "best": worst[: -top - 1 : -1],
         "risen": sorted(again, key=lambda s: s["first"] - s["last"])[:top],
         "slice_ends": [math.ceil(steps * (i + 1) / SLICES) for i in range(SLICES)],
         "sources": _sources(visits, steps),

@@ -196,7 +196,7 @@ class LossLedger(Callback):
         pairs, summary["twins"] = summary["twins"], summary["twins"][: self.top]
         if texts_of is None:
             return
-        samples = [*summary["worst"], *summary["risen"]]
+        samples = [*summary["worst"], *summary["best"], *summary["risen"]]
         ids = [*(sample["id"] for sample in samples), *(name for pair in pairs for name in pair["ids"])]
         try:
             texts = texts_of(ids)

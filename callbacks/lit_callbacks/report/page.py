@@ -4,6 +4,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader  # torch brings it
 
+from lit_callbacks.output.chat_text import split_turns
+
 
 def render_page(template: Path, title: str, **values: object) -> str:
     """Render a page, with all values escaped.
@@ -15,7 +17,7 @@ def render_page(template: Path, title: str, **values: object) -> str:
     """
     folders = [template.parent, Path(__file__).parent]
     environment = Environment(loader=FileSystemLoader(folders), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = _number
+    environment.filters |= {"number": _number, "turns": split_turns}
     return environment.get_template(template.name).render(title=title, **values)
 
 

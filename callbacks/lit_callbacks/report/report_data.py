@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lit_callbacks.output.step_lines import read_lines
+from lit_callbacks.report.tables import ReportTable, newest_tables, read_table
 
 ENVIRONMENT = "environment.json"
 """File name of the versions, devices and times of a run, which ``RunReport`` writes."""
+FIRST_BATCH = "first_batch.json"
+"""File name of the first batch, which ``RunReport`` writes."""
+VALIDATION_ANSWERS = "validation_answers.jsonl"
+"""File name of answers to held-out questions, each judged (``scored_answers``)."""
 Points = list[tuple[float, float]]
 """Points of a curve: optimizer step and value."""
 Json = dict[str, Any]
@@ -30,7 +35,13 @@ class RunData:
     config: str = ""
     environment: Json = field(default_factory=dict)
     samples: list[Json] = field(default_factory=list)
-    """Lines of ``SampleGenerations``: step, prompt and answer."""
+    """Lines of ``SampleGenerations``: step, prompt, answer, and the expected one where it is known."""
+    scored: list[Json] = field(default_factory=list)
+    """Lines of ``scored_answers.write_answers``: step, question, expected answer, answer, and whether it is right."""
+    first_batch: Json = field(default_factory=dict)
+    """The ``first_batch.FirstBatch`` of the run."""
+    tables: dict[str, ReportTable] = field(default_factory=dict)
+    """The newest table of each kind that later commands have written, by kind."""
     ledger: Json = field(default_factory=dict)
     """Summary of ``LossLedger``."""
     forgetting: list[Json] = field(default_factory=list)
@@ -60,12 +71,21 @@ def read_run(folder: Path) -> RunData:
     run.config = read(config, _text, "", "no config.yaml or hparams.yaml: call self.save_hyperparameters()")
     run.environment = read(folder / ENVIRONMENT, _json, {}, "no versions: RunReport was not among the run's callbacks")
     run.samples = read(folder / "samples.jsonl", read_lines, [], "no answers: add SampleGenerations")
+    run.scored = read(folder / VALIDATION_ANSWERS, read_lines, [], _NO_SCORED)
+    run.first_batch = read(folder / FIRST_BATCH, _json, {}, _NO_BATCH)
+    for kind, path in newest_tables(folder).items():
+        if (table := read(path, read_table, None, "")) is not None:
+            run.tables[kind] = table
     run.ledger = read(folder / "loss_ledger" / "summary.json", _json, {}, "no losses of samples: add LossLedger")
     run.forgetting = read(folder / "forgetting.jsonl", read_lines, [], "no loss on general text: add ForgettingProbe")
     nothing: Json = {}
     for path in sorted(folder.glob("spikes/*.rank0.json")):
         run.spikes += [evidence] if (evidence := read(path, _json, nothing, "")) else []
     return run
+
+
+_NO_SCORED = "no validation answers: write them by lit_callbacks.report.scored_answers, as lit_ft.ExactMatch does"
+_NO_BATCH = "no first batch: RunReport needs a module or data module with a tokenizer, and batches with input_ids"
 
 
 def read_metrics(path: Path) -> dict[str, Points]:

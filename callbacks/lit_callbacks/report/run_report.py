@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 import time
+from dataclasses import fields
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,13 +17,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from markupsafe import Markup
 
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.printable import printable
 from lit_callbacks.output.quantities import as_time
 from lit_callbacks.peak_memory import device_peak, host_peak
+from lit_callbacks.protocols import tokenizer_of
+from lit_callbacks.report.first_batch import describe_batch, holds_tokens, write_first_batch
 from lit_callbacks.report.headline import headline
 from lit_callbacks.report.page import render_page
-from lit_callbacks.report.report_data import ENVIRONMENT, Json, Points, RunData, read_run
+from lit_callbacks.report.report_data import ENVIRONMENT, FIRST_BATCH, Json, Points, RunData, read_run
 from lit_callbacks.report.report_plots import draw, sort_into_charts
+from lit_callbacks.report.samples import by_prompt
+from lit_callbacks.report.scored_answers import judge
 
 PACKAGES = (
     "torch",
@@ -41,9 +47,10 @@ PACKAGES = (
 class RunReport(Callback):
     """Write an HTML report of the run at the end of training.
 
-    The report shows Lightning's ``metrics.csv`` and configuration, and the files of the other callbacks of this
-    package. The page needs no network, no script and no other file, and supports phones and dark mode. Curves need
-    matplotlib (the extra ``plots``); without it the page has tables only.
+    The report shows Lightning's ``metrics.csv`` and configuration, the files of the other callbacks of this package,
+    and the first batch of texts, if the module or its data module has the attribute ``tokenizer``. The page needs no
+    network, no script and no other file, and supports phones and dark mode. Curves need matplotlib (the extra
+    ``plots``); without it the page has tables only.
     """
 
     def __init__(
@@ -52,20 +59,23 @@ class RunReport(Callback):
         path: str | Path | None = None,
         title: str | None = None,
         began: float | None = None,
+        first_batch: bool = True,
     ) -> None:
-        """Set the run's folder, the report's path and title, and the beginning of its time.
+        """Set the run's folder, the report's path and title, the beginning of its time, and what of the data it shows.
 
         Args:
             folder: folder of the run; None is ``trainer.default_root_dir``.
             path: path of the HTML report; None is ``report.html`` in the folder of the run.
             title: title of the report; None is the name of the folder. A resumed run keeps its title.
             began: ``time.time()`` when the work for the run began; None is now.
+            first_batch: whether to write the first batch; False keeps training data out of the report.
         """
         self.folder = None if folder is None else Path(folder)
         self.path = None if path is None else Path(path)
-        self.title = title
+        self.title, self.first_batch = title, first_batch
         self._times = _PartTimes(time.time() if began is None else began)
         self._first_step = 0
+        self._awaits_batch = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the versions and devices of the run, which cannot be determined later."""
@@ -76,6 +86,22 @@ class RunReport(Callback):
         """End the time in which data and model were prepared."""
         self._times.switch(BEFORE)
         self._first_step = trainer.global_step
+        is_kept = trainer.global_step > 0 and (self._root(trainer) / FIRST_BATCH).exists()
+        self._awaits_batch = self.first_batch and trainer.is_global_zero and not is_kept
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+        """Write the first batch that holds tokens; a resumed run keeps that of its first start."""
+        if not self._awaits_batch or (holds_tokens(batch) and batch["input_ids"].numel() == 0):
+            return
+        self._awaits_batch = False
+        tokenizer = tokenizer_of(pl_module) or tokenizer_of(attributes_of(trainer).datamodule)
+        if tokenizer is None or not holds_tokens(batch):
+            return
+        folder = self._root(trainer)
+        try:
+            write_first_batch(folder, describe_batch(batch, trainer.global_step, tokenizer))
+        except Exception as error:  # a tokenizer or batch of an unusual kind must not end the run
+            rank_zero_warn(f"RunReport cannot write the first batch to {str(folder)!r} ({error!r})")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the time of training."""
@@ -203,7 +229,7 @@ def render(run: RunData) -> str:
     try:
         return _render(run)
     except _DAMAGE:
-        for part in ("curves", "environment", "samples", "ledger", "forgetting", "spikes"):
+        for part in (field.name for field in fields(RunData) if field.name not in ("folder", "config", "missing")):
             try:
                 _render(RunData(run.folder, **{part: getattr(run, part)}))
             except _DAMAGE as error:
@@ -238,7 +264,8 @@ def _render(run: RunData) -> str:
         headline=headline(run),
         pictures=pictures,
         metrics=[(name, *_extent(points)) for name, points in sorted(run.curves.items())],
-        prompts=_by_prompt(run),
+        prompts=by_prompt(run.samples),
+        judged=judge(run.scored),
         notes=notes,
         facts=_facts(run),
         times=[(part, value, as_time(value)) for part, value in seconds.items()],
@@ -248,13 +275,6 @@ def _render(run: RunData) -> str:
 def _extent(points: Points) -> tuple[float, float, float, float]:
     finite = [value for _, value in points if math.isfinite(value)] or [math.nan]
     return points[0][1], points[-1][1], min(finite), max(finite)
-
-
-def _by_prompt(run: RunData) -> dict[str, list[tuple[int, str]]]:
-    answers: dict[str, list[tuple[int, str]]] = {}
-    for line in run.samples:
-        answers.setdefault(line["prompt"], []).append((line["step"], line["answer"]))
-    return answers
 
 
 def _facts(run: RunData) -> list[str]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lit_callbacks.batch_tokens import IGNORE_INDEX
+
 Number = float | Tensor
 """A count; a tensor if it is on the device, which is read when it is logged and not before."""
-IGNORE_INDEX = -100
-"""Label of a token without loss, the default of ``torch.nn.CrossEntropyLoss``."""
 
 
 @dataclass(frozen=True)

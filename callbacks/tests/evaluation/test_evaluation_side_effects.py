@@ -70,7 +70,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_answers_before_during_and_after(tmp_path: Path) -> None:
-    fit(tmp_path, SampleGenerations(["a", "b"], every_n_steps=2))
+    fit(tmp_path, SampleGenerations(["a", "b"], every_n_steps=2, expected=["A", "B"]))
+    assert [line["expected"] for line in lines(tmp_path / "samples.jsonl")] == ["A", "B"] * 4
     assert [(line["step"], line["prompt"], line["answer"]) for line in lines(tmp_path / "samples.jsonl")] == [
         (step, prompt, f"{prompt} {-step}") for step in (0, 2, 4, 5) for prompt in "ab"
     ]
@@ -197,6 +198,8 @@ def test_numbers_and_lists_that_make_no_sense() -> None:
         SampleGenerations(["a"], every_n_steps=0)
     with pytest.raises(ValueError, match="prompts='abc'.*a list of at least one text"):
         SampleGenerations("abc")
+    with pytest.raises(ValueError, match=r"expected=\['x'\].*one answer for each of the 2 prompts"):
+        SampleGenerations(["a", "b"], expected=["x"])
     with pytest.raises(ValueError, match="got 0 texts and batch_size=8"):
         ForgettingProbe([])
 

@@ -165,6 +165,7 @@ def test_the_summary_by_hand() -> None:
     summary = summarize(visits, top=2)
     assert (summary["samples"], summary["visits"]) == (3, 5)
     assert [sample["id"] for sample in summary["worst"]] == ["rises", "once"]
+    assert [sample["id"] for sample in summary["best"]] == ["falls", "once"]
     assert summary["risen"] == [{"id": "rises", "source": "b", "tokens": 30, "visits": 2, "first": 1.0, "last": 3.0}]
     assert summary["slice_ends"] == list(range(1, 11))
     assert summary["sources"]["b"] == [None, 1.0, *[None] * 7, 3.0]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from byte_tokenizer import CHAT, byte_tokenizer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerations, SpikeGuard
@@ -22,6 +23,8 @@ from lit_callbacks.report.headline import headline
 from lit_callbacks.report.report_data import read_metrics
 from lit_callbacks.report.report_plots import MOST_POINTS, sort_into_charts, thinned
 from lit_callbacks.report.run_report import write_report
+from lit_callbacks.report.scored_answers import ScoredAnswer, write_answers
+from lit_callbacks.report.tables import ReportTable
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -42,6 +45,7 @@ class Plain(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         torch.manual_seed(0)
+        self.tokenizer = byte_tokenizer()
         self.layer = nn.Linear(width, 1)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
@@ -63,8 +67,11 @@ class Plain(LightningModule):
 def data(count: int = 12) -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     xs = torch.randn(count, 3, generator=generator)
+    ids = torch.tensor(byte_tokenizer()(CHAT)["input_ids"])
+    labels = ids.where(torch.arange(len(ids)) > len(ids) - 5, -100)
+    texts = {"input_ids": ids, "labels": labels}
     return DataLoader(
-        [{"x": x, "y": x.sum(), "id": f"row-{i}", "source": "<b>"} for i, x in enumerate(xs)], batch_size=2
+        [{"x": x, "y": x.sum(), "id": f"row-{i}", "source": "<b>", **texts} for i, x in enumerate(xs)], batch_size=2
     )
 
 
@@ -81,11 +88,20 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         SpikeGuard(),
         LossLedger(),
         ForgettingProbe(["x", "y"]),
-        SampleGenerations(["Who <i>?"], 5),
+        SampleGenerations(["Who <i>?"], 5, expected=["You & me"]),
         RunReport(),
     ]
     fit(folder, callbacks, [CSVLogger(folder), TensorBoardLogger(folder)])
-    return folder / "report.html"
+    # What later commands and other callbacks add.
+    for step, answer in ((0, "no"), (12, "yes")):
+        answers = [ScoredAnswer(CHAT, "yes", answer, answer == "yes"), ScoredAnswer("how?", "so", "x" * 900, False)]
+        write_answers(folder, step, answers)
+    cells = [["mmlu", 0.25, 0.75], ["a long name of a task " * 9, None, 1.0]]
+    for kind, is_fault in (("evaluation", False), ("parity", True)):
+        written, columns = "2026-11-23T08:00:00", ["task", "base", "trained"]
+        table = ReportTable(f"the {kind}", f"lit_ft {kind} RUN", written, columns, cells, ["<note>"], is_fault)
+        table.write(folder, kind)
+    return write_report(folder)[0]
 
 
 class Elements(HTMLParser):
@@ -146,6 +162,66 @@ def test_the_page_shows_what_the_callbacks_wrote(page: Path) -> None:
     assert "width: 3" in text
     assert torch.__version__ in text
     assert "What is not here" not in text
+
+
+def test_sections_of_what_the_run_has(page: Path) -> None:
+    elements = parsed(page)
+    text = " ".join("".join(elements.words).split())
+    sections = [attributes["id"] for tag, attributes in elements.seen if tag == "h2" and "id" in attributes]
+    assert " ".join(sections) == "tables curves time answers validation batch losses metrics configuration"
+    assert [attributes["href"] for tag, attributes in elements.seen if tag == "a"] == [f"#{id_}" for id_ in sections]
+    # Only the second table is faulty.
+    assert text.index("the evaluation · 2026-11-23 08:00:00") < text.index("the parity · something is wrong")
+    assert text.count("something is wrong") == 1
+    assert "lit_ft evaluation RUN" in text
+    # Answers of the first and the last step side by side, others folded away.
+    assert "You & me" in text
+    shown = re.findall(r"step (\d+)<script>", text)
+    assert shown == ["0", "12", "5", "10"]
+    assert "2 steps in between" in text
+    assert "1 of 2 are right after step 12, 0 were after step 0." in text
+    assert [attributes for tag, attributes in elements.seen if attributes.get("class") == "role"]
+
+
+def test_the_first_batch_is_shown_with_its_supervised_tokens(page: Path) -> None:
+    batch = json.loads((page.parent / "first_batch.json").read_text())
+    assert (batch["step"], batch["samples"], batch["tokens"], batch["supervised"]) == (0, 2, 2 * 27, 2 * 4)
+    assert "".join(text for text, _, _ in batch["shown"][0]["head"]) == CHAT
+    marked = '<mark>书</mark><mark class="special">&lt;|im_end|&gt;</mark></pre>'
+    assert page.read_text().count(marked) == 2
+    assert '<span class="special">&lt;|im_start|&gt;</span><span>u</span>' in page.read_text()
+
+
+def test_a_resumed_run_keeps_its_first_batch_and_another_writes_none(tmp_path: Path) -> None:
+    options = {**QUIET, "default_root_dir": tmp_path, "logger": CSVLogger(tmp_path)}
+    begin = Trainer(**options, max_steps=1, callbacks=[RunReport()])
+    begin.fit(Plain(), data())
+    begin.save_checkpoint(tmp_path / "last.ckpt")
+    assert json.loads((tmp_path / "first_batch.json").read_text())["step"] == 0
+    (tmp_path / "first_batch.json").write_text('{"step": "kept"}')
+    resumed = Trainer(**options, max_steps=2, callbacks=[RunReport()])
+    resumed.fit(Plain(), data(), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    assert (tmp_path / "first_batch.json").read_text() == '{"step": "kept"}'
+    fit(tmp_path / "none", [RunReport(first_batch=False)], CSVLogger(tmp_path / "none"))
+    assert not (tmp_path / "none" / "first_batch.json").exists()
+
+
+def test_a_damaged_table_is_named_and_the_others_are_shown(page: Path, tmp_path: Path) -> None:
+    shutil.copytree(page.parent / "tables", tmp_path / "tables")
+    (tmp_path / "tables" / "parity-2.json").write_text('{"title": "a"}')
+    (tmp_path / "first_batch.json").write_text('{"samples": "two"}')
+    text = "".join(parsed(write_report(tmp_path)[0]).words)
+    assert re.search(r"parity-2\.json cannot be read \(ValueError: .* run its command again\)", text)
+    assert "the run's first_batch: the file is damaged" in text
+    assert "the evaluation" in text
+
+
+def test_a_batch_that_cannot_be_shown_is_a_warning_and_the_run_goes_on(tmp_path: Path) -> None:
+    module = Plain()
+    module.tokenizer = {"no": "tokenizer"}
+    with pytest.warns(UserWarning, match="RunReport cannot write the first batch to .*all_special_ids"):
+        fit(tmp_path, [RunReport()], CSVLogger(tmp_path), module)
+    assert "no first batch: RunReport needs a module" in (tmp_path / "report.html").read_text()
 
 
 def test_pictures_follow_the_page_by_night(page: Path) -> None:

@@ -1,0 +1,64 @@
+"""The first batch of a run as the model sees it: the texts of its tokens, and which are supervised.
+
+The file holds the beginning of a large batch, and the two ends of a long sample.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
+
+from torch import Tensor
+
+from lit_callbacks.batch_tokens import batch_tokens, has_labels
+from lit_callbacks.output.token_pieces import ShownSample, show_sample
+from lit_callbacks.report.report_data import FIRST_BATCH
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_SAMPLES = 12
+"""Maximum number of samples of the batch that are written."""
+END_TOKENS = 160
+"""Maximum number of tokens at either end of a sample that are written."""
+
+
+class FirstBatch(TypedDict):
+    """First batch of a run, of rank 0."""
+
+    step: int
+    """Optimizer steps before it: 0, or those of the checkpoint that the run resumed from."""
+    samples: int
+    tokens: int
+    supervised: int
+    has_labels: bool
+    """Whether the batch says which tokens are supervised."""
+    shown: list[ShownSample]
+
+
+def holds_tokens(batch: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a batch holds token ids: ``input_ids``, ``(rows, T)``."""
+    return isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), Tensor) and ids.ndim == 2
+
+
+def describe_batch(batch: Mapping[str, Any], step: int, tokenizer: "PreTrainedTokenizerBase") -> FirstBatch:
+    """Describe a batch of token ids; waits for the device."""
+    samples = batch_tokens(batch)
+    return {
+        "step": step,
+        "samples": len(samples),
+        "tokens": sum(len(sample.ids) for sample in samples),
+        "supervised": sum(sum(sample.supervised) for sample in samples),
+        "has_labels": has_labels(batch),
+        "shown": [show_sample(tokenizer, sample, END_TOKENS) for sample in samples[:MOST_SAMPLES]],
+    }
+
+
+def write_first_batch(folder: Path, batch: FirstBatch) -> None:
+    """Write the file.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FIRST_BATCH).write_text(json.dumps(batch, ensure_ascii=False) + "\n", encoding="utf-8")
