@@ -1,8 +1,9 @@
 """The ``export`` command: write a run, or adapters from folders, as a Hugging Face folder."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -10,7 +11,7 @@ from typing import Literal
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.adapter_merger import Kind, is_peft, save_adapter, save_merged
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft import process
@@ -32,6 +33,9 @@ WeightType = Literal["f32", "f16", "bf16", "q8_0"]
 
 Output = Literal["adapter", "merged", "gguf", "gguf_adapter"]
 """Kinds of folders that are written; also their names in a run's folder."""
+
+Check = Callable[[ModelSpec, Sequence[PeftConfig | None]], None]
+"""Check of a base model and its adapters, before weights are read; None stands for full fine-tuning."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Short names of dtypes."""
@@ -102,7 +106,7 @@ def export(
     _check_options(merge, run, base, dtype=dtype, quantized_base=quantized_base, text_only=text_only or None)
     _check_gguf(merge, gguf, gguf_adapter, dtype, quantized_base)
     folder = _run_folder(run) if run is not None else None
-    check = _check_convertible if gguf or gguf_adapter else None
+    check = partial(_check_convertible, writes_adapter=gguf_adapter) if gguf or gguf_adapter else None
     if adapter:
         exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density, check)
     elif folder is not None:
@@ -154,9 +158,15 @@ def _check_gguf(
         raise RecipeError("GGUF files need the package gguf, which is not installed; pip install -e '.[gguf]'")
 
 
-def _check_convertible(base: ModelSpec) -> None:
+def _check_convertible(base: ModelSpec, adapters: Sequence[PeftConfig | None], writes_adapter: bool) -> None:
+    """Refuse what has no form in GGUF, before weights are read."""
     from lit_ft.gguf.folders import check_convertible
+    from lit_ft.gguf.writing import check_lora
 
+    for adapter in adapters if writes_adapter else ():
+        if adapter is None:
+            raise RecipeError("the run trained all weights, so there is no adapter; add --merge --gguf TYPE")
+        check_lora(adapter)
     check_convertible(base.skeleton(), base.tokenizer)
 
 
@@ -201,8 +211,6 @@ class _Exported:
     def save_gguf_adapter(self, to: Path, weight_type: WeightType | None) -> None:
         from lit_ft.gguf.folders import write_adapter_folder
 
-        if not is_peft(self.model):
-            raise RecipeError("the run trained all weights, so there is no adapter; add --merge --gguf TYPE")
         if self.spec.quantization is None and self.spec.is_quantized:
             raise RecipeError(
                 f"the files of {self.base!r} are quantized, and have no GGUF form; merge into them with --merge "
@@ -238,11 +246,12 @@ def _destination(out: str | None, folder: RunFolder | None, kind: Output, ckpt_p
     return path.with_name(f"{path.name}-{BEST}") if ckpt_path == BEST else path
 
 
-def _of_run(folder: RunFolder, ckpt_path: str, check: Callable[[ModelSpec], None] | None) -> _Exported:
+def _of_run(folder: RunFolder, ckpt_path: str, check: Check | None) -> _Exported:
     file = folder.chosen_checkpoint(ckpt_path)
     config = folder.recipe()
     if check is not None:
-        check(module_of(config).spec.base)
+        spec = module_of(config).spec
+        check(spec.base, [spec.tuning.peft])
     module = rebuild(config, file)
     check_unchanged(Path(module.spec.base.pretrained).expanduser())
     for line in describe_step(folder, file, config["trainer"].get("max_steps", -1)):
@@ -263,11 +272,11 @@ def _of_adapters(
     named: str | None,
     combination: Combination,
     density: float | None,
-    check: Callable[[ModelSpec], None] | None,
+    check: Check | None,
 ) -> _Exported:
     base = _base_of(adapters[0], folder, named)
     if check is not None:
-        check(base)
+        check(base, [adapter.config for adapter in adapters])
     check_unchanged(Path(base.pretrained).expanduser())
     tokenizer, now = base.tokenizer, base.fingerprint()
     for adapter in adapters:

@@ -21,7 +21,7 @@ from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.errors import RecipeError
 from lit_ft.gguf.llama_server import LlamaFailed, llama_server
 from lit_ft.gguf.weights import Weight, WeightType
-from lit_ft.inference.openai.client import OpenAIClient
+from lit_ft.inference.openai.client import Lacking, OpenAIClient
 
 LLAMA_BOUNDS: dict[WeightType, float] = {
     "f32": BOUNDS[torch.float32],
@@ -164,7 +164,7 @@ def check_with_llama(
                 raise MergeFailed(f"llama.cpp does not end an answer at {tokens}; nothing was written")
             differences, largest = _differences(client, model, reference, samples)
             templates = _templates(client, model, tokenizer)
-    except (LlamaFailed, RecipeError) as error:
+    except (LlamaFailed, Lacking, RecipeError) as error:
         raise MergeFailed(f"{error}; nothing was written") from error
     report = LlamaReport(
         largest=float(differences.max()),

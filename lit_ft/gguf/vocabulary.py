@@ -8,7 +8,6 @@ from typing import Any
 
 import gguf
 from gguf import TokenType
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.errors import RecipeError
@@ -17,6 +16,8 @@ from lit_ft.gguf.pre_tokenizers import pre_tokenizer_of
 _CONTROL = re.compile(r"<\|.*\|>|<｜.*｜>|<pad>|<mask>|<unused.*>")
 """Added tokens that llama.cpp's converter takes for control tokens, also where the tokenizer does not say so."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+MOST_ENDS = 3
+"""llama.cpp has three names for tokens that end an answer: of a sequence, a turn and a message."""
 _SPACE = "\u2581"
 
 
@@ -137,9 +138,8 @@ class SpecialTokens:
 
     def write(self, writer: gguf.GGUFWriter) -> None:
         """Write the entries of the file."""
-        # llama.cpp has three names, and ends an answer at each of them.
         names = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-        for end, add in zip(self.ends, names, strict=False):
+        for end, add in zip(self.ends, names[: len(self.ends)], strict=True):
             add(end)
         for number, add in ((self.bos, writer.add_bos_token_id), (self.pad, writer.add_pad_token_id)):
             if number is not None:
@@ -148,11 +148,6 @@ class SpecialTokens:
             writer.add_unk_token_id(self.unknown)
         writer.add_add_bos_token(self.adds_bos)
         writer.add_add_eos_token(False)
-        if len(self.ends) > len(names):
-            rank_zero_warn(
-                f"the model ends an answer at {len(self.ends)} tokens, and GGUF has room for {len(names)}: "
-                f"{self.ends[len(names) :]} must be given as stop strings, as the Modelfile does"
-            )
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> SpecialTokens:
@@ -163,10 +158,16 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -
         ends: tokens that end an answer, as in ``generation_config.json``.
 
     Raises:
-        RecipeError: no token ends an answer, or the tokenizer adds tokens to a text that llama.cpp does not.
+        RecipeError: no token ends an answer, or more do than GGUF has room for, or the tokenizer adds tokens to a text
+            that llama.cpp does not.
     """
     if not ends:
         raise RecipeError("the model has no token that ends an answer; set eos_token_id in its generation_config.json")
+    if len(set(ends)) > MOST_ENDS:
+        raise RecipeError(
+            f"the model ends an answer at {len(set(ends))} tokens, and GGUF has room for {MOST_ENDS}; keep those that "
+            "the chat template writes in eos_token_id of its generation_config.json"
+        )
     bare, added = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     bos = tokenizer.bos_token_id
     if added not in (bare, [bos, *bare]):

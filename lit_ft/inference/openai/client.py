@@ -47,6 +47,7 @@ class OpenAIClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout = timeout
         self._lacking: dict[str, str] = {}
+        self._whole_token: int | None = None
 
     def models(self) -> list[str]:
         """Names of the server's models.
@@ -148,7 +149,10 @@ class OpenAIClient:
             Lacking: the server has no such way.
             RecipeError: the server cannot be reached, or failed.
         """
-        decoding = {"n_predict": 1, "n_probs": count, "temperature": 0, "cache_prompt": True}
+        if self._whole_token is None:
+            self._whole_token = _ids(self._ask("/tokenize", {"content": "a", "add_special": False}), "tokens")[-1]
+        # llama.cpp gives the probabilities without the bias, and none for a token that ends within a character.
+        decoding = {"n_predict": 1, "n_probs": count, "temperature": 0, "logit_bias": [[self._whole_token, 10_000]]}
         answer = self._ask("/completion", {"model": model, "prompt": list(before), **decoding})
         first = next(iter(_list_of(answer, "completion_probabilities")), {})
         tokens = first.get("top_logprobs") if isinstance(first, dict) else None
