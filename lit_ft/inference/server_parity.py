@@ -22,6 +22,10 @@ from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.inference.text_stream import Decoding, NewTokens, positions, stream_tokens
 
+SERVED_BOUNDS = {"F32": 0.05, "F16": 0.05, "BF16": 0.5, "Q8_0": 1.0}
+"""The same where llama.cpp's server names the type of its weights. It keeps keys and values in float16, also for weights in
+float32, and rounds activations to 8 bits in Q8_0, which has 8 bits as a bfloat16 does, but one scale for 32 values."""
+
 T = TypeVar("T")
 Column = Literal["prompt", "logprobs", "greedy"]
 COLUMNS: tuple[Column, ...] = ("prompt", "logprobs", "greedy")
@@ -134,13 +138,14 @@ def compare(
         turns: answers of the run's data.
         client: connection to the server.
         model: name of the model there.
-        bound: largest difference of a log-probability; None takes that of the model's dtype.
+        bound: largest difference of a log-probability; None takes that of the model's dtype or, if it is larger, of
+            the type that the server names.
         max_new_tokens: largest number of tokens of a greedy answer.
 
     Raises:
         RecipeError: the server gives nothing that can be compared, or fails.
     """
-    found = Parity(BOUNDS.get(opened.base.dtype, BOUNDS[torch.bfloat16]) if bound is None else bound)
+    found = Parity(_bound(opened, client.weight_type(model)) if bound is None else bound)
 
     def ask(column: Column, name: str, question: Callable[[], T]) -> T | None:
         if column in found.left_out:
@@ -170,6 +175,17 @@ def compare(
             reasons = "; ".join(f"{column}: {reason}" for column, reason in found.left_out.items())
             raise RecipeError(f"{client.url} gives nothing that can be compared ({reasons})")
     return found
+
+
+def _bound(opened: OpenedModel, served_type: str | None) -> float:
+    own = BOUNDS.get(opened.base.dtype, BOUNDS[torch.bfloat16])
+    if served_type is None:
+        return own
+    if served_type not in SERVED_BOUNDS:
+        raise RecipeError(
+            f"the server's weights are {served_type}, whose rounding has no known bound; give --bound, e.g. 1"
+        )
+    return max(own, SERVED_BOUNDS[served_type])
 
 
 def _logprobs(opened: OpenedModel, ids: Sequence[int]) -> list[float]:
