@@ -22,9 +22,9 @@ from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.inference.text_stream import Decoding, NewTokens, positions, stream_tokens
 
-SERVED_BOUNDS = {"F32": 0.05, "F16": 0.05, "BF16": 0.5, "Q8_0": 1.0}
-"""The same where llama.cpp's server names the type of its weights. It keeps keys and values in float16, also for weights in
-float32, and rounds activations to 8 bits in Q8_0, which has 8 bits as a bfloat16 does, but one scale for 32 values."""
+SERVED_BOUNDS = {"F32": 0.05, "F16": 0.05, "BF16": 0.5, "Q8_0": 0.5}
+"""The same where llama.cpp's server names the type of its weights. It keeps keys and values in float16, also for weights
+in float32. Q8_0 has 8 bits, as a bfloat16 does."""
 
 T = TypeVar("T")
 Column = Literal["prompt", "logprobs", "greedy"]

@@ -42,8 +42,8 @@ def run(arguments: list[str]) -> None:
         "--bound",
         type=float | None,
         default=None,
-        help="largest difference of a log-probability; by default 0.001 in float32, 0.05 in float16, 0.5 in bfloat16, and "
-        "for llama.cpp 0.05 in F32 and F16, 0.5 in BF16, 1 in Q8_0",
+        help="largest difference of a log-probability; by default 0.001 in float32, 0.05 in float16, 0.5 in bfloat16; "
+        "for llama.cpp's server 0.05 in F32 and F16, 0.5 in BF16 and Q8_0",
     )
     options = parser.parse_args(arguments[1:])
     for name, least in (("rows", 1), ("max_new_tokens", 1)):
