@@ -21,10 +21,11 @@ from lit_ft.inference.continuous_batching import score
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.inference.text_stream import Decoding, NewTokens, positions, stream_tokens
+from lit_ft.model.generation import stop_ids
 
 SERVED_BOUNDS = {"F32": 0.05, "F16": 0.05, "BF16": 0.5, "Q8_0": 0.5}
-"""The same where llama.cpp's server names the type of its weights. It keeps keys and values in float16, also for weights
-in float32. Q8_0 has 8 bits, as a bfloat16 does."""
+"""The same where llama.cpp's server names the type of its weights. Beside weights in float32 it keeps keys and values
+in float16; Q8_0 has 8 bits, as a bfloat16 does."""
 
 T = TypeVar("T")
 Column = Literal["prompt", "logprobs", "greedy"]
@@ -166,10 +167,9 @@ def compare(
         if served is not None:
             one.logprob_differences = np.abs(np.subtract(_logprobs(opened, whole)[start - 1 :], served))
         limit = min(max_new_tokens, positions(opened) - len(turn.prompt))
-        one.served_greedy = ask("greedy", turn.name, partial(client.greedy_ids, model, turn.prompt, limit))
-        if one.served_greedy is not None:
-            one.own_greedy = _greedy(opened, turn.prompt, limit)
-            one.is_tie = _is_tie(opened, one, found.bound)
+        one.own_greedy = [] if "greedy" in found.left_out else _greedy(opened, turn.prompt, limit)
+        one.served_greedy = ask("greedy", turn.name, partial(_served_greedy, opened, one, client, model, limit))
+        one.is_tie = one.served_greedy is not None and _is_tie(opened, one, found.bound)
         found.turns.append(one)
         if len(found.left_out) == len(COLUMNS):
             reasons = "; ".join(f"{column}: {reason}" for column, reason in found.left_out.items())
@@ -197,6 +197,36 @@ def _greedy(opened: OpenedModel, prompt: Sequence[int], max_new_tokens: int) -> 
     answer: list[int] = []
     stream_tokens(opened, prompt, config, NewTokens(answer.extend))
     return answer
+
+
+def _served_greedy(opened: OpenedModel, one: TurnParity, client: OpenAIClient, model: str, limit: int) -> list[int]:
+    """Tokens of the server's greedy answer; from its text where the server gives no tokens.
+
+    Raises:
+        Lacking: the server gives neither, or takes only texts, and the prompt's text has other tokens than training.
+    """
+    try:
+        return client.greedy_ids(model, one.turn.prompt, limit)
+    except Lacking as without_tokens:
+        text = _text_of(one.turn.prompt, opened.tokenizer)
+        try:
+            if text is None:
+                raise Lacking("the text of the prompt has other tokens than training")
+            answer, has_ended = client.greedy_text(model, text, limit)
+        except Lacking as without_text:
+            raise Lacking(f"{without_tokens}; /v1/completions with a text: {without_text}") from without_text
+    own, ends = one.own_greedy, stop_ids(opened.base, opened.tokenizer)
+    if opened.tokenizer.decode(own, skip_special_tokens=True) == answer and (own[-1] in ends) == has_ended:
+        return own
+    ids: list[int] = opened.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    return [*ids, *(ends[:1] if has_ended else [])]
+
+
+def _text_of(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Text that a server encodes to the tokens of a prompt; None if there is none."""
+    starts = list(tokenizer("")["input_ids"])  # a BOS token, where the tokenizer adds one
+    text = str(tokenizer.decode(prompt[len(starts) :] if list(prompt[: len(starts)]) == starts else prompt))
+    return text if tokenizer(text)["input_ids"] == list(prompt) else None
 
 
 def _is_tie(opened: OpenedModel, one: TurnParity, bound: float) -> bool:

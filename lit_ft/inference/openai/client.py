@@ -28,6 +28,10 @@ class Lacking(Exception):
     """The server does not give what is asked for."""
 
 
+class ServerFailed(RecipeError):
+    """The server answers a request with an error that says nothing of what it has."""
+
+
 class OpenAIClient:
     """Connection to a server, without any retry.
 
@@ -59,7 +63,11 @@ class OpenAIClient:
 
     def weight_type(self, model: str) -> str | None:
         """Type of a model's weights by llama.cpp's name, e.g. ``Q8_0``; None where the server does not say."""
-        entry = next((one for one in self._models() if one["id"] == model), {})
+        try:
+            listed = self._models()
+        except ServerFailed:  # who names the model needs no list
+            return None
+        entry = next((one for one in listed if one["id"] == model), {})
         meta = entry.get("meta")
         named = meta.get("ftype") if isinstance(meta, dict) else None
         return str(named).removeprefix("all ") if named else None
@@ -178,6 +186,19 @@ class OpenAIClient:
             }
         )
 
+    def greedy_text(self, model: str, prompt: str, max_tokens: int) -> tuple[str, bool]:
+        """Text of the greedy answer to a prompt, and whether a token ended it.
+
+        Raises:
+            Lacking: the server completes no texts.
+            RecipeError: the server cannot be reached, or failed.
+        """
+        choice = self._completion({"model": model, "prompt": prompt, "temperature": 0, "max_tokens": max_tokens})
+        text = choice.get("text")
+        if not isinstance(text, str):
+            raise Lacking("the answer has no text")
+        return text, choice.get("finish_reason") == "stop"
+
     def ends_at(self, token: int) -> bool:
         """Whether llama.cpp's server ends an answer at a token, which it is made to write.
 
@@ -215,7 +236,7 @@ class OpenAIClient:
             said = error.read(500).decode(errors="replace")
             if error.code in _LACKS:
                 raise Lacking(f"{error.code} {said}") from error
-            raise RecipeError(f"{self.url}{path} answers {error.code}: {said}{_ADVICE.get(error.code, '')}") from error
+            raise ServerFailed(f"{self.url}{path} answers {error.code}: {said}{_ADVICE.get(error.code, '')}") from error
         except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
             raise RecipeError(f"{self.url} does not answer ({error}); start the server, or give its --url") from error
         except ValueError as error:
