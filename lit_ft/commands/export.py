@@ -1,15 +1,17 @@
 """The ``export`` command: write a run, or adapters from folders, as a Hugging Face folder."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.adapter_merger import Kind, is_peft, save_adapter, save_merged
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft import process
@@ -34,6 +36,15 @@ from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import BEST, LAST, RunFolder
 from lit_ft.training.console import show_progress_on_terminals_only
 
+WeightType = Literal["f32", "f16", "bf16", "q8_0"]
+"""Types of weights in GGUF files: 32, 16, 16 and 8 bits."""
+
+Output = Literal["adapter", "merged", "gguf", "gguf_adapter"]
+"""Kinds of folders that are written; also their names in a run's folder."""
+
+Check = Callable[[ModelSpec, Sequence[PeftConfig | None]], None]
+"""Check of a base model and its adapters, before weights are read; None stands for full fine-tuning."""
+
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Short names of dtypes."""
 
@@ -43,9 +54,10 @@ def run(arguments: list[str]) -> None:
     show_progress_on_terminals_only()
     parser = RecipeParser(prog="python -m lit_ft export", description=(export.__doc__ or "").split("\n")[0])
     parser.add_argument("folder", nargs="?", metavar="RUN", help="Folder of the run, in place of --run RUN.")
-    parser.add_function_arguments(export, as_group=False, skip={"merge", "adapter", "text_only"})
+    parser.add_function_arguments(export, as_group=False, skip={"merge", "adapter", "text_only", "gguf_adapter"})
     parser.add_argument("--merge", action="store_true", help=_MERGE)
     parser.add_argument("--text_only", action="store_true", help=_TEXT_ONLY)
+    parser.add_argument("--gguf_adapter", action="store_true", help=_GGUF_ADAPTER)
     parser.add_argument("--adapter", action="append", default=[], metavar="PATH[=WEIGHT]", help=_ADAPTER)
     spelt = [re.sub(r"^--[a-z-]+", lambda name: "--" + name[0][2:].replace("-", "_"), one) for one in arguments[1:]]
     spelt = [re.sub(r"^--checkpoint(?=$|=)", "--ckpt_path", one) for one in spelt]  # its name in earlier versions
@@ -59,6 +71,7 @@ def run(arguments: list[str]) -> None:
 
 _MERGE = "Merge the adapter into the base model; full fine-tuning needs it too."
 _TEXT_ONLY = "Leave out of a merged model what training does not use of the base's files, e.g. a vision tower."
+_GGUF_ADAPTER = "Write the LoRA adapter as GGUF, for llama.cpp and Ollama; with --gguf, the base model too."
 _ADAPTER = "An adapter's folder, or a run's, in place of the run's own; may be given several times, with weights."
 
 
@@ -74,15 +87,17 @@ def export(
     density: float | None = None,
     ckpt_path: str = LAST,
     text_only: bool = False,
+    gguf: WeightType | None = None,
+    gguf_adapter: bool = False,
 ) -> None:
-    """Write an adapter, or a merged model that is verified against the trained one, as a Hugging Face folder.
+    """Write an adapter, or a merged model that is verified against the trained one, as a Hugging Face folder or GGUF.
 
     Args:
         run: folder of the run; together with adapter, only its base model is used.
         adapter: folders of adapters or runs, each PATH or PATH=WEIGHT.
         base: base model of the adapters, a folder or hub id; by default that of the run or of the first adapter.
-        out: output folder; by default RUN/adapter or RUN/merged, and with ckpt_path=best RUN/adapter-best or
-            RUN/merged-best.
+        out: output folder; by default RUN/adapter, RUN/merged, RUN/gguf or RUN/gguf_adapter, with -best behind it for
+            ckpt_path=best.
         merge: merge the adapter into the base model; also needed to export a full fine-tuning.
         dtype: dtype of the merged weights; by default that of the base model.
         quantized_base: merge into a base in 4 or 8 bits: dequantize it, or keep it quantized and quantize the merged
@@ -92,20 +107,30 @@ def export(
         ckpt_path: .ckpt file of the run, or last for the newest, or best for the best by the metric that the run's
             ModelCheckpoint monitors.
         text_only: leave out of a merged model what training does not use of the base's files, e.g. a vision tower.
+        gguf: write the merged model as a GGUF file for llama.cpp and Ollama, with weights of this type; with
+            gguf_adapter, the base model.
+        gguf_adapter: write the LoRA adapter as a GGUF file; without gguf the base model is not written.
     """
     _check_options(merge, run, base, dtype=dtype, quantized_base=quantized_base, text_only=text_only or None)
+    _check_gguf(merge, gguf, gguf_adapter, dtype, quantized_base)
     folder = _run_folder(run) if run is not None else None
+    check = partial(_check_convertible, writes_adapter=gguf_adapter) if gguf or gguf_adapter else None
     if adapter:
-        exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density)
+        exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density, check)
     elif folder is not None:
-        exported = _of_run(folder, ckpt_path)
+        exported = _of_run(folder, ckpt_path, check)
     else:
         raise RecipeError("there is nothing to export; name a run, or adapters with --adapter")
-    destination = _destination(out, None if adapter else folder, "merged" if merge else "adapter", ckpt_path)
+    kind: Output = "gguf_adapter" if gguf_adapter else "gguf" if gguf else "merged" if merge else "adapter"
+    destination = _destination(out, None if adapter else folder, kind, ckpt_path)
     if destination.resolve() == Path(exported.base).resolve():
         raise RecipeError(f"out={str(destination)!r} is the base model itself; name another folder")
     try:
-        if merge:
+        if gguf_adapter:
+            exported.save_gguf_adapter(destination, gguf)
+        elif gguf:
+            exported.save_gguf(destination, gguf, quantized_base)
+        elif merge:
             exported.save_merged(destination, dtype, quantized_base, text_only)
         else:
             exported.save_adapter(destination)
@@ -122,6 +147,37 @@ def _check_options(merge: bool, run: str | None, base: str | None, **of_merged: 
         raise RecipeError("run and base both name a base model; leave one out")
 
 
+def _check_gguf(
+    merge: bool, gguf: str | None, gguf_adapter: bool, dtype: str | None, quantized_base: str | None
+) -> None:
+    if gguf is None and not gguf_adapter:
+        return
+    if merge == gguf_adapter:
+        raise RecipeError(
+            f"gguf={gguf}: add --merge for the merged model as GGUF, or --gguf_adapter for the adapter beside its base"
+            if not merge
+            else "merge and gguf_adapter exclude each other; leave one out"
+        )
+    if dtype is not None:
+        raise RecipeError(f"dtype={dtype} is for Hugging Face folders; the weights of a GGUF file have gguf={gguf}")
+    if quantized_base == "keep":
+        raise RecipeError("quantized_base=keep is for Hugging Face folders; use dequantize, and choose --gguf q8_0")
+    if find_spec("gguf") is None:
+        raise RecipeError("GGUF files need the package gguf, which is not installed; pip install -e '.[gguf]'")
+
+
+def _check_convertible(base: ModelSpec, adapters: Sequence[PeftConfig | None], writes_adapter: bool) -> None:
+    """Refuse what has no form in GGUF, before weights are read."""
+    from lit_ft.gguf.folders import check_convertible
+    from lit_ft.gguf.writing import check_lora
+
+    for adapter in adapters if writes_adapter else ():
+        if adapter is None:
+            raise RecipeError("the run trained all weights, so there is no adapter; add --merge --gguf TYPE")
+        check_lora(adapter)
+    check_convertible(base.skeleton(), base.tokenizer)
+
+
 @dataclass(frozen=True)
 class _Exported:
     """Model, tokenizer and texts to write."""
@@ -129,9 +185,14 @@ class _Exported:
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
     source: str
-    base: str
+    spec: ModelSpec
     texts: Callable[[Kind], Mapping[str, str]]
     write_adapter: Callable[[Path], None]
+
+    @property
+    def base(self) -> str:
+        """Folder or hub id of the base model."""
+        return self.spec.pretrained
 
     def save_merged(
         self, to: Path, dtype: str | None, quantized_base: Literal["dequantize", "keep"] | None, text_only: bool
@@ -144,6 +205,30 @@ class _Exported:
             raise RecipeError("the run trained all weights, so there is no adapter; add --merge for the model")
         save_adapter(self.model, to, self.tokenizer, self.texts("adapter"), self.write_adapter)
 
+    def save_gguf(
+        self, to: Path, weight_type: WeightType, quantized_base: Literal["dequantize", "keep"] | None
+    ) -> None:
+        from lit_ft.gguf.folders import write_merged_folder
+
+        def write_merged(folder: Path, dtype: torch.dtype | None) -> None:
+            texts = self.texts("merged")
+            save_merged(self.model, folder, self.tokenizer, dtype, quantized_base, texts, text_only=True)
+
+        write_merged_folder(to, _name_of(to), write_merged, self.tokenizer, weight_type)
+
+    def save_gguf_adapter(self, to: Path, weight_type: WeightType | None) -> None:
+        from lit_ft.gguf.folders import write_adapter_folder
+
+        if self.spec.quantization is None and self.spec.is_quantized:
+            raise RecipeError(
+                f"the files of {self.base!r} are quantized, and have no GGUF form; merge into them with --merge "
+                "--quantized-base dequantize --gguf TYPE"
+            )
+        if self.spec.quantization is not None:
+            rank_zero_info("the adapter was trained on a quantized base; here it is compared on the base's own weights")
+        build = self.spec.build_unquantized
+        write_adapter_folder(to, _name_of(to), self.write_adapter, build, self.tokenizer, weight_type)
+
 
 def _run_folder(run: str) -> RunFolder:
     folder = RunFolder(Path(run))
@@ -154,18 +239,27 @@ def _run_folder(run: str) -> RunFolder:
     return folder
 
 
-def _destination(out: str | None, folder: RunFolder | None, kind: Kind, ckpt_path: str) -> Path:
+def _name_of(to: Path) -> str:
+    """Name of a model, from its folder; RUN/gguf has the run's."""
+    path = to.resolve()
+    return path.parent.name if path.name.startswith("gguf") else path.name
+
+
+def _destination(out: str | None, folder: RunFolder | None, kind: Output, ckpt_path: str) -> Path:
     if out is not None:
         return Path(out)
     if folder is None:
         raise RecipeError("out is not set; say where to write with --out DIR")
-    path = folder.merged if kind == "merged" else folder.adapter
+    path = folder.root / kind
     return path.with_name(f"{path.name}-{BEST}") if ckpt_path == BEST else path
 
 
-def _of_run(folder: RunFolder, ckpt_path: str) -> _Exported:
+def _of_run(folder: RunFolder, ckpt_path: str, check: Check | None) -> _Exported:
     file = folder.chosen_checkpoint(ckpt_path)
     config = folder.recipe()
+    if check is not None:
+        spec = module_of(config).spec
+        check(spec.base, [spec.tuning.peft])
     module = rebuild(config, file)
     check_unchanged(Path(module.spec.base.pretrained).expanduser())
     for line in describe_step(folder, file, config["trainer"].get("max_steps", -1)):
@@ -174,7 +268,7 @@ def _of_run(folder: RunFolder, ckpt_path: str) -> _Exported:
         module.model,
         module.tokenizer,
         str(file),
-        module.spec.base.pretrained,
+        module.spec.base,
         texts=lambda kind: run_texts(kind, folder, module, {}, {}, file),
         write_adapter=module.save_adapter,
     )
@@ -186,11 +280,14 @@ def _of_adapters(
     named: str | None,
     combination: Combination,
     density: float | None,
+    check: Check | None,
 ) -> _Exported:
     base = _base_of(adapters[0], folder, named)
     of_run = "model.pretrained"
     with option_called(of_run, of_run if folder is not None else describe_base(adapters[0], named)):
         loading.load_config(base.pretrained)  # there is such a model
+        if check is not None:
+            check(base, [adapter.config for adapter in adapters])
         check_unchanged(Path(base.pretrained).expanduser())
         tokenizer, now = base.tokenizer, base.fingerprint()
         for adapter in adapters:
@@ -220,7 +317,7 @@ def _of_adapters(
         wrapped.save_pretrained(to, save_embedding_layers=False if rows else "auto")
         write_fingerprint(now, to)
 
-    return _Exported(wrapped, tokenizer, ", ".join(notes), base.pretrained, texts, write)
+    return _Exported(wrapped, tokenizer, ", ".join(notes), base, texts, write)
 
 
 def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> ModelSpec:

@@ -7,18 +7,17 @@ characters across the border of prompt and answer.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import islice
 
 from lit_ft.data.text.formats import Chat
 from lit_ft.data.text.rendering import chat_samples, supervised_turns, with_tools
 from lit_ft.data.text.sources import RawRow
+from lit_ft.data.token_difference import decoded_from, first_difference
 from lit_ft.data.tokens.tokenization import Tokenization, check_encodable
 from lit_ft.errors import BadRow, RecipeError
 
 ROWS, TOKENS = 1000, 500_000
 """Conversations and tokens per source after which the comparison ends: a few seconds."""
-_SHOWN = 6
-"""Tokens that are shown where two sides differ."""
 
 
 @dataclass
@@ -103,11 +102,12 @@ def _compare(chat: Chat, location: str, tokenization: Tokenization, found: Templ
         decoded = tokenization.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if decoded.split() != text.split():  # some tokenizers add a space after a special token
             texts.append(f"{location}: {text[:200]!r}")
-        if at := _first_difference(ids, through := template.ids(chat.messages[: last + 1], chat.tools)):
+        through = template.ids(chat.messages[: last + 1], chat.tools)
+        if at := first_difference(ids, through[: len(ids)]):  # the template may go on
             tokens.append(_describe(at, ids, through, chat, location, tokenization))
         if last > 0 and chat.messages[last]["role"] == "assistant":
             before = template.ids(chat.messages[:last], chat.tools, generation=True)
-            if at := _first_difference(ids[: len(before)], before):
+            if at := first_difference(ids[: len(before)], before):
                 prompts.append(_describe(at, ids, before, chat, location, tokenization))
     found.count += 1
     found.other_text += texts[:1]
@@ -116,22 +116,13 @@ def _compare(chat: Chat, location: str, tokenization: Tokenization, found: Templ
     return count
 
 
-def _first_difference(ids: Sequence[int], reference: Sequence[int]) -> int:
-    """Number of the first token, from 1, that is not the reference's, which may go on; 0 if there is none."""
-    pairs = zip_longest(ids, reference[: len(ids)])
-    return next((number for number, (one, other) in enumerate(pairs, 1) if one != other), 0)
-
-
 def _describe(
     at: int, ids: Sequence[int], reference: Sequence[int], chat: Chat, location: str, tokenization: Tokenization
 ) -> str:
     """Place of a difference, and both sides from there on."""
     turns = range(1, len(chat.messages))
     turn = next((n for n in turns if _tokens_through(n, chat, tokenization) >= at), len(chat.messages))
-    sides = [
-        f"{tokenization.tokenizer.decode(side)!r} {list(side)}"
-        for side in (part[at - 1 : at - 1 + _SHOWN] for part in (ids, reference))
-    ]
+    sides = [decoded_from(at, part, tokenization.tokenizer) for part in (ids, reference)]
     return f"{location}, turn {turn}, token {at:,}: trained are {sides[0]}, the template has {sides[1]}"
 
 

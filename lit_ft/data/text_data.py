@@ -223,19 +223,30 @@ class TextDataModule(LightningDataModule):
             rank_zero_info(line)
         self.splits[split] = join([prepared.arrays for prepared in self.prepared[split]], self._names(split))
 
+    def validation_rows(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Source, frozenset[int] | None]]:
+        """Sources of the validation data, each with the numbers of its rows; None stands for all.
+
+        Args:
+            tokenizer: tokenizer of the model; with ``val_fraction`` the training data is read to choose the rows.
+        """
+        if not self.val_fraction:
+            return [(source, None) for source in self.sources["val"]]
+        self.load(tokenizer, "validate")
+        held_out = self.splits["val"]
+        sources = enumerate(self.sources["train"])
+        return [(one, frozenset(held_out.rows[held_out.source == number].tolist())) for number, one in sources]
+
     def _read_questions(self) -> list[Question]:
-        sources, held_out = self.sources["test"] or self.sources["val"], None
-        if not sources and self.val_fraction:
-            self._load_training()
-            sources, held_out = self.sources["train"], self.splits["val"]
+        tokenizer = self.preparation.tokenizer
+        assert tokenizer is not None
+        sources = [(source, None) for source in self.sources["test"]] or self.validation_rows(tokenizer)
         if not sources:
             raise RecipeError("there are no rows to answer; name them with --data.test_path FILE")
         found: list[Question] = []
-        for number, source in enumerate(sources):
-            rows = None if held_out is None else frozenset(held_out.rows[held_out.source == number].tolist())
+        for source, rows in sources:
             found += questions_of(self.preparation, source, rows)
         if not found:
-            paths = ", ".join(source.path for source in sources)
+            paths = ", ".join(source.path for source, _ in sources)
             raise RecipeError(f"{paths}: there is no question to answer; set data.test_path to rows that ask one")
         return [{**question, "row": number} for number, question in enumerate(found)]
 

@@ -5,30 +5,27 @@ and greedy answers are those of the run's own model, for the same tokens; so a t
 three.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, zip_longest
 from typing import Literal, TypeVar
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from transformers import PreTrainedTokenizerBase
 
-from lit_ft.data.text.formats import Chat, JsonObject
-from lit_ft.data.text.rendering import chat_samples, supervised_turns, with_tools
-from lit_ft.data.text_data import TextDataModule
-from lit_ft.data.tokens.tokenization import Tokenization, check_encodable
-from lit_ft.errors import BadRow, RecipeError
-from lit_ft.export.model_card import Recipe
+from lit_ft.data.token_difference import decoded_from, first_difference
+from lit_ft.errors import RecipeError
+from lit_ft.inference.answered_turns import AnsweredTurn
 from lit_ft.inference.continuous_batching import score
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.inference.text_stream import Decoding, NewTokens, positions, stream_tokens
-from lit_ft.packed_batch import IGNORE_INDEX
-from lit_ft.recipe.parser import RecipeParser
+from lit_ft.model.generation import stop_ids
+
+SERVED_BOUNDS = {"F32": 0.05, "F16": 0.05, "BF16": 0.5, "Q8_0": 0.5}
+"""The same where llama.cpp's server names the type of its weights. Beside weights in float32 it keeps keys and values
+in float16; Q8_0 has 8 bits, as a bfloat16 does."""
 
 T = TypeVar("T")
 Column = Literal["prompt", "logprobs", "greedy"]
@@ -38,21 +35,6 @@ BOUNDS = {torch.float32: 0.001, torch.float16: 0.05, torch.bfloat16: 0.5}
 
 Kernels and batches that differ move a logit by a few units in its last place; a bfloat16 has 8 bits, and logits reach
 tens."""
-_SHOWN = 6
-"""Tokens that are shown where two sides differ."""
-
-
-@dataclass(frozen=True)
-class AnsweredTurn:
-    """An answer of the data, with the tokens that training has before it and for it."""
-
-    name: str
-    """Location of the row, and number of the turn."""
-    messages: Sequence[Mapping[str, object]]
-    """Turns before the answer."""
-    tools: list[JsonObject] | None
-    prompt: list[int]
-    answer: list[int]
 
 
 @dataclass
@@ -71,12 +53,12 @@ class TurnParity:
     @property
     def prompt_place(self) -> int:
         """Number of the first prompt token that differs, from 1; 0 if there is none."""
-        return 0 if self.served_prompt is None else _first_difference(self.turn.prompt, self.served_prompt)
+        return 0 if self.served_prompt is None else first_difference(self.turn.prompt, self.served_prompt)
 
     @property
     def greedy_place(self) -> int:
         """Number of the first token of the greedy answer that differs, from 1; 0 if there is none."""
-        return 0 if self.served_greedy is None else _first_difference(self.own_greedy, self.served_greedy)
+        return 0 if self.served_greedy is None else first_difference(self.own_greedy, self.served_greedy)
 
     @property
     def greedy_tokens(self) -> tuple[int, int]:
@@ -88,8 +70,10 @@ class TurnParity:
         """Messages about what differs more than rounding explains."""
         found = []
         if at := self.prompt_place:
-            sides = _sides(at, self.turn.prompt, self.served_prompt or [], tokenizer)
-            found.append(f"{self.turn.name}: prompt differs at token {at:,}: trained are {sides}")
+            trained, served = (decoded_from(at, ids, tokenizer) for ids in (self.turn.prompt, self.served_prompt or []))
+            found.append(
+                f"{self.turn.name}: prompt differs at token {at:,}: trained are {trained}, the server has {served}"
+            )
         differences = self.logprob_differences
         if differences is not None and not differences.max() <= bound:  # NaN is a fault too
             at = int(np.argmax(differences))  # NaN counts as the largest
@@ -99,8 +83,10 @@ class TurnParity:
                 f"{differences[at]:.2g}, more than {bound:g}"
             )
         if (at := self.greedy_place) and not self.is_tie:
-            sides = _sides(at, self.own_greedy, self.served_greedy or [], tokenizer)
-            found.append(f"{self.turn.name}: greedy answer differs at token {at:,}: the run has {sides}")
+            own, served = (decoded_from(at, ids, tokenizer) for ids in (self.own_greedy, self.served_greedy or []))
+            found.append(
+                f"{self.turn.name}: greedy answer differs at token {at:,}: the run has {own}, the server has {served}"
+            )
         return found
 
 
@@ -153,13 +139,14 @@ def compare(
         turns: answers of the run's data.
         client: connection to the server.
         model: name of the model there.
-        bound: largest difference of a log-probability; None takes that of the model's dtype.
+        bound: largest difference of a log-probability; None takes that of the model's dtype or, if it is larger, of
+            the type that the server names.
         max_new_tokens: largest number of tokens of a greedy answer.
 
     Raises:
         RecipeError: the server gives nothing that can be compared, or fails.
     """
-    found = Parity(BOUNDS.get(opened.base.dtype, BOUNDS[torch.bfloat16]) if bound is None else bound)
+    found = Parity(_bound(opened, client.weight_type(model)) if bound is None else bound)
 
     def ask(column: Column, name: str, question: Callable[[], T]) -> T | None:
         if column in found.left_out:
@@ -175,16 +162,14 @@ def compare(
     for turn in turns:
         one, whole = TurnParity(turn), [*turn.prompt, *turn.answer]
         one.served_prompt = ask("prompt", turn.name, partial(client.prompt_ids, model, turn.messages, turn.tools))
-        served = ask("logprobs", turn.name, partial(client.logprobs, model, whole))
+        start = len(turn.prompt)
+        served = ask("logprobs", turn.name, partial(client.logprobs, model, whole, start))
         if served is not None:
-            own = _logprobs(opened, whole)
-            start = len(turn.prompt) - 1
-            one.logprob_differences = np.abs(np.subtract(own[start:], served[start:]))
+            one.logprob_differences = np.abs(np.subtract(_logprobs(opened, whole)[start - 1 :], served))
         limit = min(max_new_tokens, positions(opened) - len(turn.prompt))
-        one.served_greedy = ask("greedy", turn.name, partial(client.greedy_ids, model, turn.prompt, limit))
-        if one.served_greedy is not None:
-            one.own_greedy = _greedy(opened, turn.prompt, limit)
-            one.is_tie = _is_tie(opened, one, found.bound)
+        one.own_greedy = [] if "greedy" in found.left_out else _greedy(opened, turn.prompt, limit)
+        one.served_greedy = ask("greedy", turn.name, partial(_served_greedy, opened, one, client, model, limit))
+        one.is_tie = one.served_greedy is not None and _is_tie(opened, one, found.bound)
         found.turns.append(one)
         if len(found.left_out) == len(COLUMNS):
             reasons = "; ".join(f"{column}: {reason}" for column, reason in found.left_out.items())
@@ -192,88 +177,15 @@ def compare(
     return found
 
 
-def answered_turns(recipe: Recipe, opened: OpenedModel, split: str, rows: int) -> list[AnsweredTurn]:
-    """Answers of the first conversations of a run's data, each with the tokens of training.
-
-    Args:
-        recipe: the run's recipe.
-        opened: the run's model.
-        split: train or val.
-        rows: number of conversations.
-
-    Raises:
-        RecipeError: the data cannot be read, or has no conversation that fits the model.
-    """
-    data = _data_of(recipe)
-    if not data.sources[split]:
-        raise RecipeError(f"the run has no data.{split}_path; choose the other --split")
-    data.preparation = replace(data.preparation, tokenizer=opened.tokenizer)
-    found: list[AnsweredTurn] = []
-    for turns in islice(_conversations(data, split), rows):
-        found += [turn for turn in turns if len(turn.prompt) + len(turn.answer) <= positions(opened)]
-    if not found:
-        raise RecipeError(f"the {split} data of the run has no answered conversation, and parity compares these")
-    return found
-
-
-def _data_of(recipe: Recipe) -> TextDataModule:
-    parser = RecipeParser()
-    parser.add_subclass_arguments(LightningDataModule, "data", required=True)
-    data = parser.instantiate_classes(parser.parse_object({"data": recipe["data"]})).data
-    if not isinstance(data, TextDataModule):
-        raise RecipeError(f"the run's data is a {type(data).__name__}; parity compares lit_ft.TextDataModule's")
-    return data
-
-
-def _conversations(data: TextDataModule, split: str) -> Iterator[list[AnsweredTurn]]:
-    """Answered turns of each conversation that can be trained on."""
-    for source in data.sources[split]:
-        if source.index_prefix is not None:
-            continue
-        tokenization = data.preparation.tokenization(source)
-        for location, row in source.rows(streaming=True):
-            try:
-                example = tokenization.example(row)
-                turns = _turns(example, location, tokenization) if isinstance(example, Chat) else []
-            except BadRow:
-                continue  # training skips it too, or has refused it
-            if turns:
-                yield turns
-
-
-def _turns(chat: Chat, location: str, tokenization: Tokenization) -> list[AnsweredTurn]:
-    template, closing = tokenization.template, tokenization.tokenizer.eos_token or ""
-    chat = with_tools(chat, template, [])
-    samples = chat_samples(chat, template, tokenization.supervise, closing, [])
-    check_encodable(samples)
-    numbers = iter(supervised_turns(chat, tokenization.supervise))
-    found = []
-    for sample in samples:
-        # A sample is, turn by turn, the text before it and its own.
-        for end, number in zip(range(2, len(sample) + 1, 2), numbers, strict=False):
-            if number == 0 or chat.messages[number]["role"] != "assistant":
-                continue
-            pieces = [(text, place == end - 1) for place, (text, _) in enumerate(sample[:end])]
-            ids, labels, _ = tokenization.encoder.encode([pieces])
-            border = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
-            messages = [_as_openai(message) for message in chat.messages[:number]]
-            name = f"{location}, turn {number + 1}"
-            found.append(AnsweredTurn(name, messages, chat.tools, ids[:border].tolist(), ids[border:].tolist()))
-    return found
-
-
-def _as_openai(message: Mapping[str, object]) -> Mapping[str, object]:
-    """Message whose tool calls have their arguments as text, as OpenAI's interface wants them."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {
-        **message,
-        "tool_calls": [
-            {**one, "function": {**one["function"], "arguments": json.dumps(one["function"]["arguments"])}}
-            for one in calls
-        ],
-    }
+def _bound(opened: OpenedModel, served_type: str | None) -> float:
+    own = BOUNDS.get(opened.base.dtype, BOUNDS[torch.bfloat16])
+    if served_type is None:
+        return own
+    if served_type not in SERVED_BOUNDS:
+        raise RecipeError(
+            f"the server's weights are {served_type}, whose rounding has no known bound; give --bound, e.g. 1"
+        )
+    return max(own, SERVED_BOUNDS[served_type])
 
 
 def _logprobs(opened: OpenedModel, ids: Sequence[int]) -> list[float]:
@@ -287,6 +199,36 @@ def _greedy(opened: OpenedModel, prompt: Sequence[int], max_new_tokens: int) -> 
     return answer
 
 
+def _served_greedy(opened: OpenedModel, one: TurnParity, client: OpenAIClient, model: str, limit: int) -> list[int]:
+    """Tokens of the server's greedy answer; from its text where the server gives no tokens.
+
+    Raises:
+        Lacking: the server gives neither, or takes only texts, and the prompt's text has other tokens than training.
+    """
+    try:
+        return client.greedy_ids(model, one.turn.prompt, limit)
+    except Lacking as without_tokens:
+        text = _text_of(one.turn.prompt, opened.tokenizer)
+        try:
+            if text is None:
+                raise Lacking("the text of the prompt has other tokens than training")
+            answer, has_ended = client.greedy_text(model, text, limit)
+        except Lacking as without_text:
+            raise Lacking(f"{without_tokens}; /v1/completions with a text: {without_text}") from without_text
+    own, ends = one.own_greedy, stop_ids(opened.base, opened.tokenizer)
+    if opened.tokenizer.decode(own, skip_special_tokens=True) == answer and (own[-1] in ends) == has_ended:
+        return own
+    ids: list[int] = opened.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    return [*ids, *(ends[:1] if has_ended else [])]
+
+
+def _text_of(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Text that a server encodes to the tokens of a prompt; None if there is none."""
+    starts = list(tokenizer("")["input_ids"])  # a BOS token, where the tokenizer adds one
+    text = str(tokenizer.decode(prompt[len(starts) :] if list(prompt[: len(starts)]) == starts else prompt))
+    return text if tokenizer(text)["input_ids"] == list(prompt) else None
+
+
 def _is_tie(opened: OpenedModel, one: TurnParity, bound: float) -> bool:
     at, served = one.greedy_place - 1, one.served_greedy or []
     if not 0 <= at < min(len(one.own_greedy), len(served)):
@@ -294,15 +236,3 @@ def _is_tie(opened: OpenedModel, one: TurnParity, bound: float) -> bool:
     before = [*one.turn.prompt, *one.own_greedy[:at]]
     own, other = (_logprobs(opened, [*before, ids[at]])[-1] for ids in (one.own_greedy, served))
     return own - other <= 2 * bound  # both may have moved
-
-
-def _first_difference(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Number of the first token that differs, from 1; 0 if there is none."""
-    pairs = enumerate(zip_longest(ids, others), 1)
-    return next((number for number, (one, other) in pairs if one != other), 0)
-
-
-def _sides(at: int, own: Sequence[int], served: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    shown = [list(ids[at - 1 : at - 1 + _SHOWN]) for ids in (own, served)]
-    one, other = (f"{tokenizer.decode(ids)!r} {ids}" if ids else "nothing more" for ids in shown)
-    return f"{one}, the server has {other}"

@@ -1,6 +1,7 @@
 """``parity`` finds no difference where a run is served as it was trained, and each kind of fault where it is not."""
 
 import json
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,12 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from command_line import recipe
 from forked_commands import run_forked
+from lit_callbacks.report.tables import newest_tables, read_table
+from peft import PeftModel
 
 from lit_ft.commands.inference.parity import run as parity
 from lit_ft.data.text.chat_template import ChatTemplate, set_chat_template
 from lit_ft.errors import RecipeError
+from lit_ft.gguf.folders import write_merged_folder
+from lit_ft.gguf.llama_server import llama_server
 from lit_ft.inference.continuous_batching import start_engine
 from lit_ft.inference.openai.application import GracefulServer, Limits, application
 from lit_ft.inference.opening import OpenedModel, open_model
@@ -149,14 +155,88 @@ def test_each_fault_is_found_and_nothing_else(
                 compared(trained, url, "--model", "other")
             with pytest.raises(RecipeError, match="answers 401: .*--api_key"):
                 compared(trained, url, "--api_key", "wrong")
-            with pytest.raises(RecipeError, match=r"has no data\.val_path"):
+            with pytest.raises(RecipeError, match=r"neither data\.val_path nor data\.val_fraction"):
                 compared(trained, url, "--split", "val")
+            check_report_table(trained, url)
+
+
+def check_report_table(run: Path, url: str) -> None:
+    """The table for the run's report is the last comparison's, without the key."""
+    table = read_table(newest_tables(run)["parity"])
+    assert table.columns == ["turn", "prompt", "log-probability: largest", "mean", "greedy answer"]
+    assert [len(table.rows), table.rows[0][1], table.rows[0][4]] == [5, "same", "same"]
+    assert table.notes[0] == "prompts with the tokens of training: 5 of 5"
+    assert not table.is_fault
+    assert table.command.startswith(f"python -m lit_ft parity {run} --url {url} --model run")
+    assert "secret" not in table.command
+
+
+def test_validation_rows_and_what_is_passed_over(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of the run whose data holds out half of its rows, and has rows that cannot be compared."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    rows = tmp_path / "rows.jsonl"
+    one = [{"role": "user", "content": "cup"}, {"role": "assistant", "content": "the cup"}]
+    long = [{**one[0], "content": "red cup " * 300}, one[1]]
+    different = [{"messages": [{**one[0], "content": word}, one[1]]} for word in ("red", "green", "blue", "book")]
+    texts = [json.dumps(row) for row in [*different, {"messages": long}, {"messages": "none"}]]
+    rows.write_text("\n".join([*texts, "{"]) + "\n")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"]["init_args"] |= {"path": str(rows), "on_bad_row": "skip", "max_length": None}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    with serving(open_model(str(run))) as url:
+        assert compared(run, url, "--rows", "9") == 0
+        out = capsys.readouterr().out
+        assert "prompts with the tokens of training: 4 of 4" in out
+        assert "passed over: 1 answers end behind the model's last position" in out
+        assert "passed over: 2 rows cannot be read (data.on_bad_row)" in out
+        rows.write_text("\n".join(texts[:4]) + "\n")
+        config["data"]["init_args"] |= {"val_fraction": 0.5}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        assert compared(run, url, "--split", "val", "--rows", "9") == 0
+        assert "prompts with the tokens of training: 2 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fault", "shown"),
+    [
+        (unchanged, ["tokens of training: 5 of 5", "over 86 tokens (bound 0.05)", "equal greedy tokens: 100.0%"]),
+        (lost_bos, ["prompt differs at token 1: trained are '<|endoftext|>"]),
+        (wrong_adapter, ["log-probability of answer token"]),
+        (merged_in_bf16, ["log-probability of answer token"]),
+    ],
+)
+def test_llama_cpp_serves_what_was_trained_and_faults_are_found(
+    trained: Path,
+    fault: Callable[[OpenedModel], OpenedModel],
+    shown: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("xllamacpp")
+    monkeypatch.setattr("lit_ft.gguf.folders.has_llama", lambda: False)  # the faults would be found there
+    opened = fault(open_model(str(trained)))
+
+    def save(folder: Path, _: object) -> None:
+        merged = opened.model.merge_and_unload() if isinstance(opened.model, PeftModel) else opened.base
+        merged.save_pretrained(folder)
+
+    write_merged_folder(tmp_path / "gguf", "run", save, opened.tokenizer, "f32")
+    with llama_server(tmp_path / "gguf" / "model-f32.gguf") as url:
+        bound = [] if fault is unchanged else ["--bound", "0.001"]
+        code = compared(trained, url, *bound)
+    out = capsys.readouterr().out
+    assert code == (fault is not unchanged), out
+    assert all(text in out for text in shown), out
 
 
 class Poor(BaseHTTPRequestHandler):
-    """Server that has a list of models, and answers without tokens or log-probabilities."""
+    """Server that has a list of models, and answers without tokens of an answer and without log-probabilities."""
 
     tokens: list[int] | None = None
+    text: str | None = None
 
     def answer(self, body: object, status: int = 200) -> None:
         self.send_response(status)
@@ -171,7 +251,7 @@ class Poor(BaseHTTPRequestHandler):
         if self.path == "/tokenize" and self.tokens is not None:
             self.answer({"tokens": self.tokens})
         elif self.path == "/v1/completions":
-            self.answer({"choices": [{"text": "blue", "logprobs": None}]})
+            self.answer({"choices": [{"text": self.text, "logprobs": None}]})
         else:
             self.answer({"error": "no such route"}, 404)
 
@@ -186,15 +266,17 @@ def test_what_a_server_lacks_is_left_out_by_name(
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
         try:
+            monkeypatch.setattr(Poor, "text", None)
             with pytest.raises(RecipeError, match=r"gives nothing that can be compared \(prompt: /tokenize: 404"):
                 compared(trained, url)
+            monkeypatch.setattr(Poor, "text", "blue")
             monkeypatch.setattr(Poor, "tokens", [1, 2])
             assert compared(trained, url) == 1
         finally:
             server.shutdown()
     out = " ".join(capsys.readouterr().out.split())
     assert "left out: logprobs, which the server does not give (/v1/completions with echo" in out
-    assert "left out: greedy, which the server does not give (the answer has no token_ids)" in out
+    assert "greedy answer differs at token" in out  # read from the text
     with pytest.raises(RecipeError, match="does not answer .*start the server"):
         compared(trained, url)
     with pytest.raises(RecipeError, match="is no address of a server"):

@@ -287,8 +287,10 @@ def add_files(
     """
     if files is not None:
         unused = files.unused_parts(model)
-        left_out = f"{len(unused):,} tensors of the base are left out{files.summary(unused)}"
-        rank_zero_info(left_out if text_only else files.complete(folder, type(model), unused))
+        if not text_only:
+            rank_zero_info(files.complete(folder, type(model), unused))
+        elif unused:
+            rank_zero_info(f"{len(unused):,} tensors of the base are left out{files.summary(unused)}")
     if tokenizer is not None and not (files is not None and files.copy_tokenizer(tokenizer, folder)):
         tokenizer.save_pretrained(folder)
 

@@ -1,16 +1,22 @@
 """The ``parity`` command: compare what a server makes of a run's data with what was trained."""
 
+import shlex
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
+from jsonargparse import Namespace
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.output.printable import printable
+from lit_callbacks.report.tables import ReportTable
 from rich.console import Console
 from rich.table import Table
 
 from lit_ft.errors import RecipeError
-from lit_ft.inference.openai.client import OpenAIClient
+from lit_ft.inference.answered_turns import AnsweredTurns, answered_turns
+from lit_ft.inference.openai.client import OpenAIClient, ServerFailed
 from lit_ft.inference.opening import open_model
-from lit_ft.inference.server_parity import Parity, TurnParity, answered_turns, compare
+from lit_ft.inference.server_parity import Parity, TurnParity, compare
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.training.console import show_progress_on_terminals_only
@@ -37,7 +43,8 @@ def run(arguments: list[str]) -> None:
         "--bound",
         type=float | None,
         default=None,
-        help="largest difference of a log-probability; by default 0.001 in float32, 0.05 in float16, 0.5 in bfloat16",
+        help="largest difference of a log-probability; by default 0.001 in float32, 0.05 in float16, 0.5 in bfloat16; "
+        "for llama.cpp's server 0.05 in F32 and F16, 0.5 in BF16 and Q8_0",
     )
     options = parser.parse_args(arguments[1:])
     for name, least in (("rows", 1), ("max_new_tokens", 1)):
@@ -49,40 +56,77 @@ def run(arguments: list[str]) -> None:
     if not folder.config.is_file():
         raise RecipeError(f"{options.path!r} is no run: it has no config.yaml; name the folder that fit wrote")
     client = OpenAIClient(options.url, options.api_key)
-    name = _chosen(options.model, client.models(), Path(options.path).resolve().name, client.url)
+    name = _chosen(options.model, client, Path(options.path).resolve().name)
     opened = open_model(options.path, options.ckpt_path)
-    turns = answered_turns(folder.recipe(), opened, options.split, options.rows)
-    parity = compare(opened, turns, client, name, options.bound, options.max_new_tokens)
-    faults = parity.faults(opened.tokenizer)
-    _show(parity, f"{opened.name} and {name} at {client.url}", faults)
+    answered = answered_turns(folder.recipe(), opened, options.split, options.rows)
+    parity = compare(opened, answered.turns, client, name, options.bound, options.max_new_tokens)
+    faults, title = parity.faults(opened.tokenizer), f"{opened.name} and {name} at {client.url}"
+    notes = [*_notes(parity, answered), *_shown(faults)]
+    _show(parity, title, notes)
+    _table(parity, title, notes, _command(options, name), bool(faults)).write(folder.root, "parity")
     if faults:
         raise SystemExit(1)
 
 
-def _chosen(given: str | None, served: Sequence[str], folder: str, url: str) -> str:
+def _chosen(given: str | None, client: OpenAIClient, folder: str) -> str:
+    """Name of the model: the given one, the server's only one, or that of the run's folder."""
+    try:
+        served = client.models()
+    except ServerFailed as error:
+        if given is None:
+            raise RecipeError(f"{error}; without a list of models, name the model with --model") from error
+        rank_zero_warn(f"--model {given} is taken as it is: {error}")
+        return given
     if given is None:
         given = served[0] if len(served) == 1 else folder
     if given not in served:
-        raise RecipeError(f"{url} has no model {given!r}; give --model one of {', '.join(served)}")
+        raise RecipeError(f"{client.url} has no model {given!r}; give --model one of {', '.join(served)}")
     return given
 
 
-def _show(parity: Parity, title: str, faults: Sequence[str]) -> None:
+COLUMNS = ("turn", "prompt", "log-probability: largest", "mean", "greedy answer")
+"""Headers of the table."""
+
+
+def _show(parity: Parity, title: str, notes: Sequence[str]) -> None:
     console = Console(width=None if Console().is_terminal else 120, highlight=False)
     table = Table(title=printable(title), title_justify="left")
-    for header in ("turn", "prompt", "log-probability: largest", "mean", "greedy answer"):
+    for header in COLUMNS:
         table.add_column(header, overflow="fold")  # the end of a path has the row
     for turn in parity.turns:
         table.add_row(*_cells(turn))
     console.print(table, markup=False)
-    for name, figure in parity.summary().items():
-        console.print(f"{name}: {figure}", markup=False)
-    for column, reason in parity.left_out.items():
-        console.print(printable(f"left out: {column}, which the server does not give ({reason})"), markup=False)
-    for fault in faults[:FAULTS_SHOWN]:
-        console.print(printable(fault), markup=False, soft_wrap=True)
-    if len(faults) > FAULTS_SHOWN:
-        console.print(f"... and {len(faults) - FAULTS_SHOWN:,} more differences", markup=False)
+    for note in notes:
+        console.print(printable(note), markup=False, soft_wrap=True)
+
+
+def _notes(parity: Parity, answered: AnsweredTurns) -> list[str]:
+    """Figures over all turns, what was passed over, and what the server lacks."""
+    left_out = [
+        f"left out: {column}, which the server does not give ({reason})" for column, reason in parity.left_out.items()
+    ]
+    return [f"{name}: {figure}" for name, figure in parity.summary().items()] + answered.passed_over() + left_out
+
+
+def _shown(faults: Sequence[str]) -> list[str]:
+    more = len(faults) - FAULTS_SHOWN
+    return [*faults[:FAULTS_SHOWN], *([f"... and {more:,} more differences"] if more > 0 else [])]
+
+
+def _table(parity: Parity, title: str, notes: Sequence[str], command: str, is_fault: bool) -> ReportTable:
+    """The table for the run's report."""
+    written = datetime.now().astimezone().isoformat(timespec="seconds")
+    rows = [_cells(turn) for turn in parity.turns]
+    return ReportTable(f"Parity: {title}", command, written, COLUMNS, rows, notes, is_fault)
+
+
+def _command(options: Namespace, name: str) -> str:
+    """Command line that makes this comparison again; without the key."""
+    given = {"url": options.url, "model": name, "ckpt_path": options.ckpt_path, "split": options.split}
+    given |= {"rows": options.rows, "max_new_tokens": options.max_new_tokens}
+    given |= {} if options.bound is None else {"bound": options.bound}
+    words = [options.path, *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
+    return f"python -m lit_ft parity {shlex.join(words)}"
 
 
 def _cells(turn: TurnParity) -> list[str]:

@@ -1,9 +1,13 @@
-"""Client of any server with OpenAI's HTTP interface: what it makes of tokens and conversations."""
+"""Client of servers with OpenAI's HTTP interface or llama.cpp's: what they make of tokens and conversations.
+
+What is asked for has several ways, since servers differ: each is tried until one gives it.
+"""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
+from typing import TypeVar
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -11,13 +15,21 @@ from urllib.request import Request, urlopen
 from lit_ft.errors import RecipeError
 
 Json = dict[str, object]
+T = TypeVar("T")
 
 _LACKS = (400, 404, 405, 422, 501)
 """Statuses with which servers answer what they do not have; with others, something is wrong."""
 
+CANDIDATES = 100
+"""Most probable tokens that llama.cpp is asked for; a token that is not among them is asked for with all others."""
+
 
 class Lacking(Exception):
     """The server does not give what is asked for."""
+
+
+class ServerFailed(RecipeError):
+    """The server answers a request with an error that says nothing of what it has."""
 
 
 class OpenAIClient:
@@ -38,6 +50,8 @@ class OpenAIClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout = timeout
+        self._lacking: dict[str, str] = {}
+        self._whole_token: int | None = None
 
     def models(self) -> list[str]:
         """Names of the server's models.
@@ -45,44 +59,115 @@ class OpenAIClient:
         Raises:
             RecipeError: there is no server, or it has no such list.
         """
+        return [str(model["id"]) for model in self._models()]
+
+    def weight_type(self, model: str) -> str | None:
+        """Type of a model's weights by llama.cpp's name, e.g. ``Q8_0``; None where the server does not say."""
+        try:
+            listed = self._models()
+        except ServerFailed:  # who names the model needs no list
+            return None
+        entry = next((one for one in listed if one["id"] == model), {})
+        meta = entry.get("meta")
+        named = meta.get("ftype") if isinstance(meta, dict) else None
+        return str(named).removeprefix("all ") if named else None
+
+    def _models(self) -> list[Json]:
         try:
             listed = self._ask("/v1/models")["data"]
-            return [str(model["id"]) for model in listed]  # type: ignore[attr-defined]
+            return [{**model, "id": str(model["id"])} for model in listed]  # type: ignore[attr-defined]
         except (Lacking, KeyError, TypeError) as error:
             raise RecipeError(f"{self.url} has no list of models at /v1/models ({error}); is it OpenAI's?") from error
 
     def prompt_ids(self, model: str, messages: Sequence[Mapping[str, object]], tools: object) -> list[int]:
-        """Tokens of a conversation up to the opening of the answer, from ``/tokenize`` or with an answer of one token.
+        """Tokens of a conversation up to the opening of the answer.
 
         Raises:
-            Lacking: the server gives neither.
+            Lacking: the server has no way to give them.
             RecipeError: the server cannot be reached, or failed.
         """
         body: Json = {"model": model, "messages": list(messages)} | ({"tools": tools} if tools else {})
-        try:
-            return _ids(self._ask("/tokenize", body), "tokens")
-        except Lacking as first:
-            try:
-                answer = self._ask("/v1/chat/completions", {**body, "max_tokens": 1, "return_token_ids": True})
-                return _ids(answer, "prompt_token_ids")
-            except Lacking as second:
-                raise Lacking(f"/tokenize: {first}; /v1/chat/completions with return_token_ids: {second}") from second
 
-    def logprobs(self, model: str, ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of all tokens but the first.
+        def of_an_answer() -> list[int]:
+            answer = self._ask("/v1/chat/completions", {**body, "max_tokens": 1, "return_token_ids": True})
+            return _ids(answer, "prompt_token_ids")
+
+        def of_the_text() -> list[int]:
+            prompt = self._ask("/apply-template", body).get("prompt")
+            if not isinstance(prompt, str):
+                raise Lacking("the answer has no prompt")
+            return self.text_ids(prompt)
+
+        return self._first_of(
+            {
+                "/tokenize": lambda: _ids(self._ask("/tokenize", body), "tokens"),
+                "/v1/chat/completions with return_token_ids": of_an_answer,
+                "/apply-template and /tokenize": of_the_text,
+            }
+        )
+
+    def text_ids(self, text: str) -> list[int]:
+        """Tokens of a text as llama.cpp's server encodes a prompt, with a BOS token where the model begins with one.
 
         Raises:
-            Lacking: the server does not score prompts.
+            Lacking: the server has no such way.
             RecipeError: the server cannot be reached, or failed.
         """
-        body = {"model": model, "prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
-        choice = self._completion(body)
-        logprobs = choice.get("logprobs")
-        found = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-        values = found[1:] if isinstance(found, list) else []
-        if len(values) != len(ids) - 1 or not all(isinstance(one, int | float) for one in values):
-            raise Lacking("/v1/completions with echo and logprobs gives no log-probability of each token of the prompt")
-        return [float(value) if math.isfinite(value) else math.nan for value in values]
+        return _ids(self._ask("/tokenize", {"content": text, "add_special": True, "parse_special": True}), "tokens")
+
+    def logprobs(self, model: str, ids: Sequence[int], start: int = 1) -> list[float]:
+        """Log-probabilities of the tokens from number ``start`` (from 0), each after all before it.
+
+        Raises:
+            Lacking: the server has no way to give them.
+            RecipeError: the server cannot be reached, or failed.
+        """
+
+        def of_an_echo() -> list[float]:
+            body = {"model": model, "prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+            logprobs = self._completion(body).get("logprobs")
+            found = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+            values = found[start:] if isinstance(found, list) else []
+            if len(values) != len(ids) - start or not all(isinstance(one, int | float) for one in values):
+                raise Lacking("the answer has no log-probability of each token of the prompt")
+            return [float(value) if math.isfinite(value) else math.nan for value in values]
+
+        def of_each_prefix() -> list[float]:
+            return [self._next_logprob(model, ids[:end], ids[end]) for end in range(start, len(ids))]
+
+        return self._first_of(
+            {"/v1/completions with echo and logprobs": of_an_echo, "/completion with n_probs": of_each_prefix}
+        )
+
+    def _next_logprob(self, model: str, before: Sequence[int], token: int) -> float:
+        found = self.next_logprobs(model, before, CANDIDATES)
+        if token not in found and len(found) >= CANDIDATES:
+            found = self.next_logprobs(model, before, 2**24)
+        return found.get(token, math.nan)
+
+    def next_logprobs(self, model: str, before: Sequence[int], count: int) -> dict[int, float]:
+        """Log-probabilities of the most probable next tokens by id, from llama.cpp's ``/completion``.
+
+        Args:
+            model: name of the model.
+            before: tokens of the prompt.
+            count: number of tokens; more than the vocabulary has gives all.
+
+        Raises:
+            Lacking: the server has no such way.
+            RecipeError: the server cannot be reached, or failed.
+        """
+        if self._whole_token is None:
+            self._whole_token = _ids(self._ask("/tokenize", {"content": "a", "add_special": False}), "tokens")[-1]
+        # llama.cpp gives the probabilities without the bias, and none for a token that ends within a character.
+        decoding = {"n_predict": 1, "n_probs": count, "temperature": 0, "logit_bias": [[self._whole_token, 10_000]]}
+        answer = self._ask("/completion", {"model": model, "prompt": list(before), **decoding})
+        first = next(iter(_list_of(answer, "completion_probabilities")), {})
+        tokens = first.get("top_logprobs") if isinstance(first, dict) else None
+        if not isinstance(tokens, list) or not tokens or not all("id" in one and "logprob" in one for one in tokens):
+            raise Lacking("the answer has no log-probabilities by token id")
+        # A logit of minus infinity has no number in JSON.
+        return {int(one["id"]): math.nan if one["logprob"] is None else float(one["logprob"]) for one in tokens}
 
     def greedy_ids(self, model: str, ids: Sequence[int], max_tokens: int) -> list[int]:
         """Tokens of the greedy answer to a prompt, with the one that ends it.
@@ -91,13 +176,54 @@ class OpenAIClient:
             Lacking: the server does not give the tokens of an answer.
             RecipeError: the server cannot be reached, or failed.
         """
-        decoding = {"temperature": 0, "repetition_penalty": 1.0, "max_tokens": max_tokens, "return_token_ids": True}
-        return _ids(self._completion({"model": model, "prompt": list(ids), **decoding}), "token_ids")
+        body: Json = {"model": model, "prompt": list(ids), "temperature": 0}
+        openai = {"repetition_penalty": 1.0, "max_tokens": max_tokens, "return_token_ids": True}
+        llama_cpp = {"repeat_penalty": 1.0, "n_predict": max_tokens, "return_tokens": True}
+        return self._first_of(
+            {
+                "/v1/completions with return_token_ids": lambda: _ids(self._completion(body | openai), "token_ids"),
+                "/completion with return_tokens": lambda: _ids(self._ask("/completion", body | llama_cpp), "tokens"),
+            }
+        )
+
+    def greedy_text(self, model: str, prompt: str, max_tokens: int) -> tuple[str, bool]:
+        """Text of the greedy answer to a prompt, and whether a token ended it.
+
+        Raises:
+            Lacking: the server completes no texts.
+            RecipeError: the server cannot be reached, or failed.
+        """
+        choice = self._completion({"model": model, "prompt": prompt, "temperature": 0, "max_tokens": max_tokens})
+        text = choice.get("text")
+        if not isinstance(text, str):
+            raise Lacking("the answer has no text")
+        return text, choice.get("finish_reason") == "stop"
+
+    def ends_at(self, token: int) -> bool:
+        """Whether llama.cpp's server ends an answer at a token, which it is made to write.
+
+        Raises:
+            Lacking: the server has no such way.
+            RecipeError: the server cannot be reached, or failed.
+        """
+        body: Json = {"prompt": [token], "n_predict": 2, "temperature": 0, "logit_bias": [[token, 10_000]]}
+        return self._ask("/completion", body).get("stop_type") == "eos"
+
+    def _first_of(self, ways: Mapping[str, Callable[[], T]]) -> T:
+        """Result of the first way that the server has; a way that it lacks is not tried again."""
+        for name, way in ways.items():
+            if name in self._lacking:
+                continue
+            try:
+                return way()
+            except Lacking as error:
+                self._lacking[name] = str(error)
+        raise Lacking("; ".join(f"{name}: {self._lacking[name]}" for name in ways))
 
     def _completion(self, body: Json) -> Json:
         choices = self._ask("/v1/completions", body).get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-            raise Lacking("/v1/completions gives no choices")
+            raise Lacking("the answer has no choices")
         return choices[0]
 
     def _ask(self, path: str, body: Json | None = None) -> Json:
@@ -110,7 +236,7 @@ class OpenAIClient:
             said = error.read(500).decode(errors="replace")
             if error.code in _LACKS:
                 raise Lacking(f"{error.code} {said}") from error
-            raise RecipeError(f"{self.url}{path} answers {error.code}: {said}{_ADVICE.get(error.code, '')}") from error
+            raise ServerFailed(f"{self.url}{path} answers {error.code}: {said}{_ADVICE.get(error.code, '')}") from error
         except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
             raise RecipeError(f"{self.url} does not answer ({error}); start the server, or give its --url") from error
         except ValueError as error:
@@ -123,8 +249,13 @@ class OpenAIClient:
 _ADVICE = {401: "; give its key with --api_key", 403: "; give its key with --api_key"}
 
 
+def _list_of(answer: Json, name: str) -> list[object]:
+    found = answer.get(name)
+    return found if isinstance(found, list) else []
+
+
 def _ids(answer: Json, name: str) -> list[int]:
-    ids = answer.get(name)
-    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+    ids = _list_of(answer, name)
+    if not ids or not all(isinstance(one, int) for one in ids):
         raise Lacking(f"the answer has no {name}")
-    return ids
+    return [one for one in ids if isinstance(one, int)]

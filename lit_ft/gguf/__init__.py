@@ -1,0 +1,1 @@
+"""GGUF files of merged models and LoRA adapters, for llama.cpp and Ollama."""

@@ -1,0 +1,164 @@
+"""Answers of a run's data, each with the tokens that training has before it and for it."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+
+from lit_ft.data.text.formats import Chat, JsonObject
+from lit_ft.data.text.rendering import chat_samples, supervised_turns, with_tools
+from lit_ft.data.text.sources import Source
+from lit_ft.data.text_data import TextDataModule
+from lit_ft.data.tokens.tokenization import Tokenization, check_encodable
+from lit_ft.errors import BadRow, RecipeError
+from lit_ft.export.model_card import Recipe
+from lit_ft.inference.opening import OpenedModel
+from lit_ft.inference.text_stream import positions
+from lit_ft.packed_batch import IGNORE_INDEX
+from lit_ft.recipe.parser import RecipeParser
+
+
+@dataclass(frozen=True)
+class AnsweredTurn:
+    """An answer of the data, with the tokens that training has before it and for it."""
+
+    name: str
+    """Location of the row, and number of the turn."""
+    messages: Sequence[Mapping[str, object]]
+    """Turns before the answer."""
+    tools: list[JsonObject] | None
+    prompt: list[int]
+    answer: list[int]
+
+
+@dataclass
+class AnsweredTurns:
+    """Answers of the first conversations of a run's data, and how many were passed over."""
+
+    turns: list[AnsweredTurn] = field(default_factory=list)
+    too_long: int = 0
+    """Answers that end behind the model's last position."""
+    bad_rows: int = 0
+    """Rows that cannot be read; training skips them too, or has refused them."""
+    other_rows: int = 0
+    """Rows without a conversation that is answered: raw text, tokens."""
+
+    def passed_over(self) -> list[str]:
+        """Sentences on what was passed over."""
+        counts = (
+            (self.too_long, "answers end behind the model's last position"),
+            (self.bad_rows, "rows cannot be read (data.on_bad_row)"),
+            (self.other_rows, "rows have no answered conversation"),
+        )
+        return [f"passed over: {count:,} {what}" for count, what in counts if count]
+
+
+def answered_turns(recipe: Recipe, opened: OpenedModel, split: Literal["train", "val"], rows: int) -> AnsweredTurns:
+    """Answers of the first conversations of a run's data, each with the tokens of training.
+
+    Args:
+        recipe: the run's recipe.
+        opened: the run's model.
+        split: train or val; with ``data.val_fraction``, val are the rows that were held out.
+        rows: number of conversations.
+
+    Raises:
+        RecipeError: the data cannot be read, or has no conversation that fits the model.
+    """
+    data = _data_of(recipe)
+    data.preparation = replace(data.preparation, tokenizer=opened.tokenizer)
+    sources = _sources(data, split, opened)
+    found, most = AnsweredTurns(), positions(opened)
+    for turns in islice(_conversations(data, sources, found), rows):
+        fitting = [turn for turn in turns if len(turn.prompt) + len(turn.answer) <= most]
+        found.turns += fitting
+        found.too_long += len(turns) - len(fitting)
+    if not found.turns:
+        reasons = "; ".join(found.passed_over())
+        raise RecipeError(
+            f"the {split} data of the run has no answered conversation, and parity compares these"
+            + (f" ({reasons})" if reasons else "")
+        )
+    return found
+
+
+def _sources(
+    data: TextDataModule, split: Literal["train", "val"], opened: OpenedModel
+) -> list[tuple[Source, frozenset[int] | None]]:
+    if split == "train":
+        return [(source, None) for source in data.sources["train"]]
+    if not (sources := data.validation_rows(opened.tokenizer)):
+        raise RecipeError("the run has neither data.val_path nor data.val_fraction; choose --split train")
+    return sources
+
+
+def _data_of(recipe: Recipe) -> TextDataModule:
+    parser = RecipeParser()
+    parser.add_subclass_arguments(LightningDataModule, "data", required=True)
+    data = parser.instantiate_classes(parser.parse_object({"data": recipe["data"]})).data
+    if not isinstance(data, TextDataModule):
+        raise RecipeError(f"the run's data is a {type(data).__name__}; parity compares lit_ft.TextDataModule's")
+    return data
+
+
+def _conversations(
+    data: TextDataModule, sources: Sequence[tuple[Source, frozenset[int] | None]], found: AnsweredTurns
+) -> Iterator[list[AnsweredTurn]]:
+    """Answered turns of each conversation that can be trained on; other rows are counted."""
+    for source, wanted in sources:
+        if source.index_prefix is not None:
+            found.other_rows += 1
+            continue
+        tokenization = data.preparation.tokenization(source)
+        for number, (location, row) in enumerate(source.rows(streaming=True)):
+            if wanted is not None and number not in wanted:
+                continue
+            try:
+                example = tokenization.example(row)
+                turns = _turns(example, location, tokenization) if isinstance(example, Chat) else []
+            except BadRow:
+                found.bad_rows += 1
+                continue
+            if turns:
+                yield turns
+            else:
+                found.other_rows += 1
+
+
+def _turns(chat: Chat, location: str, tokenization: Tokenization) -> list[AnsweredTurn]:
+    template, closing = tokenization.template, tokenization.tokenizer.eos_token or ""
+    chat = with_tools(chat, template, [])
+    samples = chat_samples(chat, template, tokenization.supervise, closing, [])
+    check_encodable(samples)
+    numbers = iter(supervised_turns(chat, tokenization.supervise))
+    found = []
+    for sample in samples:
+        # A sample is, turn by turn, the text before it and its own.
+        for end, number in zip(range(2, len(sample) + 1, 2), numbers, strict=False):
+            if number == 0 or chat.messages[number]["role"] != "assistant":
+                continue
+            pieces = [(text, place == end - 1) for place, (text, _) in enumerate(sample[:end])]
+            ids, labels, _ = tokenization.encoder.encode([pieces])
+            border = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
+            messages = [_as_openai(message) for message in chat.messages[:number]]
+            name = f"{location}, turn {number + 1}"
+            found.append(AnsweredTurn(name, messages, chat.tools, ids[:border].tolist(), ids[border:].tolist()))
+    return found
+
+
+def _as_openai(message: Mapping[str, object]) -> Mapping[str, object]:
+    """Message whose tool calls have their arguments as text, as OpenAI's interface wants them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {
+        **message,
+        "tool_calls": [
+            {**one, "function": {**one["function"], "arguments": json.dumps(one["function"]["arguments"])}}
+            for one in calls
+        ],
+    }

@@ -1,0 +1,277 @@
+"""GGUF files of small models of each family are what llama.cpp computes like transformers; what is not is refused."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from lit_callbacks.export.merge_check import MergeFailed
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lit_ft.data.text.chat_template import BUILT_IN
+from lit_ft.errors import RecipeError
+from lit_ft.gguf import weights
+from lit_ft.gguf.folders import check_convertible, write_merged_folder
+from lit_ft.gguf.pre_tokenizers import EXPRESSIONS
+from lit_ft.gguf.verification import check_tensors
+
+pytest.importorskip("xllamacpp")
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "dtype": "float32",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+TEXTS = ["the red cup is under the green lamp 123 红 杯子 'll", "def f(x):\n  return x"] * 3
+
+
+def byte_level(name: str, ends: list[str], bos: str | None = None) -> PreTrainedTokenizerFast:
+    """Tokenizer of byte-level BPE with one of llama.cpp's pre-tokenizers."""
+    (expression, ignore), *_ = [key for key, value in EXPRESSIONS.items() if value == name]
+    backend = Tokenizer(models.BPE(ignore_merges=ignore))
+    split = pre_tokenizers.Split(Regex(expression), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    special = [*ends, *([bos] if bos else [])]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=310, special_tokens=special, initial_alphabet=alphabet)
+    )
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(f"{bos} $A", None, [(bos, backend.token_to_id(bos))])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=ends[0], bos_token=bos)
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """Tokenizer of Llama 2's kind: BPE over characters, bytes as tokens, a space before each text."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    of_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=310, special_tokens=["<unk>", "<s>", "</s>", *of_bytes], limit_alphabet=20, max_token_length=4
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    content = backend.to_str()
+    backend = Tokenizer.from_str(content)
+    backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def llama3_tokenizer() -> PreTrainedTokenizerFast:
+    ends = ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+    tokenizer = byte_level("llama-bpe", ends, "<|begin_of_text|>")
+    tokenizer.chat_template = BUILT_IN["llama3"]
+    return tokenizer
+
+
+def chatml_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = byte_level("qwen2", ["<|im_end|>", "<|im_start|>"])
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = BUILT_IN["chatml"]
+    return tokenizer
+
+
+def random(model: Callable[..., PreTrainedModel], config: Callable[..., Any], **options: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    built = model(config(**SIZES | options)).eval()
+    for name, parameter in built.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return built
+
+
+def written(
+    to: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    weight_type: weights.WeightType,
+    ends: Sequence[int] = (0,),
+) -> Path:
+    """Write a folder with the GGUF file of a model."""
+    model.generation_config.eos_token_id = list(ends) if tokenizer.eos_token_id == 0 else tokenizer.eos_token_id
+
+    def save(folder: Path, dtype: torch.dtype | None) -> None:
+        (model if dtype is None else model.to(dtype)).save_pretrained(folder)
+
+    check_convertible(model, tokenizer)
+    write_merged_folder(to, "tiny", save, tokenizer, weight_type)
+    return to
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "options", "tokenizer", "weight_type"),
+    [
+        (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3, "head_dim": 32}, llama3_tokenizer, "f32"),
+        (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}, llama3_tokenizer, "bf16"),
+        (MistralForCausalLM, MistralConfig, {"sliding_window": 200}, sentencepiece, "f16"),
+        (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": YARN}, chatml_tokenizer, "f32"),
+        (
+            Qwen2ForCausalLM,
+            Qwen2Config,
+            {"rope_parameters": LINEAR, "tie_word_embeddings": True},
+            chatml_tokenizer,
+            "q8_0",
+        ),
+        (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}, chatml_tokenizer, "f32"),
+    ],
+    ids=["llama3", "llama-bias", "mistral-sentencepiece", "qwen2-yarn", "qwen2-linear-q8_0", "qwen3"],
+)
+def test_llama_cpp_computes_what_transformers_does(
+    model: Any,
+    config: Any,
+    options: Any,
+    tokenizer: Any,
+    weight_type: weights.WeightType,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    built = random(model, config, **options)
+    folder = written(tmp_path / "gguf", built, tokenizer(), weight_type, ends=range(3))
+    assert "GGUF verified: llama.cpp's log-probabilities differ by" in caplog.text
+    warned = [str(one.message) for one in recwarn if "sliding window of 200 tokens" in str(one.message)]
+    assert len(warned) == (model is MistralForCausalLM)
+    file = f"model-{weight_type}.gguf"
+    assert sorted(path.name for path in folder.iterdir()) == ["Modelfile", "README.md", "manifest.json", file]
+    assert f"llama-server -m {file} --jinja" in (folder / "README.md").read_text()
+
+
+def test_the_tokens_of_the_file_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = llama3_tokenizer()
+    tokenizer.add_tokens(["<think>"])
+    folder = written(tmp_path / "gguf", random(LlamaForCausalLM, LlamaConfig), tokenizer, "f32", ends=range(3))
+    fields = gguf.GGUFReader(folder / "model-f32.gguf").fields
+    found = {name.removeprefix("tokenizer.ggml."): field.contents() for name, field in fields.items()}
+    names = [f"{kind}_token_id" for kind in ("eos", "eot", "eom", "bos")]
+    assert [found[name] for name in names] == [0, 1, 2, tokenizer.bos_token_id]
+    assert found["add_bos_token"] is True
+    assert found["pre"] == "llama-bpe"
+    assert found["tokenizer.chat_template".removeprefix("tokenizer.ggml.")] == tokenizer.chat_template
+    tokens, types = found["tokens"], found["token_type"]
+    assert tokens[:5] == tokenizer.convert_ids_to_tokens(range(5))
+    think = tokens.index("<think>")
+    assert think == tokenizer.convert_tokens_to_ids("<think>")
+    kinds = gguf.TokenType
+    assert [types[number] for number in (0, 6, think, think + 1)] == [
+        *(kinds.CONTROL, kinds.NORMAL, kinds.USER_DEFINED, kinds.UNUSED)
+    ]
+    assert tokens[think + 1] == f"[PAD{think + 1}]"
+    modelfile = (folder / "Modelfile").read_text()
+    assert [line for line in modelfile.splitlines() if line.startswith(("FROM", "PARAMETER", "TEMPLATE"))] == [
+        "FROM ./model-f32.gguf",
+        *(f'PARAMETER stop "{end}"' for end in ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")),
+        'TEMPLATE """{{ range .Messages }}<|start_header_id|>{{ .Role }}<|end_header_id|>',
+    ]
+
+
+def lose_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "in_layout", lambda name, values, config, family: values)
+
+
+def lose_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "rope_divisors", lambda config: None)
+
+
+def name_another_pre_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    (key, _) = next(one for one in EXPRESSIONS.items() if one[1] == "llama-bpe")
+    monkeypatch.setitem(EXPRESSIONS, key, "qwen2")
+
+
+def lose_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf.GGUFWriter, "add_eom_token_id", lambda *_: None)
+
+
+def damage_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = gguf.quantize
+    monkeypatch.setattr(gguf, "quantize", lambda values, kind: whole(values * (1 + 2**-9 * (values > 0)), kind))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lose_layout, "is not the model that was trained: llama.cpp's log-probabilities differ by"),
+        (lose_frequencies, "is not the model that was trained: llama.cpp's log-probabilities differ by"),
+        (name_another_pre_tokenizer, "llama.cpp tokenizes .* as"),
+        (lose_an_end, r"does not end an answer at \['a'\]"),
+        (damage_the_file, r"has other values than rounding to F32 explains"),
+    ],
+)
+def test_a_fault_leaves_nothing_behind(
+    fault: Callable[[pytest.MonkeyPatch], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = llama3_tokenizer()
+    ordinary = tokenizer.convert_tokens_to_ids("a")
+    model = random(LlamaForCausalLM, LlamaConfig, rope_parameters=LLAMA3)
+    fault(monkeypatch)
+    with pytest.raises(MergeFailed, match=f"{message}.*nothing was written"):
+        written(tmp_path / "gguf", model, tokenizer, "f32", ends=[0, 1, ordinary])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_llama_cpp_the_tensors_are_compared_and_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    monkeypatch.setattr("lit_ft.gguf.folders.has_llama", lambda: False)
+    with pytest.warns(UserWarning, match="tensors were compared, and llama.cpp was not run"):
+        folder = written(tmp_path / "gguf", random(Qwen2ForCausalLM, Qwen2Config), chatml_tokenizer(), "q8_0")
+    assert "model-q8_0.gguf: 27 tensors read back" in caplog.text
+    extra = weights.Weight("rope_freqs.weight", gguf.GGMLQuantizationType.F32, torch.ones(8))
+    with pytest.raises(MergeFailed, match=r"lacks the tensor rope_freqs.weight"):
+        check_tensors(folder / "model-q8_0.gguf", [extra])
+
+
+def test_what_has_no_form_in_gguf_is_refused_by_name() -> None:
+    tokenizer = chatml_tokenizer()
+    sizes = {**SIZES, "head_dim": 16}
+    with pytest.raises(RecipeError, match="GemmaForCausalLM cannot be written.*LlamaForCausalLM, MistralForCausalLM, "):
+        check_convertible(GemmaForCausalLM(GemmaConfig(**sizes)), tokenizer)
+    for options, message in (
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}}, "rope_type='dynamic'"),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor in its yarn"),
+    ):
+        with pytest.raises(RecipeError, match=f"LlamaForCausalLM with {message}"):
+            check_convertible(LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})), tokenizer)
+    with pytest.raises(RecipeError, match="Qwen3ForCausalLM with attention_bias=True"):
+        check_convertible(Qwen3ForCausalLM(Qwen3Config(**SIZES, attention_bias=True)), tokenizer)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    unknown = byte_level("qwen2", ["<|im_end|>"])
+    unknown.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z]+"), "isolated")
+    with pytest.raises(RecipeError, match=r"the pre-tokenizer \[a-z\]\+ is none that is known of llama.cpp"):
+        check_convertible(model, unknown)
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
+    with pytest.raises(RecipeError, match="the tokenizer is WordLevel, and only BPE"):
+        check_convertible(model, words)
