@@ -24,10 +24,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import preloading  # noqa: F401  # before the fork
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from ranks import end_with_parent
-
-import lit_ft.commands.train  # noqa: F401  # imports the modules of a fit before the fork
 
 COLD_POPEN = subprocess.Popen
 _CLONE_NEWNET = 0x40000000

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from datetime import datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -262,6 +263,7 @@ def _facts(run: RunData) -> list[str]:
 _LABELS = {"precision": "precision", "started": "started"}
 
 
+@cache
 def _versions() -> dict[str, str]:
     versions = {}
     for package in PACKAGES:
