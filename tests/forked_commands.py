@@ -22,19 +22,19 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
+import preloading  # noqa: F401  # before the fork
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from ranks import end_with_parent
-
-import lit_ft.commands.train  # noqa: F401  # imports the modules of a fit before the fork
 
 COLD_POPEN = subprocess.Popen
 _CLONE_NEWNET = 0x40000000
 
 
 class ForkedCommand:
-    """``python -m lit_ft ARGUMENTS`` in a fork, with the part of ``subprocess.Popen`` that tests and launchers use."""
+    """``python -m MODULE ARGUMENTS`` in a fork, with the part of ``subprocess.Popen`` that tests and launchers use."""
 
     def __init__(
         self,
@@ -47,11 +47,12 @@ class ForkedCommand:
         start_new_session: bool = False,
         network: str | None = None,
         dies_with_parent: bool = True,
+        module: str = "lit_ft",
     ) -> None:
         """Start the command.
 
         Args:
-            arguments: arguments after ``python -m lit_ft``.
+            arguments: arguments after ``python -m MODULE``.
             env: all environment variables; None inherits them.
             cwd: working directory; None inherits it.
             stdout: file for stdout; None inherits stdout.
@@ -59,8 +60,9 @@ class ForkedCommand:
             start_new_session: whether the command leads a session of its own.
             network: name of the network namespace (``ip netns``) to enter.
             dies_with_parent: whether the command is killed when this process ends.
+            module: module to run.
         """
-        self.args = [sys.executable, "-m", "lit_ft", *arguments]
+        self.args = [sys.executable, "-m", module, *arguments]
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -82,7 +84,7 @@ class ForkedCommand:
                 if env is not None:
                     os.environ.clear()
                     os.environ.update(env)
-                contextvars.Context().run(_run, list(arguments))
+                contextvars.Context().run(_run, module, list(arguments))
             except BaseException:
                 os.write(2, traceback.format_exc().encode())
             finally:
@@ -138,7 +140,25 @@ def run_forked(
     return subprocess.CompletedProcess(command.args, code, *texts)
 
 
-def _run(arguments: list[str]) -> NoReturn:
+def _run_forked_module(
+    command: Sequence[str], *, stdout: IO[Any], stderr: IO[Any], check: bool, timeout: float, env: Mapping[str, str]
+) -> None:
+    if [*command[:2]] != [sys.executable, "-m"] or check:
+        subprocess.run(command, stdout=stdout, stderr=stderr, check=check, timeout=timeout, env=env)
+        return
+    forked = ForkedCommand(command[3:], env=env, stdout=stdout, stderr=stderr, module=command[2])
+    try:
+        forked.wait(timeout)
+    finally:
+        forked.kill()
+        forked.wait()
+
+
+forked_subprocess = SimpleNamespace(run=_run_forked_module, TimeoutExpired=subprocess.TimeoutExpired)
+"""In place of the module ``subprocess``: its ``run`` forks if the command is ``python -m MODULE`` with this Python."""
+
+
+def _run(module: str, arguments: list[str]) -> NoReturn:
     """Run the module in this fork as ``python -m`` does in a new process, and end the fork."""
     gc.freeze()
     atexit._clear()  # remove the handlers of the test process; there is no public way
@@ -151,10 +171,10 @@ def _run(arguments: list[str]) -> NoReturn:
         (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), 0
     )
     subprocess.Popen = _Popen  # type: ignore[misc]
-    sys.argv = ["lit_ft", *arguments]
+    sys.argv = [module, *arguments]
     code: Any = 0
     try:
-        runpy.run_module("lit_ft", run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         code = stop.code
     except BaseException:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import resource
@@ -157,6 +158,7 @@ def _tail(text: str) -> str:
 
 def _child(arguments: list[str], folder: Path, gib: int, parent: int) -> None:
     code = 1
+    gc.freeze()  # a collection would visit, and so copy, all memory that this process shares with its parent
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -228,6 +230,7 @@ def in_fork(function: Callable[[], str], seconds: float = 60) -> str:
     """Result of a function in a forked process, or the way that the process ended."""
     reading, writing = os.pipe()
     if (process := os.fork()) == 0:
+        gc.freeze()
         try:
             signal.alarm(int(seconds))
             said = function()

@@ -292,11 +292,11 @@ def writer(command: str, texts: list[bytes]) -> Callable[[Path], list[str]]:
 
 
 def preload() -> None:
-    """Import the modules of all commands once."""
+    """Import the modules of all commands once, and what runs build."""
     import bitsandbytes  # noqa: F401
     import datasets  # noqa: F401
     import deepspeed  # noqa: F401
-    import matplotlib.figure  # noqa: F401
+    import preloading  # noqa: F401
 
     import lit_ft.commands.check
     import lit_ft.commands.export

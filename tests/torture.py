@@ -15,6 +15,7 @@ rows of ``metrics.csv``, bit by bit. A table shows the results; the exit code is
 import argparse
 import csv
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "callbacks")]
 
+import preloading  # noqa: F401  # before runs are forked
 import torch
 import yaml
 from conftest import make_rows, make_tokenizer
@@ -46,7 +48,6 @@ from lit_ft.checkpointing.selection import newest_good, position_of
 from lit_ft.checkpointing.storage import checksum, replacement
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.checkpointing.storage.integrity import DamagedCheckpoint, check_intact
-from lit_ft.commands import train  # noqa: F401  # loaded before the runs are forked
 
 IN_A_SAVE: list[tuple[Any, str]] = [
     (checksum._HashingFile, "write"),
@@ -171,6 +172,7 @@ class Life:
         if (process := os.fork()) != 0:
             return process
         code = 1
+        gc.freeze()  # a collection would visit, and so copy, all memory that this process shares with its parent
         try:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
             if os.getppid() != parent:

@@ -247,10 +247,19 @@ class TrainingCLI(LightningCLI):
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse and check the recipe; the base class would warn about arguments that are passed from Python."""
-        check_files([str(argument) for argument in args or []])
+        """Parse and check the recipe; the base class would warn about arguments that are passed from Python.
+
+        The parser of the subcommand parses it: the parser around it, which prints a recipe where that is asked for,
+        would parse and check each value once more.
+        """
+        check_files(self._arguments)
+        subcommand, *options = self._arguments
         try:
-            self.config = parser.parse_args(args)
+            if any(option.startswith("--print_config") for option in options):
+                self.config = parser.parse_args(self._arguments)
+            else:
+                parsed = self._subcommand_parsers[subcommand].parse_args(options)
+                self.config = Namespace({"config": None, "subcommand": subcommand, subcommand: parsed})
         except OSError as error:  # jsonargparse reads a value that names a file
             raise RecipeError(f"a value of the recipe names a file that cannot be read ({error})") from error
         check_values(self.config[self.config.subcommand])

@@ -4,6 +4,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -108,6 +109,7 @@ class Card:
         return found
 
 
+@cache
 def versions() -> dict[str, str]:
     """Versions of Python, lit_ft and the packages that training uses."""
     found = {"python": platform.python_version()}

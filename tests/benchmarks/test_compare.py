@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_commands import forked_subprocess
 
 from benchmarks import compare
 from benchmarks.compare import Comparison, loss_difference, parse
@@ -130,6 +131,7 @@ def test_lit_ft_bare_loop_and_a_peer_do_the_same_work(tmp_path: Path, monkeypatc
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
+    monkeypatch.setattr(compare, "subprocess", forked_subprocess)
     monkeypatch.setattr(compare, "QUIET", 2.0)  # losses are compared, not speeds: others may have the machine
     results = tmp_path / "results.jsonl"
     more = ["--setting", "1x2", "--only", "lit_ft,bare,trainer_best,torchtune", "--environments", str(tmp_path)]

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from forked_commands import forked_subprocess
 
-from benchmarks import gpu
+from benchmarks import compare, gpu
 from benchmarks.workload import SHAPES, layer_weights, write_model, write_random_rows
 from lit_ft.model.loading import load_tokenizer
 
@@ -40,7 +41,10 @@ def test_random_rows_are_of_the_tokenizers_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_measurement_on_a_tiny_shape(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_on_a_tiny_shape(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "subprocess", forked_subprocess)
     options = ["--shape", "tiny", "--device", "cpu", "--measure", "nf4", "--data", DATA, "--folder", str(tmp_path)]
     gpu.main(options)
     lines = capfd.readouterr().out.splitlines()

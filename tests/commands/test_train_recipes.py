@@ -90,6 +90,8 @@ def test_fragments_run_on_top_of_the_quickstart(
         return
     options = ["--trainer.max_steps", "2", "--trainer.callbacks", "[]", "--trainer.limit_val_batches", "1"]
     options += ["--run_dir", str(tmp_path / "run")]
+    if "micro_batch_size" not in path.read_text():
+        options += ["--data.micro_batch_size", "4"]  # of 16: a quarter of the quickstart's work
     if path.parent.name == "strategies":  # which leave a process group and patches behind: in a process of its own
         # Parts of a model need as many ranks as the fragment's own command starts; the others run on one.
         command = re.search(r"--trainer.devices (\d+)$", path.read_text(), re.MULTILINE)

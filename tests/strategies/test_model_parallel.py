@@ -769,7 +769,7 @@ def test_an_architecture_without_a_plan(capsys: Any, tmp_path: Path) -> None:
 def test_a_fit_uses_no_process_group_of_an_earlier_plan(
     make_trainer: Any, qwen2: Any, rows: str, one_process: Any
 ) -> None:
-    folder, layout = qwen2(2), LAYOUTS["dp2xtp2xpp2"]
+    folder, layout = qwen2(2), LAYOUTS["dp2xtp2"]
     with pretended_rank(0, layout.world):
         strategy, module = layout.strategy(), CausalLM(folder)
         module.trainer = make_trainer(devices=layout.world, strategy=strategy)

@@ -1,5 +1,6 @@
 """The pages of this project: one style, no script, no other file, light and dark, for screens and phones."""
 
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader  # torch brings it
@@ -15,10 +16,16 @@ def render_page(template: Path, title: str, **values: object) -> str:
         title: title of the page.
         values: values for the template.
     """
-    folders = [template.parent, Path(__file__).parent]
-    environment = Environment(loader=FileSystemLoader(folders), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return _environment(template.parent).get_template(template.name).render(title=title, **values)
+
+
+@cache
+def _environment(folder: Path) -> Environment:
+    """Templates of a folder, each compiled once."""
+    loader = FileSystemLoader([folder, Path(__file__).parent])
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": _number, "turns": split_turns}
-    return environment.get_template(template.name).render(title=title, **values)
+    return environment
 
 
 def _number(value: object) -> str:

@@ -4,11 +4,16 @@ import io
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from markupsafe import escape
 
 from lit_callbacks.output.printable import printable
 from lit_callbacks.report.report_data import Points
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CHARTS = (
     ("loss", "nats", r"(.*[/_])?loss(_step|_epoch)?"),
@@ -72,11 +77,8 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
         ModuleNotFoundError: matplotlib is missing.
     """
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
 
-    # A small figure has large letters once it is scaled to a phone; text stays text, in the page's font; names of data
-    # sets may hold dollars.
+    # Text stays text, in the page's font; names of data sets may hold dollars.
     with matplotlib.rc_context(
         {
             "svg.fonttype": "none",
@@ -86,10 +88,7 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
             "text.parse_math": False,
         }
     ):
-        figure = Figure(figsize=(4.4, 2.7))
-        FigureCanvasSVG(figure)
-        # Room for a label of eight characters; a layout engine would draw everything twice to measure it.
-        axes = figure.subplots(gridspec_kw={"left": 0.19, "right": 0.97, "bottom": 0.18, "top": 0.92})
+        axes = _empty_axes()
         prefixes = {name.rpartition("/")[0] for name in curves}
         shared = prefixes.pop() if len(prefixes) == 1 else ""
         labels = [_label(name.removeprefix(f"{shared}/")) for name in curves]
@@ -98,17 +97,41 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
             color = _COLOURS[i % len(_COLOURS)]
             axes.plot(*zip(*thinned(points), strict=True), color=color, linewidth=1.3, marker=marker)
         axes.set(xlabel="optimizer step", ylabel=unit)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        # The limits are those of these curves, not of the chart before.
+        axes.relim()
+        axes.autoscale_view()
         if len(curves) > 1:
-            figure.legend(axes.lines, labels, loc="outside upper left", ncols=2, fontsize=8, frameon=False)
+            axes.figure.legend(axes.lines, labels, loc="outside upper left", ncols=2, fontsize=8, frameon=False)
         file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        axes.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
     # Without sizes of its own, the picture takes the width of the page.
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+
+
+def _empty_axes() -> "Axes":
+    """Axes without curves. All charts share them: their parts take longer to create than to draw."""
+    axes = _axes()
+    for artist in [*axes.lines, *axes.figure.legends]:
+        artist.remove()
+    return axes
+
+
+@lru_cache(maxsize=1)
+def _axes() -> "Axes":
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    # A small figure has large letters once it is scaled to a phone.
+    figure = Figure(figsize=(4.4, 2.7))
+    FigureCanvasSVG(figure)
+    # Room for a label of eight characters; a layout engine would draw everything twice to measure it.
+    axes = figure.subplots(gridspec_kw={"left": 0.19, "right": 0.97, "bottom": 0.18, "top": 0.92})
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
 
 
 def _label(name: str) -> str:

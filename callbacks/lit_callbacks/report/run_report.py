@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import fields
 from datetime import datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -288,6 +289,7 @@ def _facts(run: RunData) -> list[str]:
 _LABELS = {"precision": "precision", "started": "started"}
 
 
+@cache
 def _versions() -> dict[str, str]:
     versions = {}
     for package in PACKAGES:

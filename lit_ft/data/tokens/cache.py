@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def fingerprint(source_digest: str, tokenization: Tokenization, **more: object) 
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+@cache
 def version_of(package: str) -> str:
     """Version of an installed package, which decides what tokens rows become.
 
