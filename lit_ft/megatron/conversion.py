@@ -23,6 +23,7 @@ from lit_ft.megatron.formats.names import Naming
 from lit_ft.megatron.formats.source import TRACKER, MegatronSource, checkpoint_folder
 from lit_ft.megatron.layout import Layout
 from lit_ft.megatron.mapping import AsHuggingFace, AsMegatron
+from lit_ft.megatron.optimizer_state import AdamState, prefix_of
 from lit_ft.megatron.output_folder import OutputFolder
 from lit_ft.megatron.progress import progress
 from lit_ft.megatron.shape import ModelShape
@@ -82,7 +83,14 @@ def _shape_of(pretrained: str) -> ModelShape:
     return shape
 
 
-def to_megatron(pretrained: str, out: Path, layout: Layout, naming: Naming, check: Check | None) -> None:
+def to_megatron(
+    pretrained: str,
+    out: Path,
+    layout: Layout,
+    naming: Naming,
+    check: Check | None,
+    state: AdamState | None = None,
+) -> None:
     """Write a Hugging Face model as a Megatron checkpoint.
 
     Args:
@@ -91,6 +99,7 @@ def to_megatron(pretrained: str, out: Path, layout: Layout, naming: Naming, chec
         layout: parallel layout.
         naming: format and layer specification.
         check: how logits are compared; None takes the strictest that this machine can run.
+        state: state of the model's optimizer, for the format ``torch_dist``; None for a checkpoint without one.
 
     Raises:
         RecipeError: the model or the layout cannot be converted, or the result is not that of the source.
@@ -101,45 +110,65 @@ def to_megatron(pretrained: str, out: Path, layout: Layout, naming: Naming, chec
     weights = HuggingFaceWeights(local_folder(pretrained))
     as_megatron = AsMegatron(weights, shape, layout)
     dtype = as_megatron.dtype(shape.all_keys()[0])
-    arguments = saved_arguments(shape, layout, naming, dtype)
+    arguments = saved_arguments(shape, layout, naming, dtype, state.step if state else 0)
     files = {name: (weights.folder / name).stat().st_mtime_ns for name in _names_of(weights.folder, ("*.safetensors",))}
     command = {"source": str(weights.folder.absolute()), "files": files, "arguments": vars(arguments)}
     with OutputFolder(out, command) as folder:
-        _write_checkpoint(folder, shape, layout, naming, arguments, as_megatron)
-        folder.text(TRACKER, _RELEASE)
+        if naming.format == "torch":
+            _write_ranks(folder, layout, naming, arguments, as_megatron)
+        else:
+            _write_stacked(folder, naming, arguments, as_megatron, state)
+        folder.text(TRACKER, str(state.step) if state else _RELEASE)
         _copy_texts(weights.folder, folder.temporary, (*_TEXTS, "config.json"))  # Pai-Megatron-Patch reads them there
-        folder.text(ARGUMENTS, command_line(shape, layout, naming, dtype, str(weights.folder.absolute())))
-        written = open_checkpoint(folder.temporary)
+        has_tokenizer = (folder.temporary / "tokenizer_config.json").is_file()
+        tokenizer = str((out if has_tokenizer else weights.folder).absolute())
+        folder.text(ARGUMENTS, command_line(shape, layout, naming, dtype, tokenizer, state is not None))
+        written, files_folder = open_checkpoint(folder.temporary), checkpoint_folder(folder.temporary)
         check_back(weights, AsHuggingFace(written, shape, str(folder.temporary), pretrained))
-        report = check_logits(weights, written, folder.temporary / _RELEASE, shape, check)
+        for name, tensors in state.tensors.items() if state else ():
+            of_state = torch_dist.TorchDistSource(files_folder, prefix_of(name))
+            check_back(tensors, AsHuggingFace(of_state, shape, str(folder.temporary), pretrained))
+        report = check_logits(weights, written, files_folder, shape, check)
     rank_zero_info(f"{out}: {shape.model_type}, {naming.format}, every bit comes back from it; {report}")
     rank_zero_info(f"Megatron loads it with: pretrain_gpt.py --load {out} $(cat {out / ARGUMENTS})")
 
 
-def _write_checkpoint(
-    folder: OutputFolder, shape: ModelShape, layout: Layout, naming: Naming, arguments: Namespace, source: AsMegatron
+def _write_ranks(
+    folder: OutputFolder, layout: Layout, naming: Naming, arguments: Namespace, source: AsMegatron
 ) -> None:
-    sizes = {
-        key: sum(torch.Size(shape.shape_of(part)).numel() for part in key.weight.parts) * source.dtype(key).itemsize
-        for key in shape.all_keys()
-    }
-    with progress("writing", sum(sizes.values())) as advance:
+    with progress("writing", source.bytes) as advance:
 
         def part(key: Key, rank: int, ranks: int) -> Tensor:
-            advance(sizes[key] // ranks)
-            return source.part(key, rank, ranks)
+            tensor = source.part(key, rank, ranks)
+            advance(tensor.nbytes)
+            return tensor
 
-        if naming.format == "torch":
-            for name, write in legacy.write_ranks(shape, layout, naming, arguments, part):
-                folder.step(f"{_RELEASE}/{name}", write)
-            return
-        release = folder.temporary / _RELEASE
-        if not (release / torch_dist.INDEX).is_file():
-            rows = layout.padded(shape.vocabulary)
-            for name, write in torch_dist.write_parts(shape, naming, rows, source.dtype, lambda key: part(key, 0, 1)):
-                folder.step(f"{_RELEASE}/{name}", write)
-            torch_dist.join_parts(release, arguments)
-        torch_dist.remove_parts(release)
+        for name, write in legacy.write_ranks(source.shape, layout, naming, arguments, part):
+            folder.step(f"{_RELEASE}/{name}", write)
+
+
+def _write_stacked(
+    folder: OutputFolder, naming: Naming, arguments: Namespace, weights: AsMegatron, state: AdamState | None
+) -> None:
+    sources = {"": weights}
+    for name, tensors in state.tensors.items() if state else ():
+        sources[prefix_of(name)] = AsMegatron(tensors, weights.shape, weights.layout)
+    to = state.folder_name if state else _RELEASE
+    if not (folder.temporary / to / torch_dist.INDEX).is_file():
+        with progress("writing", sum(source.bytes for source in sources.values())) as advance:
+            for prefix, source in sources.items():
+
+                def weight(key: Key, source: AsMegatron = source) -> Tensor:
+                    tensor = source.part(key, 0, 1)
+                    advance(tensor.nbytes)
+                    return tensor
+
+                rows = source.layout.padded(source.shape.vocabulary)
+                parts = torch_dist.write_parts(source.shape, naming, rows, source.dtype, weight, prefix)
+                for name, write in parts:
+                    folder.step(f"{to}/{name}", write)
+        torch_dist.join_parts(folder.temporary / to, arguments, state.common() if state else None)
+    torch_dist.remove_parts(folder.temporary / to)
 
 
 def to_hugging_face(path: Path, like: str, out: Path, check: Check | None) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lit_ft.errors import RecipeError
-from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
+from lit_ft.megatron.formats.hugging_face import Weights
 from lit_ft.megatron.formats.source import MegatronSource
 from lit_ft.megatron.mapping import AsHuggingFace, AsMegatron
 from lit_ft.megatron.progress import progress
@@ -15,8 +15,8 @@ class NotTheSame(RecipeError):
     """A tensor of the result is not that of the source: the disk or the conversion is at fault."""
 
 
-def check_back(weights: HuggingFaceWeights, written: AsHuggingFace) -> None:
-    """Convert a written Megatron checkpoint back, and compare each tensor with the Hugging Face folder.
+def check_back(weights: Weights, written: AsHuggingFace) -> None:
+    """Convert a written Megatron checkpoint back, and compare each tensor with those of Hugging Face.
 
     Raises:
         NotTheSame: a tensor differs in a bit or in its dtype.
