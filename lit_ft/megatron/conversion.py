@@ -23,11 +23,12 @@ from lit_ft.megatron.formats.names import Naming
 from lit_ft.megatron.formats.source import TRACKER, MegatronSource, checkpoint_folder
 from lit_ft.megatron.layout import Layout
 from lit_ft.megatron.mapping import AsHuggingFace, AsMegatron
-from lit_ft.megatron.optimizer_state import AdamState, prefix_of
+from lit_ft.megatron.optimizer_state import AdamState, prefix_of, settings_in
 from lit_ft.megatron.output_folder import OutputFolder
 from lit_ft.megatron.progress import progress
 from lit_ft.megatron.shape import ModelShape
 from lit_ft.model.loading import load_config, load_tokenizer
+from lit_ft.training.optimizers.initial_state import FOLDER, MOMENTS, SETTINGS
 
 ARGUMENTS = "megatron_arguments.txt"
 """File with the options of ``pretrain_gpt.py`` that load a checkpoint."""
@@ -184,33 +185,53 @@ def to_hugging_face(path: Path, like: str, out: Path, check: Check | None) -> No
         RecipeError: the checkpoint cannot be converted, or the result is not that of the source.
     """
     shape = _shape_of(like)
-    source = open_checkpoint(path)
+    source, files = open_checkpoint(path), checkpoint_folder(path)
     check_arguments(source.arguments, shape, str(path), like)
     as_hugging_face = AsHuggingFace(source, shape, str(path), like)
-    tensors = as_hugging_face.tensors()
-    files = checkpoint_folder(path)
     command = {
         "source": str(files.absolute()),
         "files": {str(file): file.stat().st_mtime_ns for file in sorted(files.rglob("*.*"))},
         "like": str(local_folder(like).absolute()),
     }
     with OutputFolder(out, command) as folder:
-        _write_model(folder, as_hugging_face, local_folder(like))
+        dtype = _write_tensors(folder, "", as_hugging_face)
         del as_hugging_face  # its last tensor keeps a mapped file in memory
+        _copy_texts(local_folder(like), folder.temporary, _TEXTS)
+        folder.text("config.json", _config_text(local_folder(like) / "config.json", dtype))
         written = HuggingFaceWeights(folder.temporary)
-        check_forth(source, AsMegatron(written, shape, Layout()), shape, sum(tensor.bytes for tensor in tensors))
+        check_forth(source, AsMegatron(written, shape, Layout()), shape)
         report = check_logits(written, source, files, shape, check)
-    if source.has_optimizer:
-        rank_zero_warn(
-            f"{path} also holds an optimizer's state, which is not converted: a training here starts with a new one"
-        )
+        if source.has_optimizer:
+            _write_state(folder, source, files, shape, path)
     rank_zero_info(f"{out}: {shape.model_type}, every bit of {path} comes back from it; {report}")
 
 
-def _write_model(folder: OutputFolder, source: AsHuggingFace, texts: Path) -> None:
+def _write_state(folder: OutputFolder, source: MegatronSource, files: Path, shape: ModelShape, path: Path) -> None:
+    """Write the moments of Megatron's AdamW in Hugging Face's names, and verify them; or say why not."""
+    settings = settings_in(source)
+    if isinstance(settings, str):
+        rank_zero_warn(
+            f"{path} also holds an optimizer's state, which is not converted: {settings}; a training here starts with "
+            "a new one"
+        )
+        return
+    for moment in MOMENTS:
+        of_moment = torch_dist.TorchDistSource(files, prefix_of(moment))
+        _write_tensors(folder, f"{FOLDER}/{moment}/", AsHuggingFace(of_moment, shape, str(path), moment))
+        written = HuggingFaceWeights(folder.temporary / FOLDER / moment)
+        check_forth(of_moment, AsMegatron(written, shape, Layout()), shape)
+    folder.text(f"{FOLDER}/{SETTINGS}", json.dumps(settings, indent=1) + "\n")
+    rank_zero_info(
+        f"{FOLDER} holds AdamW's moments after {settings['step']:,} steps: a full fine-tuning starts with them by the "
+        "callback lit_ft.InitialAdamState"
+    )
+
+
+def _write_tensors(folder: OutputFolder, to: str, source: AsHuggingFace) -> torch.dtype:
+    """Write tensors as a Hugging Face folder ``to``; returns the dtype of the first."""
     tensors = source.tensors()
     files = plan_files(tensors)
-    with progress("writing", sum(tensor.bytes for tensor in tensors)) as advance:
+    with progress(f"writing {to}", sum(tensor.bytes for tensor in tensors)) as advance:
 
         def read(name: str) -> Tensor:
             tensor = source.read(name)
@@ -218,11 +239,10 @@ def _write_model(folder: OutputFolder, source: AsHuggingFace, texts: Path) -> No
             return tensor
 
         for name, contents in files:
-            folder.step(name, partial(write_file, tensors=contents, read=read))
+            folder.step(f"{to}{name}", partial(write_file, tensors=contents, read=read))
     if len(files) > 1:
-        folder.text(INDEX, index_text(files))
-    _copy_texts(texts, folder.temporary, _TEXTS)
-    folder.text("config.json", _config_text(texts / "config.json", tensors[0].dtype))
+        folder.text(f"{to}{INDEX}", index_text(files))
+    return tensors[0].dtype
 
 
 def _copy_texts(source: Path, to: Path, patterns: tuple[str, ...]) -> None:

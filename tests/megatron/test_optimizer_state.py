@@ -1,6 +1,7 @@
 """AdamW's state of a full fine-tuning in ``torch_dist``: by name and bit, and as Megatron-Core's optimizer loads it."""
 
 import json
+import shutil
 from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,8 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from command_line import here, recipe
+from command_line import here, recipe, run
 from ranks import on_ranks
+from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 from torch.optim import AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
@@ -19,6 +21,7 @@ from torch.serialization import safe_globals
 from lit_ft.checkpointing.storage.checkpoint_io import mapped
 from lit_ft.internals.megatron_core import on_cpu
 from lit_ft.megatron.checks import core_model
+from lit_ft.megatron.conversion import to_hugging_face
 from lit_ft.megatron.families import model_keys
 from lit_ft.megatron.formats.safe_pickle import load
 from lit_ft.megatron.formats.torch_dist import TorchDistSource
@@ -28,6 +31,7 @@ from lit_ft.megatron.optimizer_state import FORM, obstacle, prefix_of
 from lit_ft.megatron.shape import ModelShape
 from lit_ft.model.loading import load_config
 from lit_ft.protocols import Checkpoint
+from lit_ft.training.optimizers.initial_state import FOLDER, MOMENTS, SETTINGS
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 STEPS = 2
@@ -37,13 +41,18 @@ STEPS = 2
 def run_dir(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run that trained all weights with AdamW."""
     folder = tmp_path_factory.mktemp("full")
+    with pytest.MonkeyPatch.context() as patched:
+        here(patched, *full_fine_tuning(folder, model_folder, STEPS))
+    return folder / "run"
+
+
+def full_fine_tuning(folder: Path, model: str, steps: int) -> list[str]:
+    """Command that trains all weights with AdamW, into ``folder / "run"``."""
     rows = [{"prompt": f"{a} + {b} =", "completion": str(a + b)} for a in range(4) for b in range(4)]
     (folder / "rows.json").write_text(json.dumps(rows))
-    options = ("--run_dir", str(folder / "run"), "--trainer.max_steps", str(STEPS), "--model.peft", "null")
+    options = ("--run_dir", str(folder / "run"), "--trainer.max_steps", str(steps), "--model.peft", "null")
     adamw = ("--optimizer", "torch.optim.AdamW", "--optimizer.lr", "1e-2", "--optimizer.betas", "[0.9, 0.95]")
-    with pytest.MonkeyPatch.context() as patched:
-        here(patched, *recipe(folder, model_folder, str(folder / "rows.json")), *options, *adamw)
-    return folder / "run"
+    return [*recipe(folder, model, str(folder / "rows.json")), *options, *adamw]
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +86,10 @@ def states_in(folder: Path, shape: ModelShape) -> dict[tuple[str, str], Tensor]:
 def test_state_is_that_of_the_run(model_folder: str, checkpoint: Checkpoint, converted: Path) -> None:
     shape = ModelShape.of(load_config(model_folder), "model")
     found = states_in(converted / f"iter_{STEPS:07d}", shape)
-    of_run = checkpoint["optimizer_states"][0]["state"]
-    numbers = {name.removeprefix("model."): i for i, name in enumerate(checkpoint["optimizer_names"][0])}
-    assert len(found) == 3 * len(numbers)
+    of_run = states_of(checkpoint)
+    assert len(found) == 3 * len(of_run)
     for (state, name), tensor in found.items():
-        expected = checkpoint["state_dict"][f"model.{name}"] if state == "param" else of_run[numbers[name]][state]
+        expected = checkpoint["state_dict"][f"model.{name}"] if state == "param" else of_run[f"model.{name}"][state]
         assert torch.equal(tensor, expected), (state, name)
     assert (converted / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
     options = (converted / "megatron_arguments.txt").read_text().splitlines()
@@ -120,6 +128,46 @@ def test_states_that_are_not_converted(model_folder: str, checkpoint: Checkpoint
     assert said == "the optimizer keeps momentum_buffer, and Megatron's exp_avg, exp_avg_sq"
     said = reason(names, {number: {**state, "step": torch.tensor(number)} for number, state in states.items()})
     assert said == "its weights are not all at the same step"
+
+
+def states_of(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
+    """State of the optimizer, by name of the weight."""
+    names = checkpoint["optimizer_names"][0]
+    return {name: checkpoint["optimizer_states"][0]["state"][number] for number, name in enumerate(names)}
+
+
+@pytest.fixture(scope="module")
+def back(model_folder: str, converted: Path) -> Path:
+    """Hugging Face folder made of the checkpoint."""
+    to_hugging_face(converted, model_folder, converted.with_name("back"), "reduced")
+    return converted.with_name("back")
+
+
+def test_a_run_starts_with_the_moments(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint, back: Path, tmp_path: Path
+) -> None:
+    start = ("--trainer.callbacks+", "lit_ft.InitialAdamState", "--trainer.callbacks.folder", str(back))
+    here(monkeypatch, *full_fine_tuning(tmp_path, str(back), 1), *start)
+    before, after = states_of(checkpoint), states_of(mapped(tmp_path / "run" / "checkpoints" / "last.ckpt"))
+    for name, state in after.items():
+        assert state["step"] == STEPS + 1
+        # One step of AdamW from these moments: both are those of the same gradient.
+        gradient = (state["exp_avg"] - 0.9 * before[name]["exp_avg"]) / 0.1
+        square = (state["exp_avg_sq"] - 0.95 * before[name]["exp_avg_sq"]) / 0.05
+        torch.testing.assert_close(gradient**2, square, atol=1e-5 * float(square.max()), rtol=1e-3)
+
+
+def test_moments_that_cannot_be_taken(capsys: Any, model_folder: str, back: Path, tmp_path: Path) -> None:
+    def start(folder: object, *options: str) -> str:
+        named = ("--trainer.callbacks+", "lit_ft.InitialAdamState", "--trainer.callbacks.folder", str(folder))
+        return run(capsys, *full_fine_tuning(tmp_path, model_folder, 1), *named, *options, code=2)
+
+    assert "holds no settings.json; name a folder of `convert model --to hf`" in start(model_folder)
+    assert "is for torch.optim.AdamW, not SGD" in start(back, "--optimizer", "torch.optim.SGD", "--optimizer.lr", "0.1")
+    shutil.copytree(back, tmp_path / "other")
+    moments = tmp_path / "other" / FOLDER / "exp_avg" / "model.safetensors"
+    save_file({**load_file(moments), "model.norm.weight": torch.zeros(3)}, moments)
+    assert "exp_avg of model.norm.weight is (3,) in" in start(tmp_path / "other")
 
 
 class CudaOnCpu(TorchFunctionMode):
@@ -184,3 +232,9 @@ def test_megatron_cores_optimizer_loads_it(model_folder: str, converted: Path, t
     assert len(again) == 3 * sum(len(key.weight.parts) for key in keys)
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
     assert all(tensor.any() for (state, _), tensor in expected.items() if state != "param")
+    to_hugging_face(tmp_path / "again", model_folder, tmp_path / "back", "reduced")
+    settings = json.loads((tmp_path / "back" / FOLDER / SETTINGS).read_text())
+    assert (settings["step"], settings["betas"]) == (STEPS, [0.9, 0.95])
+    for moment in MOMENTS:
+        tensors = load_file(tmp_path / "back" / FOLDER / moment / "model.safetensors")
+        assert all(torch.equal(tensor, expected[moment, name]) for name, tensor in tensors.items())

@@ -28,7 +28,7 @@ def check_back(weights: Weights, written: AsHuggingFace) -> None:
             advance(tensor.bytes)
 
 
-def check_forth(source: MegatronSource, written: AsMegatron, shape: ModelShape, size: int) -> None:
+def check_forth(source: MegatronSource, written: AsMegatron, shape: ModelShape) -> None:
     """Convert a written Hugging Face folder back, and compare each weight with the Megatron checkpoint.
 
     Rows that pad the vocabulary are not compared: a Hugging Face folder has none.
@@ -37,12 +37,11 @@ def check_forth(source: MegatronSource, written: AsMegatron, shape: ModelShape, 
         source: checkpoint.
         written: folder that was written.
         shape: sizes of the model.
-        size: bytes of its weights.
 
     Raises:
         NotTheSame: a weight differs in a bit or in its dtype.
     """
-    with progress("comparing", size) as advance:
+    with progress("comparing", written.bytes) as advance:
         for key in shape.all_keys():
             parts = source.parts(key)
             first = 0

@@ -106,10 +106,13 @@ class TorchDistSource:
                 "files of all ranks"
             )
         common = folder / "common.pt"
-        self.arguments: Namespace = load(common).get("args", Namespace()) if common.is_file() else Namespace()
+        self.common = load(common) if common.is_file() else {}
+        """What the ranks have in common."""
+        self.arguments: Namespace = self.common.get("args", Namespace())
         stored = metadata.state_dict_metadata.items()
         tensors = {name: entry for name, entry in stored if isinstance(entry, TensorStorageMetadata)}
         of_model = {name for name in tensors if not name.startswith(("optimizer.", "chained_"))}
+        self._sizes = {name: entry.size for name, entry in tensors.items()}
         self._tensors = {
             name: entry for name, entry in tensors.items() if (name.startswith(prefix) if prefix else name in of_model)
         }
@@ -142,6 +145,10 @@ class TorchDistSource:
         if sum(torch.Size(item.lengths).numel() for item in items) != target.numel():
             raise RecipeError(f"{self._reader.path}: chunks of {name} are missing; copy the files of all ranks")
         return [target.reshape(shape)]
+
+    def has_like_weights(self, prefix: str) -> bool:
+        """Whether each stored tensor of the model has one of its size with a prefix before its name."""
+        return all(self._sizes.get(f"{prefix}{name}") == self._sizes[name] for name in self._tensors)
 
     def dtype(self, key: Key) -> torch.dtype:
         """Dtype of a weight."""
