@@ -15,7 +15,7 @@ from benchmarks.model_table import ResultsFile, markdown
 from lit_ft.model.isolation.architectures import COMPARED, REFUSED
 
 COLUMNS = frozenset({"lora", "checkpointing"})
-NOT_ALL_LINEAR = "deepseek_v4 falcon_h1 falcon_mamba mamba mamba2 nemotron_h phimoe gemma3n gemma3n_text".split()
+NOT_ALL_LINEAR = "deepseek_v4 phimoe gemma3n gemma3n_text".split()
 """PEFT adapts some of their linear layers only; the last two's gradients differ by 1e-5, which is the tolerance."""
 
 
