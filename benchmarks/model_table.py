@@ -1,303 +1,62 @@
-"""Comparison of packed batches with single samples for every causal LM that transformers has, at tiny size.
+"""Table of all causal LMs that transformers has: packed batches against single samples, at tiny size.
 
-    python -m benchmarks.model_table              # all architectures; prints docs/models.md
-    python -m benchmarks.model_table --no-compile # without that column, whose graphs take most of the time
-    python -m benchmarks.model_table lfm3 jamba   # some, on the console
+    python -m benchmarks.model_table --results model_table.jsonl # all architectures; prints docs/models.md
+    python -m benchmarks.model_table --no-compile                # without that column, which takes most of the time
+    python -m benchmarks.model_table lfm3 jamba                  # some, on the console
 
-The reference is transformers itself: each sample is computed alone, by the model's own ``forward`` with its own masks
-and positions, and plain PEFT for LoRA.
+A results file takes each row when it is found. The same command then goes on where it was stopped: rows with the same
+columns and versions are not found again.
 """
 
-import copy
-import re
-import sys
-import tempfile
+import argparse
+import dataclasses
+import json
+import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-import numpy as np
+import peft
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.model_comparison import ARCHITECTURES, HEADINGS, NOT_RUN, YES, Row, compare
 from benchmarks.support_tables import DOCS, with_table
-from benchmarks.tiny_configs import tiny_config
-from benchmarks.vllm_models import VERSION, served
-from lit_ft import CausalLM
-from lit_ft.errors import RecipeError
-from lit_ft.internals.transformers import attention_functions
-from lit_ft.model.activations import checkpointing as activation_checkpointing
-from lit_ft.model.isolation import token_mixers
-from lit_ft.model.isolation.architectures import COMPARED, REFUSED
-from lit_ft.packed_batch import pack_samples
-from lit_ft.strategies.parallel.mesh import MeshSizes, ParallelDims, RequestedSizes
+from lit_ft.model.isolation.architectures import COMPARED
 
-TOLERANCE = 1e-5
-"""Largest relative difference that is rounding."""
-LENGTHS = (13, 22, 7)
-ARCHITECTURES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-"""All types of models that transformers has a causal LM for."""
 BEGIN = "<!-- printed by python -m benchmarks.model_table -->\n"
-COMPARED_IN_PARALLEL = frozenset(
-    "llama mistral qwen2 qwen3 gemma2 gemma3_text granite phi3 cohere olmo2 gpt_oss mixtral qwen3_moe gpt_neox".split()
-)
-"""Architectures that tests compare under all parallel layouts (docs/numerics.md)."""
 
 
-@dataclass(frozen=True)
-class Results:
-    """Logits ``(T, V)`` of three samples, their summed loss, and its gradients by parameter."""
+class ResultsFile:
+    """Rows that were found, one JSON object per line."""
 
-    logits: Tensor
-    loss: float
-    gradients: Mapping[str, Tensor]
-
-    def difference(self, reference: "Results") -> float:
-        """Largest difference from a reference, relative to the largest value of the logits, loss or gradient.
-
-        Gradients that are zero but for rounding (keys' biases) are relative to a tenth of the largest of all.
-        """
-        assert self.gradients.keys() == reference.gradients.keys()
-        largest = max(float(gradient.abs().max()) for gradient in reference.gradients.values())
-        found = [_relative(self.logits, reference.logits), abs(self.loss - reference.loss) / reference.loss]
-        for name, gradient in reference.gradients.items():
-            found.append(_relative(self.gradients[name], gradient, least=largest / 10))
-        return max(found)
-
-
-def _relative(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
-    return float((value - reference).abs().max()) / max(float(reference.abs().max()), least)
-
-
-def samples() -> list[np.ndarray]:
-    """Token ids of three samples of unequal length."""
-    generator = np.random.default_rng(0)
-    return [generator.integers(5, 400, length) for length in LENGTHS]
-
-
-class Tiny:
-    """A tiny model of an architecture, as lit_ft builds it."""
-
-    def __init__(self, config: PretrainedConfig, peft: LoraConfig | None = None, **options: Any) -> None:
-        """Build the model with random weights, all of which differ from the values that they start with.
+    def __init__(self, path: Path | None, columns: frozenset[str]) -> None:
+        """Read the rows that were found with these columns by the installed versions.
 
         Args:
-            config: config of the model.
-            peft: LoRA to train; None trains all weights.
-            options: further arguments of ``lit_ft.CausalLM``.
+            path: file, which need not exist; None keeps nothing.
+            columns: columns that are found.
         """
-        self._folder = tempfile.TemporaryDirectory()  # until the model is collected
-        folder = self._folder.name
-        config.save_pretrained(folder)
-        self.module = CausalLM(folder, init="random", dtype="float32", peft=copy.deepcopy(peft), **options)
-        torch.manual_seed(0)
-        self.module.configure_model()
-        assert self.module.model is not None
-        self.model = self.module.model
-        self.config, self.peft = self.module.spec.base.config, peft  # of the text part, where there are others
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.model.parameters():
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter)
-        self.model.eval()  # routers draw numbers in training
+        self._path = path
+        self._found_with = {
+            "columns": sorted(columns),
+            "versions": {module.__name__: module.__version__ for module in (torch, transformers, peft)},
+        }
+        self.rows: dict[str, Row] = {}
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path and path.is_file() else []
+        if path and lines and not lines[-1].endswith("\n"):  # the process was killed while it wrote
+            path.write_text("".join(lines[:-1]), encoding="utf-8")
+        for record in (json.loads(line) for line in lines if line.endswith("\n")):
+            if {name: record[name] for name in self._found_with} == self._found_with:
+                self.rows[record["model_type"]] = Row(**record["row"])
 
-    def reference(self) -> PreTrainedModel | PeftModel:
-        """The same model and weights as transformers and PEFT compute it."""
-        parts_differ = bool(self.config.sub_configs)  # an audio encoder may have no SDPA
-        attention = "sdpa" if "sdpa" in attention_functions(self.config) and not parts_differ else "eager"
-        config = type(self.config).from_dict(self.config.to_dict())
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-        if self.peft is not None:
-            # As lit_ft resolves all-linear: it leaves routers out.
-            model = get_peft_model(model, copy.deepcopy(self.model.peft_config["default"]))
-        model.load_state_dict(self.model.state_dict())
-        return model.eval()
-
-    def packed(self) -> Results:
-        """Results of the samples in one packed batch."""
-        self.model.zero_grad()
-        batch = pack_samples([(ids, ids) for ids in samples()])
-        hidden = self.module.hidden_states(batch)
-        loss = self.module.token_loss(hidden, batch).loss_sum
-        loss.backward()
-        with torch.no_grad():
-            logits = self.module._packed.head(hidden[0])
-        return Results(logits, loss.item(), _gradients(self.model))
-
-
-def one_by_one(model: PreTrainedModel | PeftModel) -> Results:
-    """Results of the samples computed alone."""
-    model.zero_grad()
-    logits, total = [], torch.zeros(())
-    for ids in samples():
-        own = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0]
-        total = total + cross_entropy(own[:-1], torch.from_numpy(ids)[1:], reduction="sum")
-        logits.append(own.detach())
-    total.backward()
-    return Results(torch.cat(logits), total.item(), _gradients(model))
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {name: gradient for name, gradient in found.items() if bool(gradient.any())}
-
-
-# --- the columns -------------------------------------------------------------------------------------
-
-YES, NOT_RUN = "yes", "not run"
-
-
-@dataclass
-class Row:
-    """What was found of one architecture; a value other than ``YES`` and ``NOT_RUN`` is a reason why not."""
-
-    packed: str = NOT_RUN
-    mixing: str = ""
-    """How the samples of a packed batch are kept apart."""
-    lora: str = NOT_RUN
-    merge: str = NOT_RUN
-    checkpointing: str = NOT_RUN
-    compile: str = NOT_RUN
-    tensor: str = NOT_RUN
-    pipeline: str = NOT_RUN
-    context: str = NOT_RUN
-    expert: str = NOT_RUN
-    generation: str = NOT_RUN
-    vllm: str = ""
-    """How vLLM serves the architecture."""
-
-
-HEADINGS = {
-    "packed": "packed rows",
-    "mixing": "samples kept apart by",
-    "lora": "LoRA on all linear layers",
-    "merge": "merge",
-    "checkpointing": "gradient checkpointing",
-    "compile": "compile",
-    "tensor": "TP",
-    "pipeline": "PP",
-    "context": "CP",
-    "expert": "EP",
-    "generation": "generation",
-    "vllm": f"vLLM {VERSION}",
-}
-
-
-def compare(model_type: str, columns: frozenset[str] = frozenset(HEADINGS)) -> Row:
-    """Compare an architecture with its samples one by one.
-
-    Args:
-        model_type: transformers' name of the architecture.
-        columns: columns to find; the others are "not run".
-    """
-    row = Row(vllm=served(model_type))
-    if model_type in REFUSED:
-        return Row(packed=REFUSED[model_type])
-    try:
-        config = tiny_config(model_type)
-        full = Tiny(config)
-    except (RecipeError, ValueError) as error:
-        return Row(packed=f"{NOT_RUN}: {str(error).split(': ', 2)[-1].split('.')[0]}")
-    reference = one_by_one(full.reference())
-    base = full.module.base_model
-    apart = [mixer for mixer in token_mixers.mixers(base) if not token_mixers.isolates(base, mixer)]
-    row.mixing = ", ".join(dict.fromkeys(type(mixer).__name__ for mixer in apart)) or "packed attention"
-    row.packed = _verdict(full.packed().difference(reference))
-    if "checkpointing" in columns:
-        row.checkpointing = _checkpointing(full, reference)
-    if "lora" in columns or "merge" in columns:
-        row.lora, row.merge = _lora(full)
-    if "compile" in columns:
-        row.compile = _compiled(full, reference)
-    if "generation" in columns:
-        row.generation = _generation(full)
-    for name in {"tensor", "pipeline", "context", "expert"} & columns:
-        setattr(row, name, _parallel(full, name))
-    return row
-
-
-def _verdict(difference: float, tolerance: float = TOLERANCE) -> str:
-    return YES if difference <= tolerance else f"differs by {difference:.0e}"
-
-
-def _checkpointing(full: Tiny, reference: Results) -> str:
-    try:
-        full.module.base_model.gradient_checkpointing_enable(activation_checkpointing.options(True))
-    except ValueError:
-        return "transformers does not support it"
-    for layer in full.model.modules():
-        layer.training = isinstance(layer, GradientCheckpointingLayer)  # routers stay as they are
-    verdict = _verdict(full.packed().difference(reference))
-    full.module.base_model.gradient_checkpointing_disable()
-    full.model.eval()
-    return verdict
-
-
-def _lora(full: Tiny) -> tuple[str, str]:
-    rank = 4
-    linear = [(name, module) for name, module in full.model.named_modules() if isinstance(module, nn.Linear)]
-    narrow = {name.rsplit(".", 1)[-1] for name, module in linear if min(module.weight.shape) < rank}
-    peft = LoraConfig(r=rank, target_modules="all-linear", exclude_modules=sorted(narrow), init_lora_weights=False)
-    try:
-        tiny = Tiny(full.config, peft)
-        reference = one_by_one(tiny.reference())
-    except (RecipeError, AttributeError, RuntimeError) as error:  # PEFT wraps routers and grouped linear layers
-        return str(error).split("; ")[0].removeprefix("model.peft: "), NOT_RUN
-    verdict = _verdict(tiny.packed().difference(reference))
-    targets = {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name in reference.gradients if ".lora_A" in name}
-    merged = tiny.reference()
-    assert isinstance(merged, PeftModel)
-    merged = merged.merge_and_unload(safe_merge=True)
-    with torch.no_grad():
-        logits = [merged(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0] for ids in samples()]
-    # The product with a sum is rounded in another way than the sum of two products.
-    of_merged = _verdict(_relative(torch.cat(logits), reference.logits), 10 * TOLERANCE)
-    return (f"{YES}, {len(targets)}" if verdict == YES else verdict), of_merged
-
-
-def _compiled(full: Tiny, reference: Results) -> str:
-    """Graphs are made as for ``compile: true`` and computed by torch itself, which needs no compiler."""
-    torch.compiler.reset()
-    tiny = Tiny(full.config, compile="eager")
-    with torch.compiler.set_stance("default"):
-        return _verdict(tiny.packed().difference(reference))
-
-
-def _generation(full: Tiny) -> str:
-    """Whether four greedy tokens with a cache are those without one."""
-    ids = torch.from_numpy(samples()[0])[None]
-    alone = full.reference()
-    with torch.no_grad():
-        try:
-            generated = alone.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            return f"transformers' generate fails at tiny size: {' '.join(str(error).split())[:100]}"
-        for _ in range(4):
-            following = alone(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
-            ids = torch.cat([ids, following], dim=1)
-    return YES if torch.equal(generated, ids) else "answers with a cache differ from those without"
-
-
-def _parallel(full: Tiny, name: str) -> str:
-    sizes = {"data": 2 if name == "expert" else 1} | ({} if name == "expert" else {name: 2})
-    mesh = MeshSizes(**{part: sizes.get(part, 1) for part in MeshSizes._fields})
-    dims = ParallelDims(RequestedSizes(*mesh), 2 if name == "expert" else 1, "1F1B", None, None, None)
-    try:
-        dims.check_model(mesh, full.module, full.model)
-    except RecipeError as error:
-        reason = str(error).split("; ")[0].replace(type(full.module.base_model).__name__, "the model")
-        reason = re.sub(r" \(\w+(, \w+)*\),", ",", reason)  # names of classes
-        return re.sub(r"^\w+_parallel_size=2(: |, but )?|^tensor parallelism: ", "", reason)
-    return YES if full.config.model_type in COMPARED_IN_PARALLEL else NOT_RUN
-
-
-# --- printing ----------------------------------------------------------------------------------------
+    def add(self, model_type: str, row: Row, seconds: float) -> None:
+        """Keep a row, with the time that it took."""
+        if self._path is None:
+            return
+        found = {"model_type": model_type, "seconds": round(seconds, 1), "row": dataclasses.asdict(row)}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found | self._found_with) + "\n")
 
 
 def markdown(rows: Mapping[str, Row]) -> str:
@@ -317,17 +76,21 @@ def markdown(rows: Mapping[str, Row]) -> str:
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items()), ""])
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Compare architectures, all if none is named; then the page in docs is written too."""
-    names = [name for name in arguments if name != "--no-compile"]
-    columns = frozenset(HEADINGS) - ({"compile"} if "--no-compile" in arguments else set())
+    parser = argparse.ArgumentParser(description="Packed batches against single samples, for each causal LM.")
+    parser.add_argument("names", nargs="*", metavar="model_type", help="default: all")
+    parser.add_argument("--no-compile", action="store_true", help="leave that column out")
+    parser.add_argument("--results", type=Path, help="file that keeps the rows; the same command goes on with it")
+    options = parser.parse_args(arguments)
+    if unknown := sorted(set(options.names) - set(ARCHITECTURES)):
+        parser.error(f"transformers {transformers.__version__} has no causal LM {unknown[0]!r}")
+    columns = frozenset(HEADINGS) - ({"compile"} if options.no_compile else set())
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    rows = {}
-    for name in names or ARCHITECTURES:
-        rows[name] = compare(name, columns)
-        print(name, rows[name], flush=True)
-    if names:
+    results = ResultsFile(options.results, columns)
+    rows = {name: _row(name, columns, results) for name in options.names or ARCHITECTURES}
+    if options.names:
         print(markdown(rows))
         return
     page = DOCS / "models.md"
@@ -337,5 +100,16 @@ def main(arguments: list[str]) -> None:
     print("not in lit_ft.model.isolation.architectures:", sorted(set(right) ^ COMPARED))
 
 
+def _row(name: str, columns: frozenset[str], results: ResultsFile) -> Row:
+    if (known := results.rows.get(name)) is not None:
+        return known
+    began = time.monotonic()
+    row = compare(name, columns)
+    seconds = time.monotonic() - began
+    results.add(name, row, seconds)
+    print(f"{name}, {seconds:.1f} s: {row}", flush=True)
+    return row
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

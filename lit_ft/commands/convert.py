@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_ft.checkpointing.storage.checkpoint_io import mapped
 from lit_ft.commands.export import export
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName
@@ -19,7 +20,9 @@ from lit_ft.megatron.checks.logits import Check
 from lit_ft.megatron.conversion import to_hugging_face, to_megatron
 from lit_ft.megatron.formats.names import Format, LayerSpec, Naming
 from lit_ft.megatron.layout import Layout
-from lit_ft.model.loading import load_tokenizer
+from lit_ft.megatron.optimizer_state import AdamState, obstacle, state_of
+from lit_ft.megatron.shape import ModelShape
+from lit_ft.model.loading import load_config, load_tokenizer
 from lit_ft.process import return_freed_memory
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import RunFolder
@@ -41,10 +44,12 @@ def run(arguments: list[str]) -> None:
         parser.add_argument("path", help="model, run or checkpoint to convert")
         for option in ("from", "to"):
             parser.add_argument(f"--{option}", type=Literal["hf", "megatron"], required=True, help=_SIDES[option])
-        parser.add_function_arguments(convert_model, as_group=False, skip={"path", "source", "to"})
+        parser.add_function_arguments(convert_model, as_group=False, skip={"path", "source", "to", "layout"})
+        sizes = parser.add_class_arguments(Layout, as_group=False)
         options = parser.parse_args(arguments[2:]).as_dict()
         return_freed_memory()
-        convert_model(source=options.pop("from"), **options)
+        layout = Layout(**{name: options.pop(name) for name in sizes})
+        convert_model(source=options.pop("from"), layout=layout, **options)
     else:
         raise RecipeError(f"convert {what!r} is not known; {_HELP}" if what else _HELP)
 
@@ -109,18 +114,13 @@ def convert_model(
     source: Literal["hf", "megatron"],
     to: Literal["hf", "megatron"],
     out: str,
+    layout: Layout,
     like: str | None = None,
     format: Format = "torch_dist",
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    expert_parallel: int = 1,
-    virtual_pipeline: int = 1,
-    first_stage_layers: int | None = None,
-    last_stage_layers: int | None = None,
-    vocabulary_multiple: int = 128,
     layer_spec: LayerSpec = "te",
     moe_grouped_gemm: bool = False,
     adapter: Literal["merged", "apart"] = "merged",
+    optimizer_state: bool = True,
     verify: Check | None = None,
 ) -> None:
     """Convert a model between Hugging Face and Megatron, and verify the result.
@@ -130,32 +130,18 @@ def convert_model(
         source: hf or megatron.
         to: megatron or hf.
         out: folder to write.
+        layout: sizes of a parallel layout, for --to megatron.
         like: Hugging Face model with the config, sizes and tokenizer of the checkpoint; needed for --to hf.
         format: format of the checkpoint: torch_dist, or torch (the legacy one, a file per rank).
-        tensor_parallel: Megatron's --tensor-model-parallel-size.
-        pipeline_parallel: Megatron's --pipeline-model-parallel-size.
-        expert_parallel: Megatron's --expert-model-parallel-size.
-        virtual_pipeline: Megatron's --num-virtual-stages-per-pipeline-rank.
-        first_stage_layers: Megatron's --decoder-first-pipeline-num-layers.
-        last_stage_layers: Megatron's --decoder-last-pipeline-num-layers.
-        vocabulary_multiple: Megatron's --make-vocab-size-divisible-by.
         layer_spec: Megatron's layers that load the checkpoint: te (Transformer Engine) or local.
         moe_grouped_gemm: names of experts for Megatron's --moe-grouped-gemm; torch_dist fits both.
         adapter: adapter of a run: merged into the weights, or apart in OUT/adapter beside the base model.
+        optimizer_state: also convert AdamW's state of a run that trained all weights (torch_dist).
         verify: comparison of logits: megatron (Megatron-Core's own model) or reduced (first and last layer, in plain
             torch); by default megatron where it is installed and memory suffices.
     """
     if source == to:
         raise RecipeError(f"--from {source} --to {to} converts nothing; name hf and megatron, in either order")
-    layout = Layout(
-        tensor_parallel,
-        pipeline_parallel,
-        expert_parallel,
-        virtual_pipeline,
-        first_stage_layers,
-        last_stage_layers,
-        vocabulary_multiple,
-    )
     if to == "hf":
         if like is None:
             raise RecipeError(
@@ -172,22 +158,42 @@ def convert_model(
     if not (Path(path) / "config.yaml").is_file():
         with option_called("model.pretrained", "path"):
             to_megatron(path, Path(out), layout, naming, verify)
+    elif adapter == "apart":
+        _convert_base(RunFolder(Path(path)), Path(out), layout, naming, verify)
     else:
-        _convert_run(path, out, layout, naming, adapter, verify)
+        _convert_run(RunFolder(Path(path)), Path(out), layout, naming, verify, optimizer_state)
+
+
+def _convert_base(run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None) -> None:
+    """Convert the base model of a run, and write its adapter beside it."""
+    to_megatron(module_of(run.recipe()).spec.base.pretrained, out, layout, naming, verify)
+    export(run=str(run.root), out=f"{out}/adapter")
 
 
 def _convert_run(
-    run: str, out: str, layout: Layout, naming: Naming, adapter: Literal["merged", "apart"], verify: Check | None
+    run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None, with_state: bool
 ) -> None:
-    rank_zero_info(f"{run}: the optimizer's state is not converted; Megatron begins with a new one")
-    if adapter == "apart":
-        to_megatron(module_of(RunFolder(Path(run)).recipe()).spec.base.pretrained, Path(out), layout, naming, verify)
-        export(run=run, out=f"{out}/adapter")
-        return
-    Path(out).absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(out).absolute().parent, prefix=".merged-") as merged:
-        export(run=run, out=f"{merged}/model", merge=True)
-        to_megatron(f"{merged}/model", Path(out), layout, naming, verify)
+    """Convert a run's model, its adapter merged, and the state of its optimizer where that can be."""
+    folder = out.absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".merged-") as merged:
+        model = f"{merged}/model"
+        export(run=str(run.root), out=model, merge=True)
+        state = _state(run, model, naming) if with_state else None
+        to_megatron(model, out, layout, naming, verify, state)
+
+
+def _state(run: RunFolder, model: str, naming: Naming) -> AdamState | None:
+    """State of a run's optimizer; None, said with the reason, if it is not converted."""
+    file = run.last_checkpoint()
+    checkpoint = mapped(file)
+    reason = obstacle(checkpoint, ModelShape.of(load_config(model), model))
+    if naming.format == "torch":
+        reason = "the format torch divides it among ranks, --format torch_dist does not"
+    if reason is None:
+        return state_of(checkpoint, file)
+    rank_zero_info(f"{run.root}: the optimizer's state is not converted: {reason}; Megatron begins with a new one")
+    return None
 
 
 def _write_indexed(samples: Samples, prefix: Path, vocabulary: int) -> list[Path]:

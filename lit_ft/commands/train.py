@@ -1,11 +1,9 @@
 """The commands ``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with lit_ft's defaults."""
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional, get_type_hints
@@ -31,7 +29,6 @@ from lit_callbacks import AdapterMerger, GracefulStop, RankFailureWatchdog, RunR
 from lit_callbacks.export.atomic_folder import check_replaceable
 from lit_callbacks.protocols import tokenizer_of
 from torch import nn
-from torch.distributed.constants import default_pg_timeout
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -49,7 +46,6 @@ from lit_ft.checkpointing.storage.checkpoint_io import (
     saved_threads,
     trainable_shapes,
 )
-from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
@@ -66,9 +62,10 @@ from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check
 from lit_ft.recipe.files import check_files, expand_home, in_order
 from lit_ft.recipe.parse_errors import shortened, unwrap_class_error
 from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser
-from lit_ft.run import predictions
-from lit_ft.run.folder import BEST, LAST, RunFolder, new_run, newest_run, unfinished_run
-from lit_ft.run.launching import check_world_size, from_rank_zero, is_rank_zero, starts_ranks
+from lit_ft.run import choice, predictions
+from lit_ft.run.choice import RunChoice
+from lit_ft.run.folder import RunFolder
+from lit_ft.run.launching import check_world_size, is_rank_zero, starts_ranks
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.progress import RunProgressBar
 from lit_ft.run.state import RunState
@@ -83,10 +80,6 @@ BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationEx
 """Exceptions that classes of a recipe raise for bad arguments."""
 HASHED_BASE_BYTES = 16 * 2**30
 """Largest base model, in bytes, whose SHA-256 sums are compared before loading: some seconds, four files at a time."""
-RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
-"""Environment variable that passes the chosen run folder to the processes that Lightning starts."""
-CHECKPOINT_VARIABLE = "LIT_FT_CKPT_PATH"
-"""Environment variable that passes them the chosen checkpoint; empty if there is none."""
 
 
 def run(arguments: list[str]) -> None:
@@ -96,9 +89,7 @@ def run(arguments: list[str]) -> None:
         TrainingCLI(arguments)
     finally:
         release_runs()
-        # Only for the processes of this run; this process may start another run.
-        for variable in (RUN_DIR_VARIABLE, CHECKPOINT_VARIABLE):
-            os.environ.pop(variable, None)
+        choice.forget()
 
 
 _HELP = {
@@ -280,80 +271,22 @@ class TrainingCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Choose the run folder and the checkpoint."""
         options = self.options
-        self._check_resume()
-        resume = options.ckpt_path in (LAST, BEST)
-        if options.run_dir is None and "LOCAL_RANK" in os.environ:
-            options.run_dir = os.environ.get(RUN_DIR_VARIABLE)
-        self._is_named_by_time = options.run_dir is None
-        if options.run_dir is None:
-            timeout = self._timeout() or default_pg_timeout
-            options.run_dir = from_rank_zero(
-                lambda: str(self._choose_run(resume).root), options.trainer.num_nodes, timeout
-            )
-        for file in options.config or []:
-            if (here := RunFolder.of_config(Path(str(file)), options.run_dir)) is not None:
-                rank_zero_info(
-                    f"{file} names the run folder {options.run_dir}; taken is the one it lies in, {here.root}"
-                )
-                options.run_dir = str(here.root)
-        self.run_folder = RunFolder(Path(options.run_dir))
+        chosen = RunChoice(str(self.subcommand), options, self.recipe_name)
+        self._is_named_by_time = chosen.run_dir() is None
+        self.run_folder = chosen.folder()
+        options.run_dir = str(self.run_folder.root)
         put_files_in(self.run_folder.root, options.trainer.logger)
-        os.environ[RUN_DIR_VARIABLE] = options.run_dir
         if self.subcommand == "fit" and self.run_folder.root.is_dir() and is_rank_zero():
             lock_run(self.run_folder.root)
             for line in replacement.recover(self.run_folder.checkpoints):
                 rank_zero_info(line)
-        if resume or options.resume is not None:
-            options.ckpt_path = self._checkpoint_of_run()
-        elif options.ckpt_path is not None:
-            check_on_rank_zero(self.run_folder.chosen_checkpoint(options.ckpt_path))
-
-    def _checkpoint_of_run(self) -> str | None:
-        """Newest or best checkpoint of the run folder, the same on all ranks; None where ``resume`` finds none."""
-        if "LOCAL_RANK" in os.environ and CHECKPOINT_VARIABLE in os.environ:
-            return os.environ[CHECKPOINT_VARIABLE] or None
-        timeout = self._timeout() or default_pg_timeout
-        path = from_rank_zero(self._look_for_checkpoint, self.options.trainer.num_nodes, timeout)
-        os.environ[CHECKPOINT_VARIABLE] = path
-        return path or None
-
-    def _look_for_checkpoint(self) -> str:
-        if self.options.resume is not None and not self.run_folder.has_checkpoint:
-            rank_zero_info(f"resume=auto: no checkpoint in {self.run_folder.checkpoints} yet, so the run starts")
-            return ""
-        path = self.run_folder.chosen_checkpoint(self.options.ckpt_path or LAST)
-        if self.options.resume is not None:
-            rank_zero_info(f"resume=auto: resuming {path}")
-        return str(path)
-
-    def _check_resume(self) -> None:
-        if self.options.resume is None:
-            return
-        if self.subcommand != "fit":
-            raise RecipeError(f"resume=auto is for fit; name a checkpoint of {self.subcommand} with --ckpt_path")
-        if self.options.ckpt_path is not None:
-            raise RecipeError(
-                f"resume=auto chooses a checkpoint, and so does ckpt_path={self.options.ckpt_path!r}; leave one out"
-            )
-
-    def _choose_run(self, resume: bool) -> RunFolder:
-        recipe = self.recipe_name
-        if resume:
-            return newest_run(recipe)
-        unfinished = unfinished_run(recipe) if self.options.resume is not None else None
-        return unfinished or new_run(recipe, create=self.subcommand in ("fit", "predict"))
+        options.ckpt_path = chosen.checkpoint(self.run_folder)
 
     @property
     def recipe_name(self) -> str:
         """File name of the first recipe, without its ending; ``run`` without one."""
         files = self.options.config or []
         return Path(str(files[0])).stem if files else "run"
-
-    def _timeout(self) -> timedelta | None:
-        """Timeout of the recipe's strategy for waits between ranks; None where it sets none."""
-        strategy = self.options.trainer.strategy
-        timeout = strategy.get("init_args", Namespace()).get("timeout") if isinstance(strategy, Namespace) else None
-        return timeout if isinstance(timeout, timedelta) else None
 
     def instantiate_classes(self) -> None:
         """Build module, data and trainer; a module other than ``CausalLM`` gets the recipe's optimizer too.

@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def refuses_target(config: PeftConfig, model: PreTrainedModel, last_name: str) -> bool:
+    """Whether PEFT refuses to adapt layers of a name, because kernels of the architecture read their weights alone."""
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    try:
+        _check_lora_target_modules_mamba(config, model, last_name)
+    except ValueError:  # its only answer
+        return True
+    return False
+
+
 @contextmanager
 def around_each_layer(
     tuner: type[BaseTuner], entered: Callable[[nn.Module], AbstractContextManager[None]]

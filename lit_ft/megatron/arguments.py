@@ -68,7 +68,9 @@ def layout_arguments(layout: Layout, naming: Naming) -> dict[str, Value]:
     }
 
 
-def saved_arguments(shape: ModelShape, layout: Layout, naming: Naming, dtype: torch.dtype) -> Namespace:
+def saved_arguments(
+    shape: ModelShape, layout: Layout, naming: Naming, dtype: torch.dtype, iteration: int = 0
+) -> Namespace:
     """``args`` of a checkpoint, which ``--use-checkpoint-args`` reads."""
     return Namespace(
         **model_arguments(shape),
@@ -81,7 +83,8 @@ def saved_arguments(shape: ModelShape, layout: Layout, naming: Naming, dtype: to
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
-        iteration=0,
+        iteration=iteration,
+        no_save_rng=True,  # so that Megatron does not look for states of random numbers
         consumed_train_samples=0,
         consumed_valid_samples=0,
     )
@@ -91,7 +94,9 @@ _SPELT_OTHERWISE = {"add_bias_linear": "disable_bias_linear"}
 """Flags of the command line that set an argument to False."""
 
 
-def command_line(shape: ModelShape, layout: Layout, naming: Naming, dtype: torch.dtype, tokenizer: str) -> str:
+def command_line(
+    shape: ModelShape, layout: Layout, naming: Naming, dtype: torch.dtype, tokenizer: str, has_state: bool = False
+) -> str:
     """Arguments of ``pretrain_gpt.py`` that load the checkpoint, one option per line.
 
     Args:
@@ -100,6 +105,7 @@ def command_line(shape: ModelShape, layout: Layout, naming: Naming, dtype: torch
         naming: format and layer specification.
         dtype: dtype of the weights.
         tokenizer: folder or hub id of the tokenizer.
+        has_state: whether the checkpoint holds the optimizer's state.
     """
     values = model_arguments(shape) | layout_arguments(layout, naming)
     values |= {
@@ -111,6 +117,9 @@ def command_line(shape: ModelShape, layout: Layout, naming: Naming, dtype: torch
         "hidden_dropout": 0.0,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
+        "use_distributed_optimizer": has_state,
+        "dist_ckpt_optim_fully_reshardable": has_state,
+        "override_opt_param_scheduler": has_state,
     }
     lines = []
     for name, value in values.items():

@@ -23,10 +23,12 @@ from lit_ft.megatron.formats.names import Naming
 from lit_ft.megatron.formats.source import TRACKER, MegatronSource, checkpoint_folder
 from lit_ft.megatron.layout import Layout
 from lit_ft.megatron.mapping import AsHuggingFace, AsMegatron
+from lit_ft.megatron.optimizer_state import AdamState, prefix_of, settings_in
 from lit_ft.megatron.output_folder import OutputFolder
 from lit_ft.megatron.progress import progress
 from lit_ft.megatron.shape import ModelShape
 from lit_ft.model.loading import load_config, load_tokenizer
+from lit_ft.training.optimizers.initial_state import FOLDER, MOMENTS, SETTINGS
 
 ARGUMENTS = "megatron_arguments.txt"
 """File with the options of ``pretrain_gpt.py`` that load a checkpoint."""
@@ -82,7 +84,14 @@ def _shape_of(pretrained: str) -> ModelShape:
     return shape
 
 
-def to_megatron(pretrained: str, out: Path, layout: Layout, naming: Naming, check: Check | None) -> None:
+def to_megatron(
+    pretrained: str,
+    out: Path,
+    layout: Layout,
+    naming: Naming,
+    check: Check | None,
+    state: AdamState | None = None,
+) -> None:
     """Write a Hugging Face model as a Megatron checkpoint.
 
     Args:
@@ -91,6 +100,7 @@ def to_megatron(pretrained: str, out: Path, layout: Layout, naming: Naming, chec
         layout: parallel layout.
         naming: format and layer specification.
         check: how logits are compared; None takes the strictest that this machine can run.
+        state: state of the model's optimizer, for the format ``torch_dist``; None for a checkpoint without one.
 
     Raises:
         RecipeError: the model or the layout cannot be converted, or the result is not that of the source.
@@ -101,45 +111,65 @@ def to_megatron(pretrained: str, out: Path, layout: Layout, naming: Naming, chec
     weights = HuggingFaceWeights(local_folder(pretrained))
     as_megatron = AsMegatron(weights, shape, layout)
     dtype = as_megatron.dtype(shape.all_keys()[0])
-    arguments = saved_arguments(shape, layout, naming, dtype)
+    arguments = saved_arguments(shape, layout, naming, dtype, state.step if state else 0)
     files = {name: (weights.folder / name).stat().st_mtime_ns for name in _names_of(weights.folder, ("*.safetensors",))}
     command = {"source": str(weights.folder.absolute()), "files": files, "arguments": vars(arguments)}
     with OutputFolder(out, command) as folder:
-        _write_checkpoint(folder, shape, layout, naming, arguments, as_megatron)
-        folder.text(TRACKER, _RELEASE)
+        if naming.format == "torch":
+            _write_ranks(folder, layout, naming, arguments, as_megatron)
+        else:
+            _write_stacked(folder, naming, arguments, as_megatron, state)
+        folder.text(TRACKER, str(state.step) if state else _RELEASE)
         _copy_texts(weights.folder, folder.temporary, (*_TEXTS, "config.json"))  # Pai-Megatron-Patch reads them there
-        folder.text(ARGUMENTS, command_line(shape, layout, naming, dtype, str(weights.folder.absolute())))
-        written = open_checkpoint(folder.temporary)
+        has_tokenizer = (folder.temporary / "tokenizer_config.json").is_file()
+        tokenizer = str((out if has_tokenizer else weights.folder).absolute())
+        folder.text(ARGUMENTS, command_line(shape, layout, naming, dtype, tokenizer, state is not None))
+        written, files_folder = open_checkpoint(folder.temporary), checkpoint_folder(folder.temporary)
         check_back(weights, AsHuggingFace(written, shape, str(folder.temporary), pretrained))
-        report = check_logits(weights, written, folder.temporary / _RELEASE, shape, check)
+        for name, tensors in state.tensors.items() if state else ():
+            of_state = torch_dist.TorchDistSource(files_folder, prefix_of(name))
+            check_back(tensors, AsHuggingFace(of_state, shape, str(folder.temporary), pretrained))
+        report = check_logits(weights, written, files_folder, shape, check)
     rank_zero_info(f"{out}: {shape.model_type}, {naming.format}, every bit comes back from it; {report}")
     rank_zero_info(f"Megatron loads it with: pretrain_gpt.py --load {out} $(cat {out / ARGUMENTS})")
 
 
-def _write_checkpoint(
-    folder: OutputFolder, shape: ModelShape, layout: Layout, naming: Naming, arguments: Namespace, source: AsMegatron
+def _write_ranks(
+    folder: OutputFolder, layout: Layout, naming: Naming, arguments: Namespace, source: AsMegatron
 ) -> None:
-    sizes = {
-        key: sum(torch.Size(shape.shape_of(part)).numel() for part in key.weight.parts) * source.dtype(key).itemsize
-        for key in shape.all_keys()
-    }
-    with progress("writing", sum(sizes.values())) as advance:
+    with progress("writing", source.bytes) as advance:
 
         def part(key: Key, rank: int, ranks: int) -> Tensor:
-            advance(sizes[key] // ranks)
-            return source.part(key, rank, ranks)
+            tensor = source.part(key, rank, ranks)
+            advance(tensor.nbytes)
+            return tensor
 
-        if naming.format == "torch":
-            for name, write in legacy.write_ranks(shape, layout, naming, arguments, part):
-                folder.step(f"{_RELEASE}/{name}", write)
-            return
-        release = folder.temporary / _RELEASE
-        if not (release / torch_dist.INDEX).is_file():
-            rows = layout.padded(shape.vocabulary)
-            for name, write in torch_dist.write_parts(shape, naming, rows, source.dtype, lambda key: part(key, 0, 1)):
-                folder.step(f"{_RELEASE}/{name}", write)
-            torch_dist.join_parts(release, arguments)
-        torch_dist.remove_parts(release)
+        for name, write in legacy.write_ranks(source.shape, layout, naming, arguments, part):
+            folder.step(f"{_RELEASE}/{name}", write)
+
+
+def _write_stacked(
+    folder: OutputFolder, naming: Naming, arguments: Namespace, weights: AsMegatron, state: AdamState | None
+) -> None:
+    sources = {"": weights}
+    for name, tensors in state.tensors.items() if state else ():
+        sources[prefix_of(name)] = AsMegatron(tensors, weights.shape, weights.layout)
+    to = state.folder_name if state else _RELEASE
+    if not (folder.temporary / to / torch_dist.INDEX).is_file():
+        with progress("writing", sum(source.bytes for source in sources.values())) as advance:
+            for prefix, source in sources.items():
+
+                def weight(key: Key, source: AsMegatron = source) -> Tensor:
+                    tensor = source.part(key, 0, 1)
+                    advance(tensor.nbytes)
+                    return tensor
+
+                rows = source.layout.padded(source.shape.vocabulary)
+                parts = torch_dist.write_parts(source.shape, naming, rows, source.dtype, weight, prefix)
+                for name, write in parts:
+                    folder.step(f"{to}/{name}", write)
+        torch_dist.join_parts(folder.temporary / to, arguments, state.common() if state else None)
+    torch_dist.remove_parts(folder.temporary / to)
 
 
 def to_hugging_face(path: Path, like: str, out: Path, check: Check | None) -> None:
@@ -155,33 +185,53 @@ def to_hugging_face(path: Path, like: str, out: Path, check: Check | None) -> No
         RecipeError: the checkpoint cannot be converted, or the result is not that of the source.
     """
     shape = _shape_of(like)
-    source = open_checkpoint(path)
+    source, files = open_checkpoint(path), checkpoint_folder(path)
     check_arguments(source.arguments, shape, str(path), like)
     as_hugging_face = AsHuggingFace(source, shape, str(path), like)
-    tensors = as_hugging_face.tensors()
-    files = checkpoint_folder(path)
     command = {
         "source": str(files.absolute()),
         "files": {str(file): file.stat().st_mtime_ns for file in sorted(files.rglob("*.*"))},
         "like": str(local_folder(like).absolute()),
     }
     with OutputFolder(out, command) as folder:
-        _write_model(folder, as_hugging_face, local_folder(like))
+        dtype = _write_tensors(folder, "", as_hugging_face)
         del as_hugging_face  # its last tensor keeps a mapped file in memory
+        _copy_texts(local_folder(like), folder.temporary, _TEXTS)
+        folder.text("config.json", _config_text(local_folder(like) / "config.json", dtype))
         written = HuggingFaceWeights(folder.temporary)
-        check_forth(source, AsMegatron(written, shape, Layout()), shape, sum(tensor.bytes for tensor in tensors))
+        check_forth(source, AsMegatron(written, shape, Layout()), shape)
         report = check_logits(written, source, files, shape, check)
-    if source.has_optimizer:
-        rank_zero_warn(
-            f"{path} also holds an optimizer's state, which is not converted: a training here starts with a new one"
-        )
+        if source.has_optimizer:
+            _write_state(folder, source, files, shape, path)
     rank_zero_info(f"{out}: {shape.model_type}, every bit of {path} comes back from it; {report}")
 
 
-def _write_model(folder: OutputFolder, source: AsHuggingFace, texts: Path) -> None:
+def _write_state(folder: OutputFolder, source: MegatronSource, files: Path, shape: ModelShape, path: Path) -> None:
+    """Write the moments of Megatron's AdamW in Hugging Face's names, and verify them; or say why not."""
+    settings = settings_in(source)
+    if isinstance(settings, str):
+        rank_zero_warn(
+            f"{path} also holds an optimizer's state, which is not converted: {settings}; a training here starts with "
+            "a new one"
+        )
+        return
+    for moment in MOMENTS:
+        of_moment = torch_dist.TorchDistSource(files, prefix_of(moment))
+        _write_tensors(folder, f"{FOLDER}/{moment}/", AsHuggingFace(of_moment, shape, str(path), moment))
+        written = HuggingFaceWeights(folder.temporary / FOLDER / moment)
+        check_forth(of_moment, AsMegatron(written, shape, Layout()), shape)
+    folder.text(f"{FOLDER}/{SETTINGS}", json.dumps(settings, indent=1) + "\n")
+    rank_zero_info(
+        f"{FOLDER} holds AdamW's moments after {settings['step']:,} steps: a full fine-tuning starts with them by the "
+        "callback lit_ft.InitialAdamState"
+    )
+
+
+def _write_tensors(folder: OutputFolder, to: str, source: AsHuggingFace) -> torch.dtype:
+    """Write tensors as a Hugging Face folder ``to``; returns the dtype of the first."""
     tensors = source.tensors()
     files = plan_files(tensors)
-    with progress("writing", sum(tensor.bytes for tensor in tensors)) as advance:
+    with progress(f"writing {to}", sum(tensor.bytes for tensor in tensors)) as advance:
 
         def read(name: str) -> Tensor:
             tensor = source.read(name)
@@ -189,11 +239,10 @@ def _write_model(folder: OutputFolder, source: AsHuggingFace, texts: Path) -> No
             return tensor
 
         for name, contents in files:
-            folder.step(name, partial(write_file, tensors=contents, read=read))
+            folder.step(f"{to}{name}", partial(write_file, tensors=contents, read=read))
     if len(files) > 1:
-        folder.text(INDEX, index_text(files))
-    _copy_texts(texts, folder.temporary, _TEXTS)
-    folder.text("config.json", _config_text(texts / "config.json", tensors[0].dtype))
+        folder.text(f"{to}{INDEX}", index_text(files))
+    return tensors[0].dtype
 
 
 def _copy_texts(source: Path, to: Path, patterns: tuple[str, ...]) -> None:

@@ -17,19 +17,26 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of Megatron's parallel dimensions."""
+    """Sizes of Megatron's parallel dimensions.
+
+    Args:
+        tensor_parallel: Megatron's --tensor-model-parallel-size.
+        pipeline_parallel: Megatron's --pipeline-model-parallel-size.
+        expert_parallel: Megatron's --expert-model-parallel-size.
+        virtual_pipeline: Megatron's --num-virtual-stages-per-pipeline-rank.
+        first_stage_layers: Megatron's --decoder-first-pipeline-num-layers; None divides evenly.
+        last_stage_layers: Megatron's --decoder-last-pipeline-num-layers; None divides evenly.
+        vocabulary_multiple: Megatron's --make-vocab-size-divisible-by; rows are padded to a multiple of it times
+            tensor_parallel.
+    """
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     virtual_pipeline: int = 1
-    """Number of virtual pipeline stages of a rank; 1 without interleaving."""
     first_stage_layers: int | None = None
-    """Number of layers of the first pipeline rank; None divides evenly."""
     last_stage_layers: int | None = None
-    """Number of layers of the last pipeline rank; None divides evenly."""
     vocabulary_multiple: int = 128
-    """The vocabulary's rows are padded to a multiple of this times the tensor-parallel size."""
 
     def padded(self, vocabulary: int) -> int:
         """Number of rows of the embedding."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lit_ft.errors import RecipeError
 from lit_ft.megatron.families import HEAD, Key, Part
-from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights, TensorInfo
+from lit_ft.megatron.formats.hugging_face import TensorInfo, Weights
 from lit_ft.megatron.formats.source import MegatronSource
 from lit_ft.megatron.joins import concatenate, join, separate
 from lit_ft.megatron.layout import Layout
@@ -15,13 +15,13 @@ from lit_ft.megatron.shape import ModelShape
 class AsMegatron:
     """Megatron's weights, made of those of a Hugging Face folder."""
 
-    def __init__(self, weights: HuggingFaceWeights, shape: ModelShape, layout: Layout) -> None:
+    def __init__(self, weights: Weights, shape: ModelShape, layout: Layout) -> None:
         """Check that the folder has exactly the weights of the table.
 
         Raises:
             RecipeError: a weight is missing, has another shape, or is not in the table.
         """
-        self._weights, self._shape, self._layout = weights, shape, layout
+        self._weights, self.shape, self.layout = weights, shape, layout
         expected = {
             key.hugging_face(part): shape.shape_of(part) for key in shape.all_keys() for part in key.weight.parts
         }
@@ -44,7 +44,7 @@ class AsMegatron:
             RecipeError: the head is not the embedding.
         """
         derived = {name for name in self._weights.shapes if name.endswith("rotary_emb.inv_freq")}
-        if self._shape.is_tied and (head := HEAD.parts[0].name) in self._weights.shapes:
+        if self.shape.is_tied and (head := HEAD.parts[0].name) in self._weights.shapes:
             if not torch.equal(self._weights.read(head), self._weights.read("model.embed_tokens.weight")):
                 raise RecipeError(
                     f"{self._weights.folder}: {head} is not the embedding, and tie_word_embeddings is true; correct "
@@ -53,6 +53,15 @@ class AsMegatron:
             derived.add(head)
         return derived
 
+    @property
+    def bytes(self) -> int:
+        """Size of all weights in bytes, without padding."""
+        return sum(
+            torch.Size(self.shape.shape_of(part)).numel() * self.dtype(key).itemsize
+            for key in self.shape.all_keys()
+            for part in key.weight.parts
+        )
+
     def dtype(self, key: Key) -> torch.dtype:
         """Dtype of a weight."""
         return self._weights.dtype(key.hugging_face(key.weight.parts[0]))
@@ -60,18 +69,18 @@ class AsMegatron:
     def part(self, key: Key, rank: int, ranks: int) -> Tensor:
         """One tensor-parallel rank's part of a weight, with the rows that pad the vocabulary."""
         tensors = [self._read(key, part, rank, ranks) for part in key.weight.parts]
-        return join(tensors, key.weight.join, self._shape.head_dim)
+        return join(tensors, key.weight.join, self.shape.head_dim)
 
     def rows(self, key: Key, first: int, last: int) -> Tensor:
         """Rows ``first`` to ``last`` (exclusive) of a weight of the vocabulary, those that pad it left out."""
-        count = self._shape.vocabulary
+        count = self.shape.vocabulary
         return self._weights.read(key.hugging_face(key.weight.parts[0]), 0, min(first, count), min(last, count))
 
     def _read(self, key: Key, part: Part, rank: int, ranks: int) -> Tensor:
-        name, split, shape = key.hugging_face(part), key.weight.split, self._shape.shape_of(part)
+        name, split, shape = key.hugging_face(part), key.weight.split, self.shape.shape_of(part)
         if split is None:
             return self._weights.read(name)
-        size = self._layout.padded(shape[0]) if key.weight.is_padded else shape[split]
+        size = self.layout.padded(shape[0]) if key.weight.is_padded else shape[split]
         first, last = rank * size // ranks, (rank + 1) * size // ranks
         tensor = self._weights.read(name, split, min(first, shape[split]), min(last, shape[split]))
         padding = last - first - tensor.shape[split]

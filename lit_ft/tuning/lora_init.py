@@ -139,23 +139,24 @@ def run_lora_init(
             _eva(model, rows, forward)
         elif init == "loftq":
             _loftq(model, unquantized())
-        if init.startswith(FROM_THE_BASE):
-            taken = {
-                name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items() if "lora_" in name
-            }
-        else:
-            taken = {}
-    settled = _settled(model.peft_config["default"])
-    settings: dict[str, object] = {}
-    if init == "eva":
-        settings = {name: getattr(settled, name) for name in ("rank_pattern", "alpha_pattern")}
-        settings["target_modules"] = sorted(settled.target_modules)
-    start = LoraInitState(settings=settings, taken=taken)
-    _subtract_initial_product(model, taken)
+        start = _state_after(model, init)
+    _subtract_initial_product(model, start["taken"])
     ranks = [module.r["default"] for module in model.modules() if isinstance(module, LoraLayer)]
     spread = f"ranks {min(ranks)} to {max(ranks)}, " if min(ranks) != max(ranks) else ""
     rank_zero_info(f"adapter init {init}: done, {spread}{time.perf_counter() - began:.1f} s")
     return model, start
+
+
+def _state_after(model: PeftModel, init: str) -> LoraInitState:
+    """State that an init has left in a model: settings that it chose, and weights that are taken from the base."""
+    saved = get_peft_model_state_dict(model).items() if init.startswith(FROM_THE_BASE) else ()
+    taken = {name: tensor.clone() for name, tensor in saved if "lora_" in name}
+    settings: dict[str, object] = {}
+    config = _settled(model.peft_config["default"])
+    if init == "eva":
+        settings = {name: getattr(config, name) for name in ("rank_pattern", "alpha_pattern")}
+        settings["target_modules"] = sorted(config.target_modules)
+    return LoraInitState(settings=settings, taken=taken)
 
 
 def _names_of_targets(probe: PeftModel) -> list[str]:

@@ -3,15 +3,19 @@
 import os
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.model_table import ARCHITECTURES, YES, Results, Row, compare, markdown
+from benchmarks import model_table
+from benchmarks.model_comparison import ARCHITECTURES, HEADINGS, YES, Results, Row, compare
+from benchmarks.model_table import ResultsFile, markdown
 from lit_ft.model.isolation.architectures import COMPARED, REFUSED
 
 COLUMNS = frozenset({"lora", "checkpointing"})
-NOT_ALL_LINEAR = "deepseek_v4 falcon_h1 falcon_mamba mamba mamba2 nemotron_h phimoe gemma3n gemma3n_text".split()
+NOT_ALL_LINEAR = "deepseek_v4 phimoe gemma3n gemma3n_text".split()
 """PEFT adapts some of their linear layers only; the last two's gradients differ by 1e-5, which is the tolerance."""
 
 
@@ -49,3 +53,17 @@ def test_reasons_are_listed_below_the_table() -> None:
     assert a.startswith("| `a` | yes | packed attention | yes, 7 | not run |")
     assert b.startswith("| `b` | no (1) |  |  |")
     assert "1. has no end" in markdown(rows)
+
+
+def test_a_results_file_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    file, command = tmp_path / "rows.jsonl", ["bart", "blenderbot", "--results", str(tmp_path / "rows.jsonl")]
+    model_table.main(command)
+    table = capsys.readouterr().out.split("| `bart`")[1]
+    file.write_text(file.read_text()[:-9])  # killed while it wrote the second row
+    found: list[str] = []
+    monkeypatch.setattr(model_table, "compare", lambda name, _: found.append(name) or compare(name))
+    model_table.main(command)
+    assert found == ["blenderbot"]
+    assert capsys.readouterr().out.split("| `bart`")[1] == table
+    assert ResultsFile(file, frozenset(HEADINGS)).rows.keys() == {"bart", "blenderbot"}
+    assert not ResultsFile(file, frozenset(HEADINGS) - {"compile"}).rows  # found with another set of columns

@@ -219,8 +219,8 @@ def test_a_damaged_result_is_discarded(
 ) -> None:
     join = conversion.torch_dist.join_parts
 
-    def damaging(folder: Path, arguments: Namespace) -> None:
-        join(folder, arguments)
+    def damaging(folder: Path, *arguments: Any) -> None:
+        join(folder, *arguments)
         file = folder / "__1_0.distcp"
         content = bytearray(file.read_bytes())
         weight = load_file(Path(model_folder) / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]

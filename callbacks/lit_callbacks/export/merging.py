@@ -269,17 +269,33 @@ def _write_merged(
         report = compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]), share)
         rank_zero_info(f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}")
         return
+    said = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
+    rank_zero_info(f"{said}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
+
+
+def _check_quantized(
+    expected: Tensor, got: Tensor, untrained: Tensor, in_memory: Tensor | None, dtype: torch.dtype
+) -> str:
+    """Compare what a merge into a quantized base has written with the model that was trained; what was found, in words.
+
+    Args:
+        expected: logits of the model that was trained.
+        got: logits of the files.
+        untrained: logits of the base.
+        in_memory: logits of the merged model before it was written, whose base stays quantized; None where it does not.
+        dtype: dtype of the merged weights.
+    """
     lost = share_lost(expected, got, untrained)
     if in_memory is not None:
         compare(in_memory, got, BOUNDS[torch.float32])  # the files hold what was merged
         what, report = "merged, and rounded to the base's bits again", compare(expected, got, float("inf"))
         check_kept(lost, report)
     else:
-        what = f"dequantized to {str(merged_dtype).removeprefix('torch.')} and merged"
+        what = f"dequantized to {str(dtype).removeprefix('torch.')} and merged"
         report = compare(expected, got, DEQUANTIZED_BOUND)
-    rank_zero_info(
+    return (
         f"{what}: against the quantized model that was trained, {report}; of what training did to the logits, "
-        f"{lost:.1%} is lost; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training"
+        f"{lost:.1%} is lost"
     )
 
 

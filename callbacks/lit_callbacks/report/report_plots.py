@@ -103,7 +103,9 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
         if len(curves) > 1:
             axes.figure.legend(axes.lines, labels, loc="outside upper left", ncols=2, fontsize=8, frameon=False)
         file = io.StringIO()
-        axes.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        figure = axes.get_figure(root=True)
+        assert figure is not None
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
     # Without sizes of its own, the picture takes the width of the page.

@@ -141,6 +141,15 @@ def saved_data(ckpt_path: str, data_class: str) -> LoaderState:
     return _read(ckpt_path).get(data_class) or {}
 
 
+def mapped(path: Path) -> Checkpoint:
+    """Checkpoint whose tensors are mapped into memory; those of a sharded folder are read.
+
+    Raises:
+        RecipeError: it is no Lightning checkpoint.
+    """
+    return sharded.read_whole(path) if sharded.is_folder_of_shares(path) else _read(str(path))
+
+
 def _read(ckpt_path: str) -> Checkpoint:
     try:
         file = Path(ckpt_path)

@@ -60,6 +60,7 @@ def logits(checkpoint: CoreCheckpoint, ids: Tensor) -> Tensor:
         Logits, ``(samples, tokens, vocabulary)``.
     """
     warnings.filterwarnings("ignore", module="megatron")  # about Transformer Engine and Apex, which a CPU does not need
+    warnings.filterwarnings("ignore", "Please use DTensor instead")  # of torch, about what Megatron-Core calls
     import megatron.core.models.gpt  # noqa: F401  # once, before the ranks are forked
 
     layout = checkpoint.layout

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lit_ft.errors import RecipeError
-from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
+from lit_ft.megatron.formats.hugging_face import Weights
 from lit_ft.megatron.formats.source import MegatronSource
 from lit_ft.megatron.mapping import AsHuggingFace, AsMegatron
 from lit_ft.megatron.progress import progress
@@ -15,8 +15,8 @@ class NotTheSame(RecipeError):
     """A tensor of the result is not that of the source: the disk or the conversion is at fault."""
 
 
-def check_back(weights: HuggingFaceWeights, written: AsHuggingFace) -> None:
-    """Convert a written Megatron checkpoint back, and compare each tensor with the Hugging Face folder.
+def check_back(weights: Weights, written: AsHuggingFace) -> None:
+    """Convert a written Megatron checkpoint back, and compare each tensor with those of Hugging Face.
 
     Raises:
         NotTheSame: a tensor differs in a bit or in its dtype.
@@ -28,7 +28,7 @@ def check_back(weights: HuggingFaceWeights, written: AsHuggingFace) -> None:
             advance(tensor.bytes)
 
 
-def check_forth(source: MegatronSource, written: AsMegatron, shape: ModelShape, size: int) -> None:
+def check_forth(source: MegatronSource, written: AsMegatron, shape: ModelShape) -> None:
     """Convert a written Hugging Face folder back, and compare each weight with the Megatron checkpoint.
 
     Rows that pad the vocabulary are not compared: a Hugging Face folder has none.
@@ -37,12 +37,11 @@ def check_forth(source: MegatronSource, written: AsMegatron, shape: ModelShape, 
         source: checkpoint.
         written: folder that was written.
         shape: sizes of the model.
-        size: bytes of its weights.
 
     Raises:
         NotTheSame: a weight differs in a bit or in its dtype.
     """
-    with progress("comparing", size) as advance:
+    with progress("comparing", written.bytes) as advance:
         for key in shape.all_keys():
             parts = source.parts(key)
             first = 0

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -35,6 +35,21 @@ class TensorInfo(NamedTuple):
     def bytes(self) -> int:
         """Size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Weights(Protocol):
+    """Tensors by Hugging Face's names, read a part of a tensor at a time."""
+
+    folder: Path
+    """Where they come from."""
+    shapes: dict[str, tuple[int, ...]]
+    """Shape of each tensor."""
+
+    def read(self, name: str, dimension: int | None = None, first: int = 0, last: int = 0) -> Tensor:
+        """Copy of a tensor, or of its rows or columns ``first`` to ``last`` (exclusive)."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor."""
 
 
 class HuggingFaceWeights:

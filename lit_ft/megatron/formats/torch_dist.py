@@ -86,8 +86,12 @@ class TorchDistSource:
 
     layout: Layout | None = None
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "") -> None:
         """Read the index and the arguments.
+
+        Args:
+            folder: folder of the files.
+            prefix: what stands before the names of weights: of the weights themselves, or of a state of the optimizer.
 
         Raises:
             RecipeError: the index cannot be read, or a file that it names is missing.
@@ -102,22 +106,24 @@ class TorchDistSource:
                 "files of all ranks"
             )
         common = folder / "common.pt"
-        self.arguments: Namespace = load(common).get("args", Namespace()) if common.is_file() else Namespace()
+        self.common = load(common) if common.is_file() else {}
+        """What the ranks have in common."""
+        self.arguments: Namespace = self.common.get("args", Namespace())
+        stored = metadata.state_dict_metadata.items()
+        tensors = {name: entry for name, entry in stored if isinstance(entry, TensorStorageMetadata)}
+        of_model = {name for name in tensors if not name.startswith(("optimizer.", "chained_"))}
+        self._sizes = {name: entry.size for name, entry in tensors.items()}
         self._tensors = {
-            name: tensor
-            for name, tensor in metadata.state_dict_metadata.items()
-            if isinstance(tensor, TensorStorageMetadata) and not name.startswith(("optimizer.", "chained_"))
+            name: entry for name, entry in tensors.items() if (name.startswith(prefix) if prefix else name in of_model)
         }
         self.stored_names = set(self._tensors)
         """Names of the tensors as they are stored: layers are stacked."""
-        self.has_optimizer = len(self._tensors) < sum(
-            isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()
-        )
-        embedding = self._tensors.get(EMBEDDING.megatron)
+        self.has_optimizer = len(of_model) < len(tensors)
+        embedding = self._tensors.get(f"{prefix}{EMBEDDING.megatron}")
         self.rows = embedding.size[0] if embedding is not None else 0
         self._chunks: dict[str, _Chunk] = {}
         for name, tensor in self._tensors.items():
-            for key, offsets in _weights_in(name, tensor.size):
+            for key, offsets in _weights_in(name.removeprefix(prefix), tensor.size):
                 self._chunks[key] = _Chunk(name, offsets)
 
     def names(self) -> set[str]:
@@ -139,6 +145,10 @@ class TorchDistSource:
         if sum(torch.Size(item.lengths).numel() for item in items) != target.numel():
             raise RecipeError(f"{self._reader.path}: chunks of {name} are missing; copy the files of all ranks")
         return [target.reshape(shape)]
+
+    def has_like_weights(self, prefix: str) -> bool:
+        """Whether each stored tensor of the model has one of its size with a prefix before its name."""
+        return all(self._sizes.get(f"{prefix}{name}") == self._sizes[name] for name in self._tensors)
 
     def dtype(self, key: Key) -> torch.dtype:
         """Dtype of a weight."""
@@ -211,6 +221,7 @@ def write_parts(
     rows: int,
     dtype: Callable[[Key], torch.dtype],
     weight: Callable[[Key], Tensor],
+    prefix: str = "",
 ) -> Iterator[tuple[str, Callable[[Path], None]]]:
     """Folders to write: one per layer and one of the other weights, each a checkpoint of its own.
 
@@ -220,6 +231,7 @@ def write_parts(
         rows: rows of the padded vocabulary.
         dtype: gives the dtype of a weight.
         weight: gives a weight.
+        prefix: what stands before the names of weights: of the weights themselves, or of a state of the optimizer.
     """
     others = [Key(EMBEDDING), Key(FINAL_NORM)] + ([] if shape.is_tied else [Key(HEAD)])
     parts = [others, *(list(layer_keys(shape.family, i, range(shape.experts))) for i in range(shape.layers))]
@@ -229,10 +241,10 @@ def write_parts(
             items: list[WriteItem] = []
             sources: dict[MetadataIndex, Key] = {}
             for key in keys:
-                item = _tensor_item(key, shape, naming, rows, dtype(key))
+                item = _tensor_item(f"{prefix}{_name(key, naming)}", key, shape, rows, dtype(key))
                 items.append(item)
                 sources[item.index] = key
-                items.extend(_extra_state_item(key, shape, naming))
+                items.extend(() if prefix else _extra_state_item(key, shape, naming))
 
             def get(item: WriteItem) -> Tensor | io.BytesIO:
                 if item.type == WriteItemType.BYTE_IO:
@@ -247,7 +259,7 @@ def write_parts(
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
                 checkpoint.save({}, storage_writer=writer, planner=_OneByOne(items, get), no_dist=True)
 
-        yield f"part_{number:05d}", write
+        yield f"part_{prefix}{number:05d}", write
 
 
 def _stack(key: Key, shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -262,14 +274,14 @@ def _name(key: Key, naming: Naming) -> str:
     return name if key.layer is None else f"decoder.layers.{name}"
 
 
-def _tensor_item(key: Key, shape: ModelShape, naming: Naming, rows: int, dtype: torch.dtype) -> WriteItem:
+def _tensor_item(name: str, key: Key, shape: ModelShape, rows: int, dtype: torch.dtype) -> WriteItem:
     parts = [shape.shape_of(part) for part in key.weight.parts]
     own = (rows if key.weight.is_padded else sum(part[0] for part in parts), *parts[0][1:])
     sizes, numbers = _stack(key, shape)
     offsets = torch.Size((*numbers, *[0] * len(own)))
     chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((*[1] * len(numbers), *own)))
     data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size((*sizes, *own)))
-    return WriteItem(MetadataIndex(_name(key, naming), offsets), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def _extra_state_item(key: Key, shape: ModelShape, naming: Naming) -> Iterator[WriteItem]:
@@ -282,12 +294,13 @@ def _extra_state_item(key: Key, shape: ModelShape, naming: Naming) -> Iterator[W
     yield WriteItem(MetadataIndex(f"{extra}/{shard}"), WriteItemType.BYTE_IO)
 
 
-def join_parts(folder: Path, arguments: Namespace) -> None:
+def join_parts(folder: Path, arguments: Namespace, of_optimizer: Mapping[str, object] | None = None) -> None:
     """Make one checkpoint of the parts in a folder, and write the files that Megatron asks for beside the chunks.
 
     Args:
         folder: folder with the ``part_*`` folders, whose files are moved.
         arguments: arguments of Megatron.
+        of_optimizer: further entries of ``common.pt``, for the optimizer.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     whole = Metadata(state_dict_metadata={}, storage_data={})
@@ -308,7 +321,8 @@ def join_parts(folder: Path, arguments: Namespace) -> None:
             if (file := part / info.relative_path).is_file():
                 file.rename(folder / name)
     (folder / "metadata.json").write_text(json.dumps(_VERSIONS), encoding="utf-8")
-    torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
+    common = {"args": arguments, "checkpoint_version": 3.0, "iteration": arguments.iteration}
+    torch.save({**common, **(of_optimizer or {})}, folder / "common.pt")
     with (folder / INDEX).open("wb") as file:  # last: where it is, nothing is missing
         pickle.dump(whole, file)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -61,8 +61,23 @@ def configure_optimizers(
     Raises:
         RecipeError: the schedule needs the length of the run, which is unknown, or a factor matches no weight.
     """
+    built = _with_groups(optimizer, module, lr_factors or {})
+    if lr_scheduler is None:
+        return built
+    scheduler = lr_scheduler(built)
+    if not isinstance(scheduler, WarmupSchedule):
+        metric = scheduler.monitor if isinstance(scheduler, ReadsMetric) else None
+        return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "monitor": metric}}
+    if scheduler.total_steps is None:
+        scheduler.total_steps = _length(module.trainer, type(scheduler).__name__)
+        if (warning := scheduler.warning) is not None:
+            rank_zero_warn(warning)
+    return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _with_groups(optimizer: OptimizerCallable, module: nn.Module, factors: Mapping[str, float]) -> Optimizer:
+    """Optimizer of a module's trainable parameters, grouped by ``MATRICES`` and by learning-rate factor."""
     trains = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    factors = lr_factors or {}
     found = matching(factors, list(trains), "model.lr_factors")
     matrices = hidden_matrices(module)
     members: dict[tuple[bool, str | None], list[nn.Parameter]] = {
@@ -75,28 +90,25 @@ def configure_optimizers(
     for (_, pattern), group in zip(members, built.param_groups, strict=True):
         if pattern is not None:
             group["lr"] *= factors[pattern]
-    if lr_scheduler is None:
-        return built
-    scheduler = lr_scheduler(built)
-    if not isinstance(scheduler, WarmupSchedule):
-        metric = scheduler.monitor if isinstance(scheduler, ReadsMetric) else None
-        return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "monitor": metric}}
-    if scheduler.total_steps is None:
-        trainer = module.trainer
-        # Lightning would open the training data to answer, before a resumed run has restored a stream's position.
-        data = datamodule_of(trainer)
-        is_stream = isinstance(data, MayStream) and data.streaming
-        has_no_length = trainer.max_epochs == -1 or is_stream
-        steps = trainer.max_steps if has_no_length else optimizer_steps(trainer)
-        if math.isinf(steps) or steps < 0:
-            raise RecipeError(
-                f"{type(scheduler).__name__} needs the run's length; set trainer.max_steps, or max_epochs where the "
-                "data has a length"
-            )
-        scheduler.total_steps = int(steps)
-        if (warning := scheduler.warning) is not None:
-            rank_zero_warn(warning)
-    return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    return built
+
+
+def _length(trainer: Trainer, schedule: str) -> int:
+    """Optimizer steps of a run.
+
+    Raises:
+        RecipeError: they are unknown.
+    """
+    # Lightning would open the training data to answer, before a resumed run has restored a stream's position.
+    data = datamodule_of(trainer)
+    is_stream = isinstance(data, MayStream) and data.streaming
+    has_no_length = trainer.max_epochs == -1 or is_stream
+    steps = trainer.max_steps if has_no_length else optimizer_steps(trainer)
+    if math.isinf(steps) or steps < 0:
+        raise RecipeError(
+            f"{schedule} needs the run's length; set trainer.max_steps, or max_epochs where the data has a length"
+        )
+    return int(steps)
 
 
 def try_out(optimizer: OptimizerCallable, skeleton: nn.Module, takes_step: bool) -> Optimizer:
