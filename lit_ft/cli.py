@@ -38,6 +38,7 @@ COMMANDS = {
         "lit_ft.commands.inference.parity",
         "compare a server with the run that it serves: tokens, log-probabilities",
     ),
+    "board": ("lit_ft.commands.board", "start runs from a page in the browser, and watch them"),
     "check": ("lit_ft.commands.check", "look at the data of a recipe: what is trained on, and what is wrong"),
     "plan": ("lit_ft.commands.plan", "what each rank would hold and send; draw a pipeline's schedule"),
     "convert": ("lit_ft.commands.convert", "write data in another format, or a model for Megatron and back"),
@@ -209,6 +210,7 @@ _CHATTER = (
     ".*Total length of `tuple` across ranks is zero.*",  # there is no validation data, and none was asked for
     ".*sync_dist=True.*",  # metrics are summed over ranks before they are logged
     ".*Checkpoint directory .* exists and is not empty.*",  # the resolved recipe is stored beside the checkpoints
+    ".*torch.distributed.reduce_op.*",  # NiceGUI looks at all objects for its server
     ".*torch.distributed.*_tensor` is deprecated.*",  # DeepSpeed calls functions that torch 2.13 has renamed
 )
 
