@@ -48,7 +48,7 @@ class RendersPrompts(Protocol):
 
 @runtime_checkable
 class HoldsTokenizer(Protocol):
-    """A module with the tokenizer of its model."""
+    """A module or data module with the tokenizer of the model."""
 
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -99,7 +99,7 @@ class SavesAdapter(Protocol):
 
 
 def tokenizer_of(module: object) -> PreTrainedTokenizerBase | None:
-    """A module's tokenizer; None where it has none."""
+    """Tokenizer of a module or data module; None where it has none."""
     return module.tokenizer if isinstance(module, HoldsTokenizer) else None
 
 

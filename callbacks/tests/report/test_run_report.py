@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from byte_tokenizer import CHAT, byte_tokenizer
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerations, SpikeGuard
 from lit_callbacks.output.step_lines import add_lines
@@ -204,6 +204,26 @@ def test_a_resumed_run_keeps_its_first_batch_and_another_writes_none(tmp_path: P
     assert (tmp_path / "first_batch.json").read_text() == '{"step": "kept"}'
     fit(tmp_path / "none", [RunReport(first_batch=False)], CSVLogger(tmp_path / "none"))
     assert not (tmp_path / "none" / "first_batch.json").exists()
+
+
+class Texts(LightningDataModule):
+    """Has the tokenizer that its module lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenizer = byte_tokenizer()
+
+    def train_dataloader(self) -> DataLoader:
+        return data(2)
+
+
+def test_the_tokenizer_may_be_that_of_the_data(tmp_path: Path) -> None:
+    module = Plain()
+    module.tokenizer = None
+    logger = CSVLogger(tmp_path)
+    trainer = Trainer(**QUIET, max_steps=1, default_root_dir=tmp_path, callbacks=[RunReport()], logger=logger)
+    trainer.fit(module, datamodule=Texts())
+    assert json.loads((tmp_path / "first_batch.json").read_text())["supervised"] == 8
 
 
 def test_a_damaged_table_is_named_and_the_others_are_shown(page: Path, tmp_path: Path) -> None:
