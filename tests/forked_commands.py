@@ -28,6 +28,7 @@ from typing import IO, Any, NoReturn
 import preloading  # noqa: F401  # before the fork
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from ranks import end_with_parent
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 COLD_POPEN = subprocess.Popen
 _CLONE_NEWNET = 0x40000000
@@ -170,7 +171,7 @@ def _run(module: str, arguments: list[str]) -> NoReturn:
     rank_zero_only.rank = next(  # type: ignore[attr-defined]
         (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), 0
     )
-    subprocess.Popen = _Popen  # type: ignore[misc]
+    subprocess.Popen = subprocess_handler.Popen = _Popen  # type: ignore[misc]
     sys.argv = [module, *arguments]
     code: Any = 0
     try:
@@ -216,7 +217,10 @@ def _enter_network(name: str) -> None:
 class _Popen(COLD_POPEN):  # type: ignore[misc, type-arg]
     """``subprocess.Popen`` that forks if the command is ``python -m lit_ft``."""
 
-    def __new__(cls, command: Any, **options: Any) -> Any:
-        if list(command[:2]) == [sys.executable, "-m"] and command[2] in ("lit_ft", "lit_ft.__main__"):
-            return ForkedCommand(command[3:], dies_with_parent=False, **options)
+    def __new__(cls, args: Any, **options: Any) -> Any:
+        python, *words = args
+        if words[:1] == ["-u"]:  # of torchrun
+            del words[0]
+        if python == sys.executable and words[:1] == ["-m"] and words[1] in ("lit_ft", "lit_ft.__main__"):
+            return ForkedCommand(words[2:], dies_with_parent=False, **options)
         return super().__new__(cls)

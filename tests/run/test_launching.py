@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,17 +32,13 @@ class Started:
     """Processes in sessions of their own, which write to files: one that outlives its run shows, and holds nothing."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.processes = folder, list[subprocess.Popen[bytes] | ForkedCommand]()
+        self.folder, self.processes = folder, list[ForkedCommand]()
 
-    def start(self, *arguments: str, network: str | None = None, **environment: str) -> None:
-        """``python -m lit_ft ARGUMENTS``, forked, in a network namespace where one is named."""
+    def start(self, *arguments: str, network: str | None = None, module: str = "lit_ft", **environment: str) -> None:
+        """``python -m MODULE ARGUMENTS``, forked, in a network namespace where one is named."""
         with self._file().open("wb") as out:
-            self.processes.append(ForkedCommand(arguments, network=network, **self._options(out, environment)))
-
-    def start_cold(self, *command: str, **environment: str) -> None:
-        """A command that imports all that it needs."""
-        with self._file().open("wb") as out:
-            self.processes.append(subprocess.Popen(command, **self._options(out, environment)))
+            options = self._options(out, environment)
+            self.processes.append(ForkedCommand(arguments, network=network, module=module, **options))
 
     def _file(self) -> Path:
         return self.folder / f"output-{len(self.processes)}"
@@ -189,16 +184,8 @@ def test_two_nodes_equal_one_process(
 
 def test_torchrun_equals_one_process(tmp_path: Path, started: Started, arguments: list[str], whole: Path) -> None:
     options = [*DDP, "--trainer.devices", "2", "--trainer.accumulate_grad_batches", "2"]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
-    started.start_cold(*torchrun, "-m", "lit_ft", *arguments, *options)
+    processes = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+    started.start(*processes, "-m", "lit_ft", *arguments, *options, module="torch.distributed.run")
     started.succeed()
     assert_same_run(only_run(tmp_path), whole, 1e-5)
 
