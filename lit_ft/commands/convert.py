@@ -1,6 +1,8 @@
 """The ``convert`` command: data as Megatron's .bin/.idx or as Parquet, and models as Megatron's checkpoints."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -159,28 +161,37 @@ def convert_model(
         with option_called("model.pretrained", "path"):
             to_megatron(path, Path(out), layout, naming, verify)
     elif adapter == "apart":
-        _convert_base(RunFolder(Path(path)), Path(out), layout, naming, verify)
+        _convert_base(RunFolder(Path(path)), Path(out).expanduser(), layout, naming, verify)
     else:
-        _convert_run(RunFolder(Path(path)), Path(out), layout, naming, verify, optimizer_state)
+        _convert_run(RunFolder(Path(path)), Path(out).expanduser(), layout, naming, verify, optimizer_state)
 
 
 def _convert_base(run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None) -> None:
     """Convert the base model of a run, and write its adapter beside it."""
-    to_megatron(module_of(run.recipe()).spec.base.pretrained, out, layout, naming, verify)
-    export(run=str(run.root), out=f"{out}/adapter")
+    with _folder_beside(out) as folder:
+        export(run=str(run.root), out=f"{folder}/adapter")  # first: it says what is wrong with the run
+        to_megatron(module_of(run.recipe()).spec.base.pretrained, out, layout, naming, verify)
+        (folder / "adapter").rename(out / "adapter")
 
 
 def _convert_run(
     run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None, with_state: bool
 ) -> None:
     """Convert a run's model, its adapter merged, and the state of its optimizer where that can be."""
-    folder = out.absolute().parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".merged-") as merged:
-        model = f"{merged}/model"
+    with _folder_beside(out) as folder:
+        model = f"{folder}/model"
         export(run=str(run.root), out=model, merge=True)
         state = _state(run, model, naming) if with_state else None
         to_megatron(model, out, layout, naming, verify, state)
+
+
+@contextmanager
+def _folder_beside(out: Path) -> Iterator[Path]:
+    """Context of a temporary folder on the disk of ``out``."""
+    parent = out.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".of-run-") as folder:
+        yield Path(folder)
 
 
 def _state(run: RunFolder, model: str, naming: Naming) -> AdamState | None:

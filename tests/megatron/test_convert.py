@@ -13,6 +13,7 @@ import torch
 from command_line import here, recipe, run
 from safetensors.torch import load_file, save_file
 
+from lit_ft.cli import main
 from lit_ft.megatron import conversion
 from lit_ft.megatron.formats import legacy
 from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights
@@ -253,3 +254,12 @@ def test_adapter_of_a_run(
     trained = {f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "qv"}
     assert changed == (trained if adapter == "merged" else set())
     assert (tmp_path / "ckpt" / "adapter" / "adapter_model.safetensors").is_file() == (adapter == "apart")
+
+
+def test_an_adapter_that_is_not_there_leaves_no_folder(capsys: Any, model_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(SystemExit):
+        main([*recipe(tmp_path, model_folder, None), "--print_config"])
+    (tmp_path / "run" / "config.yaml").write_text(capsys.readouterr().out)
+    assert "there is no checkpoint in" in to_megatron(capsys, tmp_path / "run", tmp_path / "ckpt", "--adapter", "apart")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "recipe.yaml"}
