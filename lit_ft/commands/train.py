@@ -116,6 +116,15 @@ _PREDICT_HELP = {
 }
 
 
+def fit_parser() -> LightningArgumentParser:
+    """Parser of the options of ``fit``, for those who show them in another way than ``--help``."""
+    try:
+        _ParserCLI(["fit"])
+    except _ParserBuilt as built:
+        return built.parser
+    raise AssertionError("LightningCLI builds the parser of a subcommand before it parses")
+
+
 def _missing(defaults: list[Callback], given: list[Callback]) -> list[Callback]:
     return [default for default in defaults if not any(isinstance(one, type(default)) for one in given)]
 
@@ -503,3 +512,18 @@ class TrainingCLI(LightningCLI):
         if self.answers_path is not None:
             predictions.write(self.answers_path, answers)
             rank_zero_info(f"{len(answers):,} answers: {self.answers_path}")
+
+
+class _ParserBuilt(Exception):
+    """End of a command line interface that only builds a parser."""
+
+    def __init__(self, parser: LightningArgumentParser) -> None:
+        super().__init__()
+        self.parser = parser
+
+
+class _ParserCLI(TrainingCLI):
+    """Command line interface up to the parser of its subcommand: there is nothing to parse."""
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        raise _ParserBuilt(super()._prepare_subcommand_parser(klass, subcommand, **kwargs))

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from argparse import Action
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Literal, NamedTuple, Union, get_args, get_origin
+
+from jsonargparse import ActionYesNo
+from jsonargparse._typehints import ActionTypeHint
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
+
+_UNIONS = (Union, UnionType)
 
 
 def option_names(parser: ArgumentParser) -> list[str]:
@@ -25,3 +32,42 @@ def allow_untyped(option: Action) -> None:
     LightningCLI does so for models; ``add_argument`` takes no ``fail_untyped``, as ``add_subclass_arguments`` does.
     """
     option.sub_add_kwargs["fail_untyped"] = False  # type: ignore[attr-defined]
+
+
+class OptionSchema(NamedTuple):
+    """An option of a parser."""
+
+    name: str
+    help: str
+    default: object
+    choices: tuple[str, ...]
+    """Values of an option that takes a few; empty where it takes others too."""
+    is_text: bool
+    """Whether it takes texts only."""
+
+
+def option_schemas(parser: ArgumentParser) -> Iterator[OptionSchema]:
+    """Options of a parser that take a value, without sections and options that print something."""
+    for action in parser._actions:
+        if isinstance(action, ActionTypeHint | ActionYesNo):
+            kind = getattr(action, "_typehint", bool)
+            kinds = _kinds(kind)
+            is_text = all(one is str for one in kinds)
+            yield OptionSchema(action.dest, action.help or "", action.default, _choices(kinds), is_text)
+
+
+def _kinds(kind: object) -> list[object]:
+    """Types of a union without None; else the type itself."""
+    return [one for one in (get_args(kind) if get_origin(kind) in _UNIONS else (kind,)) if one is not NoneType]
+
+
+def _choices(kinds: Sequence[object]) -> tuple[str, ...]:
+    values: list[str] = []
+    for one in kinds:
+        if one is bool:
+            values += ["true", "false"]
+        elif get_origin(one) is Literal:
+            values += [str(value) for value in get_args(one)]
+        else:
+            return ()
+    return tuple(dict.fromkeys(values))

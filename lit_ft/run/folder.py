@@ -170,21 +170,22 @@ def _order(run: Path) -> tuple[str, int]:
     return datetime.fromtimestamp(run.stat().st_mtime).strftime(_TIME), 1
 
 
-def new_run(recipe: str, create: bool = False) -> RunFolder:
+def new_run(recipe: str, create: bool = False, runs: Path = RUNS) -> RunFolder:
     """Choose a new run folder ``checkpoints/runs/<recipe>/<time>`` that sorts after all existing ones.
 
     Args:
         recipe: name of the recipe.
         create: whether to create the folder, so that no other process gets the same name.
+        runs: folder in place of ``checkpoints/runs``.
 
     Raises:
         RecipeError: the folder cannot be created.
     """
-    named = [run for run in (RUNS / recipe).glob("*") if _NAME.fullmatch(run.name)]
+    named = [run for run in (runs / recipe).glob("*") if _NAME.fullmatch(run.name)]
     time, number = max([(datetime.now().strftime(_TIME), 0), *map(_order, named)])
     while True:
         number += 1
-        run = RunFolder(RUNS / recipe / (time if number == 1 else f"{time}-{number}"))
+        run = RunFolder(runs / recipe / (time if number == 1 else f"{time}-{number}"))
         if not create:
             return run
         try:

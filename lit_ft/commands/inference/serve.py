@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from lit_ft.commands.listening import LOOPBACK, address_of, listening
 from lit_ft.errors import RecipeError
 from lit_ft.inference.continuous_batching import Engine, batching_obstacle, cache_tokens_in, start_engine
 from lit_ft.inference.opening import BASE, OpenedModel, open_together
@@ -20,7 +21,6 @@ if TYPE_CHECKING:  # of the extra `serve`
 
 STOP_SECONDS = 5
 """Seconds that running answers get to end when the server is stopped."""
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def run(arguments: list[str]) -> None:
@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--cache_gib", type=float, default=1.0, help="KV cache of all models together")
     options = parser.parse_args(arguments[1:])
     _check(options.max_requests, options.max_body_mib, options.cache_gib)
-    with _listening(options.host, options.port) as listener:
+    with listening(options.host, options.port) as listener:
         opened = open_together(options.paths, options.ckpt_path, options.base, options.chat_template)
         cache_tokens, max_model_len = _lengths(opened, options.cache_gib, options.max_model_len)
 
@@ -73,20 +73,6 @@ def _check(max_requests: int, max_body_mib: float, cache_gib: float) -> None:
     for name, value in (("max_body_mib", max_body_mib), ("cache_gib", cache_gib)):
         if not 0 < value < float("inf"):
             raise RecipeError(f"{name}={value:g} must be over 0")
-
-
-@contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Socket that listens from before the weights load, so that a port in use is an error at once."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        raise RecipeError(
-            f"{host}:{port} cannot be listened on ({error}); give another --port, or 0 for a free one"
-        ) from error
-    with listener:
-        yield listener
 
 
 def _lengths(
@@ -137,8 +123,7 @@ def _print_start(
         f"up to {limits.max_model_len:,} tokens of a prompt and its answer, {limits.max_requests} answers at once or "
         f"waiting, {limits.max_body_bytes / 2**20:g} MiB of a body"
     )
-    if host not in _LOOPBACK and limits.api_key is None:
+    if host not in LOOPBACK and limits.api_key is None:
         print(f"{host} can be reached from other machines, and there is no --api_key")
     print(f"for large loads: {vllm_command(opened, paths)}")
-    address = f"[{host}]" if ":" in host else host
-    print(f"listening on http://{address}:{listener.getsockname()[1]}/v1 (Ctrl-C stops)", flush=True)
+    print(f"listening on {address_of(host, listener)}/v1 (Ctrl-C stops)", flush=True)

@@ -1,0 +1,230 @@
+"""The board: folders of runs, and what it starts for them."""
+
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+
+from lit_ft.board.processes import Processes, Record, log_tail
+from lit_ft.board.runs import BOARD, Runs, log_of, process_of_lock
+from lit_ft.board.schema import Schema
+from lit_ft.errors import RecipeError
+from lit_ft.recipe.allowed_code import as_options
+from lit_ft.run.folder import LAST, RunFolder, new_run
+
+NAME = re.compile(r"[^\W_][\w.-]{0,63}")
+"""Names that a run may be given: no path."""
+_CHECKS = ".checks"
+_KEPT_CHECKS = 20
+
+
+class Board:
+    """Runs below some folders, and processes of ``python -m lit_ft`` on them."""
+
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        recipes: Path,
+        make_parser: Callable[[], ArgumentParser],
+        processes: Processes | None = None,
+    ) -> None:
+        """Set the folders.
+
+        Args:
+            roots: folders of runs; new ones are written to the first.
+            recipes: folder of recipes that new runs begin with.
+            make_parser: builds the parser of ``fit``; called when a form is first shown.
+            processes: starts processes.
+        """
+        self.processes = processes or Processes()
+        self.runs = Runs(roots, self.processes)
+        self.recipes_folder = recipes
+        self._make_parser = make_parser
+        self._checks: dict[str, Path] = {}
+        self._chats: dict[Path, Record] = {}
+
+    @cached_property
+    def schema(self) -> Schema:
+        """Options of ``fit``; the first access imports what a training imports, which takes seconds."""
+        return Schema(self._make_parser())
+
+    def recipes(self) -> dict[str, Path]:
+        """Recipes by their path below the folder of recipes."""
+        files = sorted(self.recipes_folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
+        return {file.relative_to(self.recipes_folder).as_posix(): file for file in files}
+
+    # --- training ----------------------------------------------------------------------------------
+
+    def start_run(self, name: str, arguments: Sequence[str] | None, recipe: str) -> str:
+        """Start ``fit`` in a new run folder; returns the name of the run.
+
+        Args:
+            name: name of the recipe, the folder above that of the run.
+            arguments: options of ``fit`` that stand for the recipe; None where it takes a file to say it.
+            recipe: text of the recipe, which is kept beside the log.
+
+        Raises:
+            RecipeError: the name is none, or the folder cannot be written.
+        """
+        if NAME.fullmatch(name) is None:
+            raise RecipeError(
+                f"name={name!r} must begin with a letter or digit; then also dots, dashes and underscores"
+            )
+        root = self.runs.roots[0]
+        run = new_run(name, create=True, runs=root)
+        own = run.root / BOARD
+        own.mkdir()
+        given = _saved(own, name, arguments, recipe)
+        self.processes.start(own, "fit", ["fit", *given, "--run_dir", shown(run.root), *_allowed()])
+        return f"0/{run.root.relative_to(root).as_posix()}"
+
+    def resume(self, run: RunFolder) -> Record:
+        """Continue a run with the command that it has printed, or start it again where it saved nothing."""
+        return self.processes.start(run.root / BOARD, "fit", self.resume_arguments(run))
+
+    def resume_arguments(self, run: RunFolder) -> list[str]:
+        """Arguments that continue a run."""
+        found = re.findall(r"resume with: python -m lit_ft (fit .+)$", log_tail(log_of(run)), re.MULTILINE)
+        if found and run.has_checkpoint:
+            return shlex.split(found[-1])
+        if run.has_checkpoint:
+            return ["fit", "--config", shown(run.config), "--ckpt_path", LAST, *_allowed()]
+        record = self.processes.find(run.root / BOARD, "fit")
+        if record is not None:  # the command that has started it
+            return record.arguments
+        return ["fit", "--config", shown(run.config), "--run_dir", shown(run.root), *_allowed()]
+
+    def can_stop(self, run: RunFolder) -> bool:
+        """Whether the run's process is known on this machine."""
+        record = self.processes.find(run.root / BOARD, "fit")
+        return (record is not None and self.processes.is_alive(record)) or process_of_lock(run) is not None
+
+    def stop(self, run: RunFolder) -> None:
+        """Send SIGINT to a run: it saves a checkpoint and ends.
+
+        Raises:
+            RecipeError: its process is not on this machine, or is another user's.
+        """
+        record = self.processes.find(run.root / BOARD, "fit")
+        if record is not None and self.processes.is_alive(record):
+            self.processes.stop(record)
+            return
+        pid = process_of_lock(run)
+        try:
+            if pid is None:
+                raise ProcessLookupError
+            os.kill(pid, signal.SIGINT)  # of another session: its other ranks stop together with rank 0
+        except OSError as error:
+            raise RecipeError(
+                f"the process of {run.root} is not to be signalled here; stop it where it runs"
+            ) from error
+
+    # --- check, export, report ---------------------------------------------------------------------
+
+    def check(self, arguments: Sequence[str] | None, recipe: str) -> str:
+        """Start ``check`` of a recipe, as ``start_run``; returns the name under which its log and page are found."""
+        above = self.runs.roots[0] / _CHECKS
+        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(4)}"
+        self._checks[name] = folder = above / name
+        folder.mkdir(parents=True)
+        given = _saved(folder, "recipe", arguments, recipe)
+        self.processes.start(folder, "check", ["check", *given, "--html", str(folder / "check.html"), *_allowed()])
+        for old in sorted(one for one in above.iterdir() if one.name not in self._checks)[:-_KEPT_CHECKS]:
+            shutil.rmtree(old, ignore_errors=True)
+        return name
+
+    def check_folder(self, name: str) -> Path:
+        """Folder of a check.
+
+        Raises:
+            RecipeError: this board has started none of this name.
+        """
+        if name not in self._checks:
+            raise RecipeError(f"there is no check {name!r}; start one on the page of a new run")
+        return self._checks[name]
+
+    def export(self, run: RunFolder, options: Sequence[str]) -> Record:
+        """Start ``export`` of a run."""
+        return self.processes.start(run.root / BOARD, "export", ["export", shown(run.root), *options, *_allowed()])
+
+    def write_report(self, run: RunFolder) -> Record:
+        """Start ``report`` of a run."""
+        return self.processes.start(run.root / BOARD, "report", ["report", shown(run.root)])
+
+    # --- chat --------------------------------------------------------------------------------------
+
+    def open_chat(self, run: RunFolder) -> Record:
+        """Start ``serve`` of a run, or find the one that runs; of full fine-tuning beside its base, a second model."""
+        folder = run.root / BOARD
+        record = self.processes.find(folder, "serve")
+        if record is None or not self.processes.is_alive(record):
+            (folder / "serve.log").unlink(missing_ok=True)
+            model = run.recipe()["model"].get("init_args", {})
+            base = [model["pretrained"]] if model.get("peft") is None and "pretrained" in model else []
+            key = secrets.token_urlsafe(16)
+            arguments = ["serve", shown(run.root), *base, "--port", "0", "--api_key", key, *_allowed()]
+            record = self.processes.start(folder, "serve", arguments)
+        self._chats[folder] = record
+        return record
+
+    def chat_address(self, run: RunFolder) -> tuple[str, str] | None:
+        """Address and key of a run's server; None while it loads.
+
+        Raises:
+            RecipeError: it has ended.
+        """
+        folder = run.root / BOARD
+        record = self.processes.find(folder, "serve")
+        log = log_tail(folder / "serve.log")
+        if record is None or not self.processes.is_alive(record):
+            lines = [line for line in log.splitlines() if line.strip()]
+            raise RecipeError(lines[-1] if lines else "the server has ended")
+        found = re.findall(r"^listening on (http://\S+)/v1", log, re.MULTILINE)
+        key = record.arguments[record.arguments.index("--api_key") + 1]
+        return (found[-1], key) if found else None
+
+    def is_chat_open(self, run: RunFolder) -> bool:
+        """Whether a server of the run is there."""
+        record = self.processes.find(run.root / BOARD, "serve")
+        return record is not None and self.processes.is_alive(record)
+
+    def close_chat(self, run: RunFolder) -> None:
+        """Stop the server of a run."""
+        self._chats.pop(run.root / BOARD, None)
+        record = self.processes.find(run.root / BOARD, "serve")
+        if record is not None:
+            self.processes.stop(record)
+
+    def close(self) -> None:
+        """Stop the servers that chats have opened; trainings, checks and exports go on."""
+        for record in self._chats.values():
+            self.processes.stop(record)
+        deadline = time.monotonic() + 5
+        while any(map(self.processes.is_alive, self._chats.values())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def shown(path: Path) -> str:
+    """Path as a command shows it: relative to this folder where it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _saved(folder: Path, name: str, arguments: Sequence[str] | None, recipe: str) -> list[str]:
+    """Write a recipe to a folder; returns the options that stand for it, which name the file if there are no others."""
+    file = folder / f"{name}.yaml"
+    file.write_text(recipe, encoding="utf-8")
+    return ["--config", shown(file)] if arguments is None else list(arguments)
+
+
+def _allowed() -> list[str]:
+    return shlex.split(as_options())

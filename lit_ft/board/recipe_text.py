@@ -1,0 +1,215 @@
+"""A recipe that form and text both edit: a change of one key leaves comments and order of the others."""
+
+import io
+import json
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.tokens import CommentToken
+
+from lit_ft.bounded_yaml import load_yaml
+from lit_ft.errors import RecipeError
+
+_SECTIONS = ("model", "data")
+"""Keys whose class has a default, so that options stand in them directly."""
+_PARTS = ("class_path", "init_args", "dict_kwargs")
+
+
+class RecipeText:
+    """YAML text of a recipe; options have the names that ``--help`` gives them, e.g. ``model.peft.r``."""
+
+    def __init__(self, text: str = "") -> None:
+        """Parse a text.
+
+        Args:
+            text: YAML; empty is a recipe without options.
+
+        Raises:
+            RecipeError: it is no YAML, or no mapping.
+        """
+        try:
+            content = load_yaml(text)  # bounded: anchors cannot grow without limit
+            self._yaml = YAML()
+            self._yaml.width = 4096  # else long lines are broken
+            self._yaml.preserve_quotes = True
+            self._yaml.indent(mapping=2, sequence=4, offset=2)
+            self._tree = self._yaml.load(text) if content is not None else CommentedMap()
+        except (yaml.YAMLError, ValueError) as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f"line {mark.line + 1}: " if mark is not None else ""
+            reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+            raise RecipeError(f"{where}is no YAML ({reason}); correct it there, or in the line before") from error
+        if not isinstance(self._tree, CommentedMap):
+            raise RecipeError("holds no mapping; a recipe is one, e.g. data: {path: rows.json}")
+        self._text = text
+
+    @property
+    def text(self) -> str:
+        """YAML of the recipe."""
+        return self._text
+
+    def content(self) -> dict[str, Any]:
+        """Recipe as plain values."""
+        found = load_yaml(self._text)
+        return found if isinstance(found, dict) else {}
+
+    def get(self, name: str) -> object:
+        """Value of an option; None where the recipe leaves it out."""
+        inside, key = self._place(name, create=False)
+        return _plain(inside.get(key)) if inside is not None else None
+
+    def set(self, name: str, value: object) -> None:
+        """Set an option; None removes it, and a section that becomes empty with it."""
+        inside, key = self._place(name, create=value is not None)
+        if inside is None or (value is None and key not in inside):
+            return
+        if value is None:
+            del inside[key]
+            self._remove_empty(name)
+        else:
+            before = _last_comment(inside) if key not in inside else None
+            inside[key] = value
+            if before is not None:
+                _move_below(before, inside, key)
+        out = io.StringIO()
+        if self._tree:
+            self._yaml.dump(self._tree, out)
+        self._text = out.getvalue()
+
+    def classes(self) -> dict[str, str]:
+        """Class paths by the option that takes the class."""
+        return dict(_classes(self.content(), ""))
+
+    def options(self) -> dict[str, object]:
+        """Values of all options by name; an option that takes a class has its class path."""
+        return dict(_options(self.content(), ""))
+
+    def _place(self, name: str, create: bool) -> tuple[MutableMapping[str, Any] | None, str]:
+        """Mapping that holds an option, and its key there."""
+        *parents, key = name.split(".")
+        inside: Any = self._tree
+        for depth, parent in enumerate(parents):
+            inside = _child(inside, parent, create)
+            if inside is None:
+                return None, key
+            is_class = "class_path" in inside or "init_args" in inside
+            if is_class and [*parents, key][depth + 1] not in _PARTS:
+                inside = _child(inside, "init_args", create)
+                if inside is None:
+                    return None, key
+        return inside, key
+
+    def _remove_empty(self, name: str) -> None:
+        parents = name.split(".")[:-1]
+        while parents:
+            inside, key = self._place(".".join(parents), create=False)
+            if inside is None or inside.get(key) != {}:
+                return
+            del inside[key]
+            parents.pop()
+
+
+def _child(inside: Any, key: str, create: bool) -> Any:
+    found = inside.get(key)
+    if not isinstance(found, MutableMapping):
+        if not create:
+            return None
+        inside[key] = found = CommentedMap()
+    return found
+
+
+def _last_comment(tree: Any) -> tuple[Any, Any] | None:
+    """Where ruamel keeps what stands between the last value of a block and the next key: its comments, its key there."""
+    if not isinstance(tree, CommentedMap | CommentedSeq) or not tree:
+        return None
+    key = list(tree)[-1] if isinstance(tree, CommentedMap) else len(tree) - 1
+    is_block = isinstance(tree[key], CommentedMap | CommentedSeq) and not tree[key].fa.flow_style()
+    return _last_comment(tree[key]) if is_block and tree[key] else (tree.ca.items, key)
+
+
+def _move_below(before: tuple[Any, Any], inside: Any, key: str) -> None:
+    """Keep empty lines and comments between two sections behind a key that is added to the end of the first."""
+    comments, last = before
+    found = comments.get(last)
+    token = found[2 if isinstance(last, str) else 0] if found else None
+    line, _, rest = token.value.partition("\n") if token is not None else ("", "", "")
+    if rest:
+        token.value = f"{line}\n"
+        inside.ca.items[key] = [None, None, CommentToken(f"\n{rest}", token.start_mark, None), None]
+
+
+def _plain(value: Any) -> Any:
+    """Value without the types that keep comments."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    return next((kind(value) for kind in (int, float, str) if isinstance(value, kind)), value)
+
+
+def _classes(value: object, name: str) -> Iterator[tuple[str, str]]:
+    if not isinstance(value, dict):
+        return
+    if isinstance(value.get("class_path"), str):
+        yield name, value["class_path"]
+    for key, inner in value.items():
+        yield from _classes(inner, name if key in _PARTS else f"{name}.{key}".lstrip("."))
+
+
+def _options(value: object, name: str) -> Iterator[tuple[str, object]]:
+    is_section = name in ("", "trainer", *_SECTIONS)
+    if not isinstance(value, dict) or not (is_section or "class_path" in value):
+        yield name, value
+        return
+    for key, inner in value.items():
+        if key == "init_args" and isinstance(inner, dict):
+            for argument, given in inner.items():
+                yield from _options(given, f"{name}.{argument}")
+        elif key == "class_path":
+            yield name, inner
+        else:
+            yield from _options(inner, f"{name}.{key}".lstrip("."))
+
+
+# --- one value as text --------------------------------------------------------------------------------
+
+
+def as_text(value: object) -> str:
+    """Text that ``from_text`` reads as a value; empty for None."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    try:
+        is_plain = from_text(value) == value
+    except RecipeError:
+        is_plain = False
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
+
+
+def from_text(text: str) -> object:
+    """Value that a field's text stands for, as YAML reads it; None for an empty text.
+
+    Raises:
+        RecipeError: it is no YAML.
+    """
+    if not text.strip():
+        return None
+    try:
+        value = load_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"{text!r} is no YAML value; put a text with signs in quotes") from error
+    return _number(value) if isinstance(value, str) else value
+
+
+def _number(text: str) -> object:
+    """Number in the form 1e-4, which YAML 1.1 takes for a text; the text itself otherwise."""
+    try:
+        return float(text) if any(sign in text for sign in "eE") and text.lower() not in ("nan", "inf") else text
+    except ValueError:
+        return text

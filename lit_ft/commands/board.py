@@ -1,0 +1,64 @@
+"""The ``board`` command: a page in the browser that starts runs and shows them."""
+
+import argparse
+import os
+import secrets
+from importlib.util import find_spec
+from pathlib import Path
+
+from lit_ft.commands.listening import LOOPBACK, address_of, listening
+from lit_ft.errors import RecipeError
+from lit_ft.run.folder import RUNS
+
+TOKEN_VARIABLE = "LIT_FT_BOARD_TOKEN"
+"""Environment variable in place of ``--token``, which other users of the machine see."""
+_PACKAGES = ("nicegui", "ruamel.yaml", "psutil")
+_DESCRIPTION = (
+    "Start runs from a form and watch them in a browser, talk to them and export them. Trainings are processes of "
+    "their own: they go on when the page or the board is closed."
+)
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the options and serve the board."""
+    # Not with RecipeParser: it imports models, which takes seconds.
+    parser = argparse.ArgumentParser(prog="python -m lit_ft board", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("runs", nargs="*", type=Path, default=[RUNS], metavar="RUNS", help=f"folders of runs ({RUNS})")
+    parser.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of recipes (recipes)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of the machine's")
+    parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (8080)")
+    parser.add_argument("--token", help=f"token of the address; by default {TOKEN_VARIABLE}, or a new one")
+    options = parser.parse_args(arguments[1:])
+    token = _token(options.token)
+    _check_packages()
+    with listening(options.host, options.port) as listener:
+        from lit_ft.board.board import Board
+        from lit_ft.board.server import application, serve
+
+        board = Board(options.runs, options.recipes, _fit_parser)
+        app = application(board, token, listener.getsockname()[1])
+        print(f"runs: {', '.join(map(str, options.runs))}")
+        if options.host not in LOOPBACK:
+            print(f"{options.host} can be reached from other machines: whoever has the token runs commands here")
+        address = f"{address_of(options.host, listener)}/?token={token}"
+        print(f"open {address} (Ctrl-C stops the board, not its runs)", flush=True)
+        serve(app, listener)
+
+
+def _token(given: str | None) -> str:
+    token = given if given is not None else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(16)
+    if len(token) < 8 or not token.isascii() or not all(c.isalnum() or c in "-._~" for c in token):
+        raise RecipeError(f"token={token!r} must have 8 letters, digits or -._~ at least; leave it out for a new one")
+    return token
+
+
+def _check_packages() -> None:
+    missing = [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is None]
+    if missing:
+        raise RecipeError(f"board needs {' and '.join(missing)}, which is not installed; pip install -e '.[board]'")
+
+
+def _fit_parser() -> "argparse.ArgumentParser":
+    from lit_ft.commands.train import fit_parser  # seconds of imports, which the start page does not wait for
+
+    return fit_parser()
