@@ -79,6 +79,26 @@ class RecipeText:
             self._yaml.dump(self._tree, out)
         self._text = out.getvalue()
 
+    def callback(self, class_path: str) -> dict[str, Any] | None:
+        """Arguments of a callback of ``trainer.callbacks``; None where it is not among them."""
+        for one in self._callbacks():
+            if one.get("class_path") == class_path:
+                arguments = _plain(one.get("init_args"))
+                return arguments if isinstance(arguments, dict) else {}
+        return None
+
+    def set_callback(self, class_path: str, arguments: dict[str, object] | None) -> None:
+        """Add a callback to ``trainer.callbacks``, change its arguments, or remove it (None); the others stay."""
+        kept = [one for one in self._callbacks() if one.get("class_path") != class_path]
+        if arguments is not None:
+            kept.append({"class_path": class_path, **({"init_args": arguments} if arguments else {})})
+        self.set("trainer.callbacks", kept or None)
+
+    def _callbacks(self) -> list[Any]:
+        inside, key = self._place("trainer.callbacks", create=False)
+        found = inside.get(key) if inside is not None else None
+        return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+
     def classes(self) -> dict[str, str]:
         """Class paths by the option that takes the class."""
         return dict(_classes(self.content(), ""))
@@ -122,7 +142,7 @@ def _child(inside: Any, key: str, create: bool) -> Any:
 
 
 def _last_comment(tree: Any) -> tuple[Any, Any] | None:
-    """Where ruamel keeps what stands between the last value of a block and the next key: its comments, its key there."""
+    """Where ruamel keeps what follows the last value of a block up to the next key: its comments, its key there."""
     if not isinstance(tree, CommentedMap | CommentedSeq) or not tree:
         return None
     key = list(tree)[-1] if isinstance(tree, CommentedMap) else len(tree) - 1
@@ -186,7 +206,7 @@ def as_text(value: object) -> str:
     if not isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     try:
-        is_plain = from_text(value) == value
+        is_plain = from_text(value) in (value, _number(value))
     except RecipeError:
         is_plain = False
     return value if is_plain else json.dumps(value, ensure_ascii=False)
@@ -204,10 +224,10 @@ def from_text(text: str) -> object:
         value = load_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(f"{text!r} is no YAML value; put a text with signs in quotes") from error
-    return _number(value) if isinstance(value, str) else value
+    return _number(value) if value == text.strip() else value
 
 
-def _number(text: str) -> object:
+def _number(text: str) -> str | float:
     """Number in the form 1e-4, which YAML 1.1 takes for a text; the text itself otherwise."""
     try:
         return float(text) if any(sign in text for sign in "eE") and text.lower() not in ("nan", "inf") else text

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from lit_callbacks.report.report_data import Points, read_metrics
+from lit_callbacks.report.report_data import ENVIRONMENT, Points, read_metrics
 
 from lit_ft.board.processes import Processes, last_line, log_tail
 from lit_ft.errors import RecipeError
@@ -122,6 +122,14 @@ class Runs:
         except (OSError, ValueError):  # not there yet, or being replaced
             return {}
         return known[1]
+
+    def environment(self, run: RunFolder) -> dict[str, Any]:
+        """Versions, times and peak memory that ``RunReport`` writes; empty before."""
+        try:
+            found = json.loads((run.root / ENVIRONMENT).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def _state(self, run: RunFolder) -> tuple[State, str]:
         record = self._processes.find(run.root / BOARD, "fit")

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.errors import RecipeError
 
+LOCK_TRIES = 4
+LOCK_WAIT_SECONDS = 0.05
 _held: dict[Path, IO[str]] = {}
 
 
@@ -38,7 +41,7 @@ def lock_run(root: Path) -> None:
             f"run_dir={str(root)!r} cannot be written ({error.strerror}); give another one with --run_dir DIR"
         ) from error
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file)
     except (BlockingIOError, PermissionError) as error:
         holder = _holder(file)
         file.close()
@@ -55,6 +58,16 @@ def lock_run(root: Path) -> None:
     json.dump({"host": socket.gethostname(), "pid": os.getpid(), "start": f"{datetime.now():%F %T}"}, file)
     file.flush()
     _held[path] = file
+
+
+def _lock(file: IO[str]) -> None:
+    """Lock a file; ``is_running`` of another process, which looks whether it is locked, holds it for a moment."""
+    for _ in range(LOCK_TRIES - 1):
+        with suppress(BlockingIOError, PermissionError):
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(LOCK_WAIT_SECONDS)
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def check_still_there(root: Path) -> None:

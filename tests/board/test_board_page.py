@@ -164,7 +164,7 @@ def test_a_training_is_started_watched_stopped_and_resumed(page: Page, folder: P
 
 def test_a_run_goes_on_when_the_board_is_killed_and_another_board_shows_it(page: Page, folder: Path) -> None:
     run = newest_run(folder)
-    second, address = start_board(folder)
+    second, _ = start_board(folder)
     second.kill()
     second.wait()
     record = Record(**json.loads((run / "board" / "fit.json").read_text()))

@@ -39,7 +39,7 @@ class Chart:
         self._drawn = found
         options = self._chart.options
         options["series"] = [_series(name, points, number) for number, (name, points) in enumerate(found.items())]
-        options["legend"] = {"show": len(found) > 1, "top": 0, "textStyle": {"color": GRAY}}
+        options["legend"] = {"show": len(found) > 1, "top": 0, "type": "scroll", "textStyle": {"color": GRAY}}
         values = [value for points in found.values() for _, value in points]
         is_log = self._logarithmic and bool(values) and min(values) > 0 and max(values) > 10 * min(values)
         options["yAxis"]["type"] = "log" if is_log else "value"
@@ -57,10 +57,11 @@ def thinned(points: Points, most: int) -> list[list[float]]:
 def _series(name: str, points: list[list[float]], number: int) -> dict[str, object]:
     color = COLORS[number % len(COLORS)]
     return {
-        "name": name,
+        "name": name.partition("/")[2] or name if name.startswith("throughput/") else name,
         "type": "line",
         "data": points,
         "showSymbol": len(points) < 20,
+        "symbol": "circle",
         "symbolSize": 5,
         "lineStyle": {"width": 2, "color": color},
         "itemStyle": {"color": color},

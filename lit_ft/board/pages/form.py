@@ -10,6 +10,13 @@ from lit_ft.board.recipe_text import RecipeText, as_text, from_text
 from lit_ft.board.schema import PRESETS, Field, Schema, matching_preset
 from lit_ft.board.texts import Texts
 
+CALLBACKS: dict[str, dict[str, object]] = {
+    "lit_callbacks.MemoryProfiler": {"sample_steps": [], "picture": False},
+    "lit_callbacks.LossLedger": {},
+}
+"""Callbacks that a switch adds, with their arguments."""
+SAMPLES = "lit_callbacks.SampleGenerations"
+SAMPLE_STEPS = 50
 _UNSET = ""
 _OTHER = "..."
 """Choice of a class that no preset has."""
@@ -51,6 +58,9 @@ class Form:
                 self._draw()
             for name, element in self._drawn.items():
                 element.value = self._shown_value(name)
+            for name, switch in self._switches.items():
+                switch.value = recipe.callback(name) is not None
+            self._prompts.value = "\n".join(map(str, (recipe.callback(SAMPLES) or {}).get("prompts", [])))
         finally:
             self._is_showing = False
         self._show_others()
@@ -64,7 +74,30 @@ class Form:
                 with expansion, ui.element("div").classes("form"):
                     for field in fields:
                         self._drawn[field.name] = self._field(field)
+            with ui.expansion(self._texts("group watch")).classes("w-full"):
+                self._watch_fields()
         self._find.set_options(list(self._schema.others(self._recipe)))
+
+    def _watch_fields(self) -> None:
+        self._switches = {name: ui.switch(self._texts(name)) for name in CALLBACKS}
+        for name, switch in self._switches.items():
+            switch.on_value_change(lambda event, name=name: self._set_callback(name, bool(event.value)))
+        self._prompts = ui.textarea(label=self._texts(SAMPLES)).props("outlined autogrow rows=2 debounce=400")
+        self._prompts.classes("w-full").on_value_change(lambda event: self._set_prompts(str(event.value or "")))
+
+    def _set_callback(self, name: str, is_on: bool) -> None:
+        if not self._is_showing and is_on != (self._recipe.callback(name) is not None):
+            self._recipe.set_callback(name, CALLBACKS[name] if is_on else None)
+            self._after_change()
+
+    def _set_prompts(self, text: str) -> None:
+        before = self._recipe.callback(SAMPLES)
+        prompts = [line.strip() for line in text.splitlines() if line.strip()]
+        if self._is_showing or prompts == (before or {}).get("prompts", []):
+            return
+        new = {"chat": True, "every_n_steps": SAMPLE_STEPS}
+        self._recipe.set_callback(SAMPLES, {**(before or new), "prompts": prompts} if prompts else None)
+        self._after_change()
 
     def _field(self, field: Field) -> ValueElement:
         label = field.name
@@ -125,11 +158,11 @@ class Form:
         ui.label(texts("help")).classes("quiet")
         self._set_ones = ui.element("div")
         self._find = ui.select([], label=texts("find option"), with_input=True, on_change=self._show_help)
-        self._find.props("outlined dense options-dense clearable").props('data-mark="find option"').classes("w-full")
+        self._find.props('outlined dense options-dense clearable data-mark="find option"').classes("w-full")
         self._help = ui.label().classes("quiet text")
         with ui.element("div").classes("option"):
-            self._value = ui.input(label=texts("value")).props("outlined dense").props('data-mark="option value"')
-            ui.button(texts("set"), on_click=self._set_other).props("outline").props('data-mark="set option"')
+            self._value = ui.input(label=texts("value")).props('outlined dense data-mark="option value"')
+            ui.button(texts("set"), on_click=self._set_other).props('outline data-mark="set option"')
 
     def _show_help(self) -> None:
         field = self._schema.others(self._recipe).get(str(self._find.value))

@@ -47,12 +47,8 @@ class _NewRun:
             options = {_EMPTY: texts("empty"), **{name: name.removesuffix(".yaml") for name in self._files}}
             chosen = chosen if chosen in self._files else next(iter(self._files), _EMPTY)
             self._select = ui.select(options, value=chosen, label=texts("choose recipe"), with_input=True)
-            self._select.props("outlined").style("flex: 1 1 14rem").props('data-mark="recipe"').on_value_change(
-                self._load
-            )
-            self._name = (
-                ui.input(label=texts("name")).props("outlined").style("flex: 1 1 10rem").props('data-mark="name"')
-            )
+            self._select.props('outlined data-mark="recipe"').style("flex: 1 1 14rem").on_value_change(self._load)
+            self._name = ui.input(label=texts("name")).props('outlined data-mark="name"').style("flex: 1 1 10rem")
         with ui.element("div").classes("halves sticky"):
             self._form = Form(board.schema, texts, self._form_changed)
             with ui.element("div"):
@@ -67,7 +63,7 @@ class _NewRun:
                 'data-mark="start"'
             )
             self._check_button = ui.button(texts("check"), icon="rule", on_click=self._check)
-            self._check_button.props("outline").props('data-mark="check"')
+            self._check_button.props('outline data-mark="check"')
             ui.button(texts("copy"), icon="content_copy", on_click=self._copy).props("flat")
         self._error = ui.label().classes("bad")
         tag("h2", texts("command"))
@@ -147,7 +143,7 @@ class _NewRun:
             with self._check_box:
                 tag("h2", self._texts("checked")).props('data-mark="check heading"')
                 note = ui.label(self._texts("checking")).classes("quiet")
-            ui.run_javascript(f"getElement({self._check_box.id}).$el.scrollIntoView({{behavior: 'smooth'}})")
+            ui.run_javascript(f"getHtmlElement({self._check_box.id}).scrollIntoView()")
             with self._check_box:
                 timer = ui.timer(POLL_SECONDS, lambda: self._look(name, note, timer))
 

@@ -1,8 +1,12 @@
 """Page of a run: its state, curves, samples and console, and what is done with it."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
 
 from fastapi import Request
+from lit_callbacks.output.quantities import MIB, as_size, as_time
 from lit_callbacks.output.step_lines import read_lines
 from lit_callbacks.report.report_data import Points
 from nicegui import run as background
@@ -24,7 +28,7 @@ _FIRST = {
     "chart loss": ("train/loss", "val/loss"),
     "chart rate": ("train/learning_rate",),
     "chart speed": ("throughput/tokens_per_second", "throughput/supervised_tokens_per_second"),
-    "chart memory": ("memory/peak_allocated_mib", "memory/process_mib"),
+    "chart memory": ("memory/peak_allocated_mib", "memory/host_rss_mib"),
 }
 
 
@@ -51,6 +55,7 @@ class _RunView:
 
     def __init__(self, board: Board, texts: Texts, name: str, folder: RunFolder) -> None:
         self._board, self._texts, self._name, self._folder = board, texts, name, folder
+        self._environment: dict[str, Any] = {}
         self._state = ui.label().classes("state").props('data-mark="state"')
         self._failure = ui.label().classes("bad")
         ui.label(f"{texts('folder')}: {shown(folder.root)}").classes("quiet")
@@ -73,7 +78,7 @@ class _RunView:
             for button, mark in ((self._stop, "stop"), (self._resume, "resume")):
                 button.props("unelevated").props(f'data-mark="{mark}"')
             self._write = ui.button(texts("write report"), icon="description", on_click=self._do_report)
-            self._write.props("outline").props('data-mark="write report"')
+            self._write.props('outline data-mark="write report"')
             self._report = ui.link(texts("report"), f"/files/report/{self._name}", new_tab=True)
 
     def _panels(self) -> None:
@@ -111,13 +116,14 @@ class _RunView:
         self._show_curves(curves)
         if log != self._log.text:
             self._log.text = log
-            ui.run_javascript(f"const box = getElement({self._log.id})?.$el; if (box) box.scrollTop = box.scrollHeight")
+            ui.run_javascript(f"const box = getHtmlElement({self._log.id}); if (box) box.scrollTop = box.scrollHeight")
         self._show_samples()
         self._export.update()
 
     def _read(self) -> tuple[Summary, dict[str, Points], str]:
         runs = self._board.runs
         summary = runs.summary(self._name, self._folder)
+        self._environment = runs.environment(self._folder)
         log = log_tail(log_of(self._folder)) or self._texts("no log")
         return summary, runs.curves(self._folder), log
 
@@ -137,8 +143,9 @@ class _RunView:
         self._figures["loss"](number(one.loss), "")
         self._figures["val loss"](number(one.val_loss), "")
         self._figures["speed"](number(last.get("throughput/tokens_per_second")), "")
-        peak = last.get("memory/peak_allocated_mib")
-        self._figures["memory"]("" if peak is None else f"{peak:,.0f} MiB", "")
+        self._figures["memory"](_memory(self._environment, last), "")
+        seconds = _seconds(self._environment, one)
+        self._figures["time"]("" if seconds is None else as_time(seconds), "")
         self._figures["changed"](ago(texts, one.changed), "")
         if self._folder.config.is_file() and not self._config.text:
             self._config.text = self._folder.config.read_text(encoding="utf-8", errors="replace")
@@ -206,3 +213,20 @@ class _RunView:
     def _do_report(self) -> None:
         with shown_errors():
             self._board.write_report(self._folder)
+
+
+def _memory(environment: Mapping[str, Any], last: Mapping[str, float]) -> str:
+    """Peak memory: of the device, or else of the process; empty where neither is known yet."""
+    logged = [last[name] for name in ("memory/peak_allocated_mib", "memory/host_peak_rss_mib") if name in last]
+    known = environment.get("peak_device_bytes") or environment.get("peak_process_bytes")
+    return as_size(logged[0] * MIB if logged else known) if logged or known else ""
+
+
+def _seconds(environment: Mapping[str, Any], one: Summary) -> float | None:
+    """Time of the run's last process; of one that trains, up to now."""
+    if not one.is_active:
+        times = environment.get("seconds")
+        return sum(times.values()) if times else None
+    if (started := environment.get("started")) is None:
+        return None
+    return max(0.0, time.time() - datetime.fromisoformat(started).timestamp())
