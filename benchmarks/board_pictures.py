@@ -86,7 +86,7 @@ def main() -> None:
         run = browser.find_element(By.CSS_SELECTOR, "a.run").get_attribute("href")
         for name, address, width, dark in SHOTS:
             set_screen(browser, width, dark)
-            browser.get(urljoin(options.address, address) if address else run)
+            browser.get(urljoin(options.address, address or str(run)))
             time.sleep(options.seconds)
             picture = options.out / f"board-{name}-{width}-{'dark' if dark else 'light'}.png"
             shoot(browser, picture)

@@ -6,10 +6,10 @@ import secrets
 import shlex
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
@@ -49,13 +49,23 @@ class Board:
         self.runs = Runs(roots, self.processes)
         self.recipes_folder = recipes
         self._make_parser = make_parser
+        self._schema: Schema | None = None
+        self._schema_lock = threading.Lock()
         self._checks: dict[str, Path] = {}
         self._chats: dict[Path, Record] = {}
 
-    @cached_property
+    @property
     def schema(self) -> Schema:
         """Options of ``fit``; the first access imports what a training imports, which takes seconds."""
-        return Schema(self._make_parser())
+        with self._schema_lock:
+            if self._schema is None:
+                self._schema = Schema(self._make_parser())
+            return self._schema
+
+    def prepare_schema(self) -> None:
+        """Import that beforehand, in a thread."""
+        if self._schema is None and not self._schema_lock.locked():
+            threading.Thread(target=lambda: self.schema, daemon=True).start()
 
     def recipes(self) -> dict[str, Path]:
         """Recipes by their path below the folder of recipes."""

@@ -40,9 +40,16 @@ class ChatClient:
         )
 
     async def models(self) -> list[str]:
-        """Names of the server's models, the base first."""
-        response = await self._client.get(f"{self._address}/v1/models")
-        response.raise_for_status()
+        """Names of the server's models, the base first.
+
+        Raises:
+            RecipeError: the server does not answer.
+        """
+        try:
+            response = await self._client.get(f"{self._address}/v1/models")
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise _unreachable(error) from error
         return [str(model["id"]) for model in response.json()["data"]]
 
     async def answer(
@@ -68,11 +75,15 @@ class ChatClient:
                     if line.startswith("data: ") and line != "data: [DONE]":
                         yield _piece(line.removeprefix("data: "))
         except httpx.HTTPError as error:
-            raise RecipeError(f"the server does not answer ({type(error).__name__}); load the model again") from error
+            raise _unreachable(error) from error
 
     async def close(self) -> None:
         """Close the connection."""
         await self._client.aclose()
+
+
+def _unreachable(error: httpx.HTTPError) -> RecipeError:
+    return RecipeError(f"the server does not answer ({type(error).__name__}); load the model again")
 
 
 def _piece(data: str) -> Piece:

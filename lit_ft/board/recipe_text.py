@@ -155,7 +155,9 @@ def _move_below(before: tuple[Any, Any], inside: Any, key: str) -> None:
     comments, last = before
     found = comments.get(last)
     token = found[2 if isinstance(last, str) else 0] if found else None
-    line, _, rest = token.value.partition("\n") if token is not None else ("", "", "")
+    if token is None:
+        return
+    line, _, rest = token.value.partition("\n")
     if rest:
         token.value = f"{line}\n"
         inside.ca.items[key] = [None, None, CommentToken(f"\n{rest}", token.start_mark, None), None]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser
 
 from lit_ft.internals.jsonargparse import OptionSchema, option_schemas
+from lit_ft.recipe.allowed_code import allowed_by_user, is_allowed
 from lit_ft.recipe.parser import DEFAULT_CLASSES
 
 if TYPE_CHECKING:
@@ -63,6 +65,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Most used options, by group; all others are reached by their name."""
 
+_METHODS: dict[str, dict[str, object]] = {
+    "LoraConfig": {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
+    "AdaLoraConfig": {"target_modules": "all-linear", "total_step": 1000},
+    "IA3Config": {},
+    "PromptTuningConfig": {"num_virtual_tokens": 20},
+    "PrefixTuningConfig": {"num_virtual_tokens": 20},
+}
 _NF4 = {
     "load_in_4bit": True,
     "bnb_4bit_quant_type": "nf4",
@@ -70,16 +79,10 @@ _NF4 = {
     "bnb_4bit_use_double_quant": True,
 }
 _INT8 = {"load_in_8bit": True}
-PRESETS: dict[str, dict[str, object]] = {
+PRESETS: dict[str, dict[str, dict[str, object]]] = {
     "model.peft": {
         name: {"class_path": f"peft.{name}", "init_args": {"task_type": "CAUSAL_LM", **arguments}}
-        for name, arguments in {
-            "LoraConfig": {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
-            "AdaLoraConfig": {"target_modules": "all-linear", "total_step": 1000},
-            "IA3Config": {},
-            "PromptTuningConfig": {"num_virtual_tokens": 20},
-            "PrefixTuningConfig": {"num_virtual_tokens": 20},
-        }.items()
+        for name, arguments in _METHODS.items()
     },
     "model.quantization": {
         "NF4": {"class_path": "transformers.BitsAndBytesConfig", "init_args": _NF4},
@@ -174,8 +177,6 @@ _LEFT_OUT = ("config", "run_dir", "ckpt_path", "resume", "resume_data", "model",
 
 
 def _fields_of(key: str, class_path: str) -> list[Field]:
-    from lit_ft.recipe.allowed_code import allowed_by_user, is_allowed
-
     if not (is_allowed(class_path) or is_allowed(class_path, allowed_by_user())):
         return []
     module, _, name = class_path.rpartition(".")
@@ -190,9 +191,7 @@ def _fields_of(key: str, class_path: str) -> list[Field]:
 
 def _first_positional(cls: Callable[..., object]) -> set[str | int]:
     """What the caller of a class gives: an optimizer gets the parameters, a schedule the optimizer."""
-    from inspect import signature
-
-    return set(signature(cls).parameters) & {"params", "optimizer"}
+    return {name for name in signature(cls).parameters if name in ("params", "optimizer")}
 
 
 def _field(option: OptionSchema) -> Field:
@@ -223,8 +222,3 @@ def matching_preset(key: str, value: object) -> str | None:
 
 def _class_of(preset: object) -> object:
     return preset.get("class_path") if isinstance(preset, Mapping) else None
-
-
-def names(fields: Sequence[Field]) -> list[str]:
-    """Names of fields."""
-    return [field.name for field in fields]

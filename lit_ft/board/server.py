@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -41,8 +40,6 @@ def application(board: Board, token: str, port: int) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        # The form needs what a training imports: seconds, while the start page is there already.
-        threading.Thread(target=lambda: board.schema.own, daemon=True).start()
         yield
         await asyncio.to_thread(board.close)
 

@@ -22,6 +22,9 @@ TEXTS: dict[str, tuple[str, str]] = {
     "finished": ("finished", "已完成"),
     "failed": ("failed", "失败"),
     "stopped": ("stopped", "已停止"),
+    "seconds ago": ("{} s ago", "{} 秒前"),
+    "minutes ago": ("{} min ago", "{} 分钟前"),
+    "hours ago": ("{} h ago", "{} 小时前"),
     "days ago": ("{} days ago", "{} 天前"),
     "of": ("{} of {}", "{} / {}"),
     # --- new run
@@ -99,6 +102,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "speed": ("tokens per second", "每秒词元数"),
     "memory": ("peak memory", "内存峰值"),
     "time": ("time", "用时"),
+    "folder": ("Folder", "文件夹"),
     # --- chat
     "open chat": ("Load the model", "加载模型"),
     "close chat": ("Unload the model", "卸载模型"),
@@ -107,6 +111,8 @@ TEXTS: dict[str, tuple[str, str]] = {
         "由单独的服务进程回答，基座与适配器并排显示；面板关闭时一并结束。",
     ),
     "no checkpoint": ("The run has no checkpoint yet.", "该训练还没有检查点。"),
+    "loading model": ("Loading the model ...", "正在加载模型……"),
+    "truncated": ("cut at the longest answer", "达到最大长度"),
     "message": ("Message", "消息"),
     "send": ("Send", "发送"),
     "stop answer": ("Stop the answer", "停止回答"),

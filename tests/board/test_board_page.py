@@ -1,8 +1,8 @@
 """The board in Chromium, as a user has it: form, training, live curve, stop, resume, chat, phone."""
 
+import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,11 +15,12 @@ from urllib.request import urlopen
 
 import pytest
 
-from lit_ft.board.processes import Record
+from lit_ft.commands.board import run as run_command
+from lit_ft.errors import RecipeError
 
 pytest.importorskip("nicegui", reason="the extra `board` is not installed")
 pytest.importorskip("selenium", reason="selenium drives Chromium")
-from selenium.common.exceptions import StaleElementReferenceException
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -32,6 +33,11 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-token-of-a-test"
+CURVE = """
+const box = document.querySelector('[data-mark="chart loss"] .nicegui-echart');
+const options = box && getElement(+box.id.slice(1))?.chart?.getOption();
+return options?.series?.[0]?.data?.length ?? 0"""
+"""Number of points of the first curve."""
 
 
 class Page:
@@ -67,10 +73,29 @@ class Page:
             try:
                 if last := found():
                     return last
-            except (StaleElementReferenceException, Exception) as error:
+            except WebDriverException as error:  # not there yet, or drawn again
                 last = error
             time.sleep(0.2)
         raise AssertionError(f"not after {seconds} s: {last!r}\n{self.browser.find_element(By.TAG_NAME, 'body').text}")
+
+
+class Server:
+    """A board on a free port."""
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        command = [sys.executable, "-m", "lit_ft", "board", str(folder / "runs"), "--token", TOKEN]
+        self.process = subprocess.Popen(
+            [*command, "--port", str(port)], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self.process.stdout is not None
+        line = next(line for line in self.process.stdout if line.startswith("open "))
+        self.with_token = line.split()[1]
+        self.address = self.with_token.partition("/?")[0]
+        self.port = int(self.address.rpartition(":")[2])
+
+    def end(self, number: int) -> None:
+        self.process.send_signal(number)
+        self.process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -78,28 +103,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("board")
 
 
-def start_board(folder: Path) -> "tuple[subprocess.Popen[str], str]":
-    command = [sys.executable, "-m", "lit_ft", "board", str(folder / "runs"), "--port", "0", "--token", TOKEN]
-    # In a session of its own, as in a terminal: what ends it must not reach its children by being their group.
-    board = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert board.stdout is not None
-    line = next(line for line in board.stdout if line.startswith("open "))
-    return board, line.split()[1]
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[list[Server]]:
+    found = [Server(folder)]
+    yield found
+    found[-1].end(signal.SIGINT)
+    for file in folder.glob("runs/*/*/board/*.json"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(json.loads(file.read_text())["pid"], signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def board(folder: Path) -> "Iterator[tuple[subprocess.Popen[str], str]]":
-    process, address = start_board(folder)
-    yield process, address
-    process.send_signal(signal.SIGINT)
-    process.wait(30)
-
-
-@pytest.fixture(scope="module")
-def page(board: "tuple[subprocess.Popen[str], str]") -> Iterator[Page]:
+def page(servers: list[Server]) -> Iterator[Page]:
     browser = open_browser()
-    browser.get(board[1])
-    yield Page(browser, board[1].partition("/?")[0])
+    browser.get(servers[0].with_token)
+    yield Page(browser, servers[0].address)
     browser.quit()
 
 
@@ -110,20 +128,15 @@ def status(address: str) -> int:
         return error.code
 
 
-def test_without_the_token_nothing_is_shown(board: "tuple[subprocess.Popen[str], str]") -> None:
-    address = board[1].partition("/?")[0]
+def test_without_the_token_nothing_is_shown(servers: list[Server]) -> None:
     for path in ("/", "/new", "/?token=another-token", "/_nicegui_ws/socket.io/?EIO=4&transport=polling", "/nope"):
-        assert status(address + path) == 401, path
-    assert status(board[1]) == 401  # redirected to the same address without the token: a cookie has it
+        assert status(servers[0].address + path) == 401, path
+    assert status(servers[0].with_token) == 401  # the redirect's target: this client keeps no cookie
 
 
-def test_a_port_in_use_is_an_error_with_its_fix(board: "tuple[subprocess.Popen[str], str]") -> None:
-    port = re.findall(r":(\d+)/", board[1])[0]
-    command = [sys.executable, "-m", "lit_ft", "board", "--port", port]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert f"127.0.0.1:{port} cannot be listened on" in done.stderr
-    assert "give another --port" in done.stderr
+def test_a_port_in_use_is_an_error_with_its_fix(servers: list[Server]) -> None:
+    with pytest.raises(RecipeError, match=f"127.0.0.1:{servers[0].port} cannot be listened on .* give another --port"):
+        run_command(["board", "--port", str(servers[0].port)])
 
 
 def test_form_yaml_and_command_follow_each_other(page: Page) -> None:
@@ -145,49 +158,37 @@ def newest_run(folder: Path) -> Path:
     return max((folder / "runs").glob("*/*"), key=lambda run: run.name)
 
 
-def test_a_training_is_started_watched_stopped_and_resumed(page: Page, folder: Path) -> None:
+def test_a_training_is_started_and_watched_and_outlives_a_killed_board(
+    page: Page, folder: Path, servers: list[Server]
+) -> None:
     page.write("name", "first")
     page.click("start")
     page.wait(lambda: "/run/0/first/" in page.browser.current_url)
     page.wait(lambda: page.text("state") == "running")
-    drawn = "return document.querySelector('.chart canvas, .chart svg') !== null"
-    page.wait(lambda: page.shown("chart loss") and page.browser.execute_script(drawn))
+    few = page.wait(lambda: page.browser.execute_script(CURVE))
+    assert page.wait(lambda: page.browser.execute_script(CURVE) > few)  # it grows
+    servers[0].end(signal.SIGKILL)
+    servers.append(Server(folder, servers[0].port))
+    page.browser.refresh()
+    assert page.wait(lambda: page.text("state")) == "running"
     page.click("stop")
     page.click("stop now")
     page.wait(lambda: page.text("state") == "stopped")
     run = newest_run(folder)
     assert (run / "checkpoints" / "last.ckpt").exists()
     assert "resume with: python -m lit_ft fit" in (run / "board" / "fit.log").read_text()
-    page.click("resume")
-    page.wait(lambda: page.text("state") == "running")
-
-
-def test_a_run_goes_on_when_the_board_is_killed_and_another_board_shows_it(page: Page, folder: Path) -> None:
-    run = newest_run(folder)
-    second, _ = start_board(folder)
-    second.kill()
-    second.wait()
-    record = Record(**json.loads((run / "board" / "fit.json").read_text()))
-    os.kill(record.pid, 0)
+    assert page.shown("resume")
 
 
 def test_chat_with_base_and_adapter(page: Page, folder: Path) -> None:
-    page.click("stop")
-    page.click("stop now")
-    page.wait(lambda: page.text("state") == "stopped")
-    page.browser.find_element(By.CSS_SELECTOR, '[data-mark="tab chat"]').click()
+    page.click("tab chat")
     page.click("open chat")
     page.wait(lambda: page.shown("message"))
     page.write("message", "Translate into Chinese: the red book.")
     page.click("send")
-    answers = page.wait(
-        lambda: (
-            [one.text for one in page.browser.find_elements(By.CSS_SELECTOR, ".answer") if one.text not in ("", "...")][
-                1:
-            ]
-            and [one.text for one in page.browser.find_elements(By.CSS_SELECTOR, ".answer")]
-        )
-    )
+    spoken = "return [...document.querySelectorAll('.answer')].map(one => one.innerText)"
+    page.wait(lambda: len(page.browser.execute_script(spoken)) == 2 and page.shown("send"))  # both have ended
+    answers = page.browser.execute_script(spoken)
     assert len(answers) == 2
     assert answers[0] != answers[1]
 

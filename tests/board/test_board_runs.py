@@ -313,8 +313,10 @@ def test_both_languages_have_all_texts_with_the_same_values_and_every_text_is_us
     sources = "".join(path.read_text() for path in FOLDER.rglob("*.py") if path.name != "texts.py")
     for name, (english, chinese) in TEXTS.items():
         assert values(english) == values(chinese), name
-        assert f'"{name}"' in sources or re.fullmatch(r"group \w+|\w+ ago", name), f"{name} is not used"
-    assert set(re.findall(r'texts\("([^"]+)"', sources)) <= set(TEXTS)
+        assert f'"{name}"' in sources or f"'{name}'" in sources or re.fullmatch(r"group \w+|\w+ ago", name), (
+            f"{name} is not used"
+        )
+    assert set(re.findall(r"""texts\(["']([^"']+)["'][,)]""", sources)) <= set(TEXTS)
 
 
 @pytest.mark.parametrize(

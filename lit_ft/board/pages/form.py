@@ -124,7 +124,7 @@ class Form:
             return _UNSET if value is None else matching_preset(name, value) or _OTHER
         text = self._as_text(name, value)
         element = self._drawn[name]
-        if isinstance(element, ui.select) and text not in element.options:
+        if isinstance(element, ui.select) and isinstance(element.options, dict) and text not in element.options:
             element.set_options({**element.options, text: text})
         return text
 

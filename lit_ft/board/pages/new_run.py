@@ -1,11 +1,11 @@
 """Page of a new run: form, YAML and command of one recipe, its check, and its start."""
 
+import asyncio
 import html
 import shlex
 from pathlib import Path
 
 from fastapi import Request
-from nicegui import run as background
 from nicegui import ui
 
 from lit_ft.board.board import NAME, Board, shown
@@ -30,7 +30,7 @@ def register(board: Board) -> None:
         with frame(texts, texts("recipe"), texts("new run")):
             waiting = ui.label(texts("loading")).classes("quiet")
             await ui.context.client.connected()
-            await background.io_bound(lambda: board.schema.own)
+            await asyncio.to_thread(lambda: board.schema.own)
             waiting.delete()
             _NewRun(board, texts, recipe)
 

@@ -1,5 +1,6 @@
 """Page of a run: its state, curves, samples and console, and what is done with it."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -9,7 +10,6 @@ from fastapi import Request
 from lit_callbacks.output.quantities import MIB, as_size, as_time
 from lit_callbacks.output.step_lines import read_lines
 from lit_callbacks.report.report_data import Points
-from nicegui import run as background
 from nicegui import ui
 
 from lit_ft.board.board import Board, shown
@@ -39,7 +39,7 @@ def register(board: Board) -> None:
     async def page(request: Request, name: str) -> None:
         texts = texts_of(request)
         try:
-            folder = await background.io_bound(board.runs.folder, name)
+            folder = await asyncio.to_thread(board.runs.folder, name)
         except RecipeError as error:
             with frame(texts, texts("run"), "404"):
                 ui.label(str(error)).classes("card")
@@ -108,10 +108,7 @@ class _RunView:
 
     async def update(self) -> None:
         """Show what the files of the run say now."""
-        found = await background.io_bound(self._read)
-        if found is None:  # the server is shutting down
-            return
-        summary, curves, log = found
+        summary, curves, log = await asyncio.to_thread(self._read)
         self._show_state(summary, curves)
         self._show_curves(curves)
         if log != self._log.text:
@@ -219,7 +216,8 @@ def _memory(environment: Mapping[str, Any], last: Mapping[str, float]) -> str:
     """Peak memory: of the device, or else of the process; empty where neither is known yet."""
     logged = [last[name] for name in ("memory/peak_allocated_mib", "memory/host_peak_rss_mib") if name in last]
     known = environment.get("peak_device_bytes") or environment.get("peak_process_bytes")
-    return as_size(logged[0] * MIB if logged else known) if logged or known else ""
+    size = logged[0] * MIB if logged else known
+    return "" if size is None else as_size(size)
 
 
 def _seconds(environment: Mapping[str, Any], one: Summary) -> float | None:

@@ -1,7 +1,9 @@
 """Start page: all runs."""
 
+import asyncio
+
 from fastapi import Request
-from nicegui import run, ui
+from nicegui import ui
 
 from lit_ft.board.board import Board, shown
 from lit_ft.board.pages.frame import POLL_SECONDS, address_of, ago, frame, number, texts_of
@@ -15,6 +17,7 @@ def register(board: Board) -> None:
     @ui.page("/")
     async def page(request: Request) -> None:
         texts = texts_of(request)
+        board.prepare_schema()  # for the page of a new run, which is the next one
         with frame(texts, texts("board"), texts("runs")):
             ui.label(", ".join(shown(root) for root in board.runs.roots)).classes("quiet")
             with ui.element("div").classes("bar").style("margin: 1rem 0"):
@@ -33,8 +36,8 @@ class _Rows:
         self._box = ui.element("div").classes("runs")
 
     async def update(self) -> None:
-        summaries = await run.io_bound(self._board.runs.summaries)
-        now = [(one, ago(self._texts, one.changed)) for one in summaries or []]
+        summaries = await asyncio.to_thread(self._board.runs.summaries)
+        now = [(one, ago(self._texts, one.changed)) for one in summaries]
         if now == self._drawn:
             return
         self._drawn = now
