@@ -31,6 +31,7 @@ ELSEWHERE = {
     "python -m lit_ft chat RUN --compare": "asks in a terminal, or reads questions from a pipe, and here is neither",
     "python -m lit_ft serve RUN": "serves until it is stopped: tests/commands/inference/test_serve.py",
     "python -m lit_ft parity RUN --url http://127.0.0.1:8000": "asks that server: test_server_parity.py",
+    "python -m lit_ft board": "serves until it is stopped: tests/board/test_board_page.py",
     "tensorboard --logdir checkpoints/runs": "serves until it is stopped: test_what_is_installed_is_here",
 }
 """Commands that are not run here, and why."""
