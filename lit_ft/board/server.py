@@ -20,6 +20,8 @@ ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="7" fill="#3d85d9"/>'
     '<path d="M6 8c3 12 8 15 20 16" fill="none" stroke="#fff" stroke-width="3.5" stroke-linecap="round"/></svg>'
 )
+RECONNECT_SECONDS = 60.0
+"""Time that a page keeps what was typed while the server does not answer: imports may stall it on a busy machine."""
 _PAGE_HEADERS = {
     # A page shows texts of data and models: it runs nothing, and no other site frames it.
     "Content-Security-Policy": "sandbox allow-popups; default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
@@ -47,7 +49,15 @@ def application(board: Board, token: str, port: int) -> FastAPI:
     _add_files(app, board)
     for page in (start, new_run, run):
         page.register(board)
-    ui.run_with(app, title="lit_ft", favicon=ICON, dark=None, tailwind=False, show_welcome_message=False)
+    ui.run_with(
+        app,
+        title="lit_ft",
+        favicon=ICON,
+        dark=None,
+        tailwind=False,
+        show_welcome_message=False,
+        reconnect_timeout=RECONNECT_SECONDS,
+    )
     app.add_middleware(TokenGate, token=token, port=port)
     return app
 
