@@ -58,9 +58,9 @@ class _RunView:
         self._environment: dict[str, Any] = {}
         self._state = ui.label().classes("state").props('data-mark="state"')
         self._failure = ui.label().classes("bad")
-        ui.label(f"{texts('folder')}: {shown(folder.root)}").classes("quiet")
+        self._place = ui.label().classes("quiet")
         grid = ui.element("div").classes("figures")
-        labels = ("step", "loss", "val loss", "speed", "memory", "time", "changed")
+        labels = ("step", "loss", "val loss", "speed", "memory", "time")
         self._figures = {label: figure(grid, texts(label)) for label in labels}
         self._buttons()
         with ui.tabs().props("align=left inline-label outside-arrows mobile-arrows").classes("w-full") as tabs:
@@ -143,7 +143,9 @@ class _RunView:
         self._figures["memory"](_memory(self._environment, last), "")
         seconds = _seconds(self._environment, one)
         self._figures["time"]("" if seconds is None else as_time(seconds), "")
-        self._figures["changed"](ago(texts, one.changed), "")
+        self._place.text = (
+            f"{texts('folder')}: {shown(self._folder.root)}, {texts('changed')}: {ago(texts, one.changed)}"
+        )
         if self._folder.config.is_file() and not self._config.text:
             self._config.text = self._folder.config.read_text(encoding="utf-8", errors="replace")
 
