@@ -38,6 +38,10 @@ COMMANDS = {
         "lit_ft.commands.inference.parity",
         "compare a server with the run that it serves: tokens, log-probabilities",
     ),
+    "evaluate": (
+        "lit_ft.commands.inference.evaluate",
+        "score a trained model beside its base: tasks, a data set, a judge",
+    ),
     "board": ("lit_ft.commands.board", "start runs from a page in the browser, and watch them"),
     "check": ("lit_ft.commands.check", "look at the data of a recipe: what is trained on, and what is wrong"),
     "plan": ("lit_ft.commands.plan", "what each rank would hold and send; draw a pipeline's schedule"),

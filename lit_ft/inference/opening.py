@@ -1,6 +1,6 @@
 """A model that answers, opened from a run, an adapter's folder, a model's folder or a hub id."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_ft.data.text.chat_template import ChatTemplate, set_chat_template
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.export.adapter_folders import Adapter, base_of, check_unchanged, describe_base, load_adapters, make_room
-from lit_ft.export.restore_run import rebuild
+from lit_ft.export.model_card import Recipe
+from lit_ft.export.restore_run import module_of, rebuild
 from lit_ft.model import loading
 from lit_ft.model.generation import dense_implementation
 from lit_ft.model.spec import ModelSpec
@@ -34,6 +35,10 @@ class OpenedModel:
     """What was opened, for a line of output."""
     init_state: LoraInitState | None = None
     """State of an adapter's init that has changed the base's weights in memory."""
+    untrained: ModelSpec | None = None
+    """Base model of a run, as it was before training."""
+    has_template: bool = True
+    """False where the tokenizer has no chat template, and ``plain`` stands in for it."""
 
     @property
     def pretrained(self) -> str:
@@ -45,6 +50,11 @@ class OpenedModel:
         """Whether the model has an adapter."""
         return isinstance(self.model, PeftModel)
 
+    @property
+    def can_switch_off(self) -> bool:
+        """Whether the base model answers once the adapter is switched off."""
+        return self.is_adapted and not (self.init_state is not None and self.init_state["taken"])
+
     def check_adapter(self) -> None:
         """Refuse a model whose adapter cannot be switched off.
 
@@ -55,7 +65,7 @@ class OpenedModel:
             raise RecipeError(
                 f"{self.name} has no adapter to switch off; compare with its base by `chat` on each of the two"
             )
-        if self.init_state is not None and self.init_state["taken"]:
+        if not self.can_switch_off:
             raise RecipeError(
                 f"{self.name}: the adapter's init has changed the base's weights in memory, so the base alone is not "
                 "there; export the adapter, and open its folder"
@@ -147,6 +157,7 @@ def open_model(
     base: str | None = None,
     chat_template: str | None = None,
     shared: SharedBase | None = None,
+    needs_template: bool = True,
 ) -> OpenedModel:
     """Open a model for answers.
 
@@ -156,6 +167,7 @@ def open_model(
         base: base model of an adapter's folder; None takes the one that it records.
         chat_template: in place of the tokenizer's, or of the run's; as ``data.chat_template``.
         shared: base whose weights the adapter shares with others; None reads them for this one.
+        needs_template: whether a tokenizer without a chat template is refused; otherwise ``plain`` stands in for it.
 
     Raises:
         RecipeError: there is no such model, it has no chat template, or its files do not fit each other.
@@ -168,31 +180,85 @@ def open_model(
         raise RecipeError(
             f"ckpt_path={ckpt_path!r} chooses a checkpoint of a run, and {path!r} is no run; leave it out"
         )
+    chosen = _TemplateChoice(chat_template, needs_template)
     if is_run:
-        return _open_run(RunFolder(folder), ckpt_path, chat_template, shared)
+        return _open_run(RunFolder(folder), ckpt_path, chosen, shared)
     if _has_adapter(folder):
-        return _open_adapter(Adapter.parse(str(folder)), base, chat_template, shared)
+        return _open_adapter(Adapter.parse(str(folder)), base, chosen, shared)
     with option_called("model.pretrained", "path"):
         spec = ModelSpec(path, path)
         spec.skeleton()
-        return _opened(spec.build("sdpa"), spec, path, chat_template)
+        return _opened(spec.build("sdpa"), spec, path, chosen)
+
+
+def base_opener(opened: OpenedModel) -> Callable[[], OpenedModel] | None:
+    """Function that reads the base model of a run anew, without keeping ``opened`` alive; None for what is no run.
+
+    For runs whose base is not in memory: those that train all weights, or whose init has changed the base.
+    """
+    if opened.untrained is None:
+        return None
+    spec = replace(opened.untrained, loaded=None)
+    tokenizer, template, has_template = opened.tokenizer, opened.template, opened.has_template
+
+    def open_base() -> OpenedModel:
+        model = spec.build("sdpa")
+        _place(model, spec.is_quantized)
+        return OpenedModel(model, model, tokenizer, template, spec.pretrained, has_template=has_template)
+
+    return open_base
+
+
+def open_tokenizer(path: str, chat_template: str | None = None) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None]:
+    """Tokenizer and chat template of what ``open_model`` opens, without weights; None for a tokenizer without template.
+
+    Raises:
+        RecipeError: there is no such model.
+    """
+    folder, options = Path(path).expanduser(), None
+    if RunFolder(folder).config.is_file():
+        recipe = RunFolder(folder).recipe()
+        tokenizer, data = module_of(recipe).tokenizer, recipe["data"].get("init_args", {})
+        options = data.get("template_options")
+    elif _has_adapter(folder):
+        tokenizer = base_of(Adapter.parse(str(folder)), None).tokenizer
+    else:
+        tokenizer = ModelSpec(path, path).tokenizer
+    set_chat_template(tokenizer, chat_template)
+    return tokenizer, ChatTemplate(tokenizer, options) if tokenizer.chat_template else None
+
+
+@dataclass(frozen=True)
+class _TemplateChoice:
+    """Chat template in place of the tokenizer's own or the run's, and what is done where there is none."""
+
+    given: str | None
+    is_needed: bool
+
+    def set_on(self, tokenizer: PreTrainedTokenizerBase, of_run: str | None) -> bool:
+        """Set the template of a tokenizer; returns whether it has one, other than the stand-in."""
+        set_chat_template(tokenizer, self.given or of_run)
+        has_template = bool(tokenizer.chat_template)
+        if not has_template and not self.is_needed:
+            set_chat_template(tokenizer, "plain")
+        return has_template
 
 
 def _has_adapter(folder: Path) -> bool:
     return any((one / "adapter_config.json").is_file() for one in (folder, folder / "adapter"))
 
 
-def _open_run(run: RunFolder, ckpt_path: str, chat_template: str | None, shared: SharedBase | None) -> OpenedModel:
+def _open_run(run: RunFolder, ckpt_path: str, chosen: _TemplateChoice, shared: SharedBase | None) -> OpenedModel:
     file, recipe = run.chosen_checkpoint(ckpt_path), run.recipe()
     module = rebuild(recipe, file) if shared is None else rebuild(recipe, file, shared.of_run)
     assert module.model is not None
     data = recipe["data"].get("init_args", {})
-    template, options = chat_template or data.get("chat_template"), data.get("template_options")
-    return _opened(module.model, module.spec.base, str(file), template, options, module.start)
+    opened = _opened(module.model, module.spec.base, str(file), chosen, data)
+    return replace(opened, init_state=module.start, untrained=module.spec.base)
 
 
 def _open_adapter(
-    adapter: Adapter, named: str | None, chat_template: str | None, shared: SharedBase | None
+    adapter: Adapter, named: str | None, chosen: _TemplateChoice, shared: SharedBase | None
 ) -> OpenedModel:
     spec = base_of(adapter, named)
     with option_called("model.pretrained", describe_base(adapter, named)):
@@ -202,24 +268,21 @@ def _open_adapter(
         adapter.check(skeleton, spec.fingerprint())
         base = (spec if shared is None else shared.of(spec)).build("sdpa")
     make_room(base, spec.tokenizer)
-    return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chat_template)
+    return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chosen)
 
 
 def _opened(
-    model: PreTrainedModel | PeftModel,
-    spec: ModelSpec,
-    name: str,
-    chat_template: str | None,
-    options: dict[str, object] | None = None,
-    init_state: LoraInitState | None = None,
+    model: PreTrainedModel | PeftModel, spec: ModelSpec, name: str, chosen: _TemplateChoice, data: Recipe | None = None
 ) -> OpenedModel:
-    set_chat_template(spec.tokenizer, chat_template)
-    template = ChatTemplate(spec.tokenizer, options)
+    """Model, ready for answers; ``data`` has the run's options of its data."""
+    data = data or {}
+    has_template = chosen.set_on(spec.tokenizer, data.get("chat_template"))
+    template = ChatTemplate(spec.tokenizer, data.get("template_options"))
     _place(model, spec.is_quantized)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
     base.set_attn_implementation(dense_implementation(base))  # a run's model is set to packed batches
-    return OpenedModel(model, base, spec.tokenizer, template, name, init_state)
+    return OpenedModel(model, base, spec.tokenizer, template, name, has_template=has_template)
 
 
 def _place(model: PreTrainedModel | PeftModel, is_quantized: bool) -> None:

@@ -1,6 +1,6 @@
 """Exact-match accuracy of a model's greedy answers to held-out prompts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,34 @@ from lit_ft import process
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.run import predictions
+from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
+
+
+def answer_rows(
+    module: AnsweringModule,
+    prompts: Sequence[Mapping[str, str]],
+    rows: Sequence[int],
+    max_new_tokens: int,
+    batch_size: int,
+    rounds: int,
+) -> dict[int, ScoredAnswer]:
+    """Greedy answers to prompts, by their number.
+
+    Args:
+        module: module that answers.
+        prompts: each with ``prompt``, ``question`` and ``expected``.
+        rows: numbers of the prompts that are answered.
+        max_new_tokens: largest number of tokens of an answer.
+        batch_size: number of prompts per batch.
+        rounds: number of rows of the rank that has the most: each rank needs as many batches.
+    """
+    scored: dict[int, ScoredAnswer] = {}
+    for start in range(0, rounds, batch_size):
+        batch = rows[start : start + batch_size]
+        answers = module.answer([prompts[row]["prompt"] for row in batch], max_new_tokens)
+        scored |= {row: _scored(prompts[row], answer) for row, answer in zip(batch, answers, strict=True)}
+    return scored
 
 
 class ExactMatch(Callback):
@@ -75,12 +102,7 @@ class ExactMatch(Callback):
         """Answers to this data-parallel rank's share of the prompts, by the number of the prompt."""
         replicas, rank = process.data_parallel(trainer)
         share, longest = range(rank, len(prompts), replicas), -(-len(prompts) // replicas)
-        scored: dict[int, ScoredAnswer] = {}
-        for start in range(0, longest, self.batch_size):
-            rows = share[start : start + self.batch_size]
-            answers = module.answer([prompts[row]["prompt"] for row in rows], self.max_new_tokens)
-            scored |= {row: _scored(prompts[row], answer) for row, answer in zip(rows, answers, strict=True)}
-        return scored
+        return answer_rows(module, prompts, share, self.max_new_tokens, self.batch_size, longest)
 
     def _keep(self, trainer: Trainer, answers: list[ScoredAnswer]) -> None:
         if answers:

@@ -15,7 +15,7 @@ from forked_commands import run_forked
 from lit_ft.commands.export import export
 from lit_ft.errors import RecipeError
 from lit_ft.export.restore_run import rebuild
-from lit_ft.inference.opening import OpenedModel, open_model, open_together
+from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_together
 from lit_ft.inference.text_stream import Decoding, stream_answer
 from lit_ft.run.folder import RunFolder
 
@@ -113,3 +113,24 @@ def test_models_of_two_bases_are_not_opened_together(run: Path, tmp_path: Path, 
 def test_only_an_adapter_can_be_switched_off(model_folder: str) -> None:
     with pytest.raises(RecipeError, match="has no adapter to switch off"):
         open_model(model_folder).check_adapter()
+
+
+def test_the_base_of_a_run_is_read_anew(run: Path, model_folder: str) -> None:
+    opened = open_model(str(run))
+    open_base = base_opener(opened)
+    assert open_base is not None
+    with opened.without_adapter():
+        switched_off = answer(opened)
+    assert answer(open_base()) == switched_off != answer(opened)
+    assert base_opener(open_model(model_folder)) is None
+
+
+def test_a_model_without_a_template_is_opened_where_none_is_needed(model_folder: str, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with pytest.raises(RecipeError, match="has no chat template"):
+        open_model(str(tmp_path / "model"))
+    opened = open_model(str(tmp_path / "model"), needs_template=False)
+    assert not opened.has_template
+    assert opened.template.render([{"role": "user", "content": "red"}], generation=True) == "User: red\nAssistant:"
+    assert open_model(model_folder, needs_template=False).has_template

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,14 +15,13 @@ from command_line import recipe
 from forked_commands import run_forked
 from lit_callbacks.report.tables import newest_tables, read_table
 from peft import PeftModel
+from served import serving
 
 from lit_ft.commands.inference.parity import run as parity
 from lit_ft.data.text.chat_template import ChatTemplate, set_chat_template
 from lit_ft.errors import RecipeError
 from lit_ft.gguf.folders import write_merged_folder
 from lit_ft.gguf.llama_server import llama_server
-from lit_ft.inference.continuous_batching import start_engine
-from lit_ft.inference.openai.application import GracefulServer, Limits, application
 from lit_ft.inference.opening import OpenedModel, open_model
 
 pytestmark = pytest.mark.slow
@@ -59,23 +56,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Path
     done = run_forked(*arguments, *options)
     assert done.returncode == 0, done.stderr
     return folder / "run"
-
-
-@contextmanager
-def serving(opened: OpenedModel, name: str = "run") -> Iterator[str]:
-    """Address of a server in a thread."""
-    engines = {name: start_engine(opened, 8_000, 8)}
-    app = application(engines, Limits(max_model_len=512, api_key="secret"), {name: name})
-    server = GracefulServer(app, engines.values(), stop_seconds=0.5)
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        engines[name].stop()
 
 
 def compared(run: Path, url: str, *options: str) -> int:
@@ -151,7 +131,7 @@ def test_each_fault_is_found_and_nothing_else(
         if fault is merged_in_bf16:
             assert compared(trained, url, "--bound", "1") == 0
         if fault is unchanged:
-            with pytest.raises(RecipeError, match=r"has no model 'other'; give --model one of run"):
+            with pytest.raises(RecipeError, match=r"has no model 'other'; name one of run"):
                 compared(trained, url, "--model", "other")
             with pytest.raises(RecipeError, match="answers 401: .*--api_key"):
                 compared(trained, url, "--api_key", "wrong")

@@ -79,6 +79,23 @@ class OpenAIClient:
         except (Lacking, KeyError, TypeError) as error:
             raise RecipeError(f"{self.url} has no list of models at /v1/models ({error}); is it OpenAI's?") from error
 
+    def chosen(self, given: str | None, default: str | None = None) -> str:
+        """Name of a model that the server has.
+
+        Args:
+            given: name; None takes the server's only one.
+            default: name to take where it has several.
+
+        Raises:
+            RecipeError: there is no server, or it has no such model.
+        """
+        served = self.models()
+        name = given or (served[0] if len(served) == 1 else default)
+        if name not in served:
+            what = "several models" if name is None else f"no model {name!r}"
+            raise RecipeError(f"{self.url} has {what}; name one of {', '.join(served)}")
+        return name
+
     def prompt_ids(self, model: str, messages: Sequence[Mapping[str, object]], tools: object) -> list[int]:
         """Tokens of a conversation up to the opening of the answer.
 
@@ -124,13 +141,7 @@ class OpenAIClient:
         """
 
         def of_an_echo() -> list[float]:
-            body = {"model": model, "prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
-            logprobs = self._completion(body).get("logprobs")
-            found = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-            values = found[start:] if isinstance(found, list) else []
-            if len(values) != len(ids) - start or not all(isinstance(one, int | float) for one in values):
-                raise Lacking("the answer has no log-probability of each token of the prompt")
-            return [float(value) if math.isfinite(value) else math.nan for value in values]
+            return _numbers(self._echo(model, ids).get("token_logprobs"), len(ids), start)
 
         def of_each_prefix() -> list[float]:
             return [self._next_logprob(model, ids[:end], ids[end]) for end in range(start, len(ids))]
@@ -168,6 +179,46 @@ class OpenAIClient:
             raise Lacking("the answer has no log-probabilities by token id")
         # A logit of minus infinity has no number in JSON.
         return {int(one["id"]): math.nan if one["logprob"] is None else float(one["logprob"]) for one in tokens}
+
+    def choices(self, model: str, ids: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Log-probabilities of all tokens but the first, and of the most probable token in the place of each.
+
+        Raises:
+            Lacking: the server does not score prompts.
+            RecipeError: the server cannot be reached, or failed.
+        """
+        echo = self._echo(model, ids)
+        tops = echo.get("top_logprobs")
+        if not isinstance(tops, list) or not all(isinstance(one, dict) and one for one in tops[1:]):
+            raise Lacking("/v1/completions with echo and logprobs gives no top_logprobs")
+        own = _numbers(echo.get("token_logprobs"), len(ids))
+        return own, _numbers([None, *(max(one.values()) for one in tops[1:])], len(ids))
+
+    def completion(self, model: str, ids: Sequence[int], **options: object) -> str:
+        """Text that follows a prompt's tokens.
+
+        Raises:
+            Lacking: the server has no ``/v1/completions``, or refuses an option.
+            RecipeError: the server cannot be reached, or failed.
+        """
+        text = self._completion({"model": model, "prompt": list(ids), **options}).get("text")
+        if not isinstance(text, str):
+            raise Lacking("/v1/completions gives no text")
+        return text
+
+    def chat(self, model: str, messages: Sequence[Mapping[str, object]], **options: object) -> str:
+        """Answer to a conversation.
+
+        Raises:
+            Lacking: the server has no ``/v1/chat/completions``, or refuses an option.
+            RecipeError: the server cannot be reached, or failed.
+        """
+        answer = self._ask("/v1/chat/completions", {"model": model, "messages": list(messages), **options})
+        try:
+            content = answer["choices"][0]["message"]["content"]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError) as error:
+            raise Lacking("/v1/chat/completions gives no message") from error
+        return content if isinstance(content, str) else ""  # null where a model spends all tokens on thinking
 
     def greedy_ids(self, model: str, ids: Sequence[int], max_tokens: int) -> list[int]:
         """Tokens of the greedy answer to a prompt, with the one that ends it.
@@ -220,6 +271,11 @@ class OpenAIClient:
                 self._lacking[name] = str(error)
         raise Lacking("; ".join(f"{name}: {self._lacking[name]}" for name in ways))
 
+    def _echo(self, model: str, ids: Sequence[int]) -> Json:
+        body = {"model": model, "prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+        found = self._completion(body).get("logprobs")
+        return found if isinstance(found, dict) else {}
+
     def _completion(self, body: Json) -> Json:
         choices = self._ask("/v1/completions", body).get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -252,6 +308,14 @@ _ADVICE = {401: "; give its key with --api_key", 403: "; give its key with --api
 def _list_of(answer: Json, name: str) -> list[object]:
     found = answer.get(name)
     return found if isinstance(found, list) else []
+
+
+def _numbers(values: object, tokens: int, start: int = 1) -> list[float]:
+    """Log-probabilities of the tokens from number ``start`` (from 0); what is not finite is NaN."""
+    rest = values[start:] if isinstance(values, list) else []
+    if len(rest) != tokens - start or not all(isinstance(one, int | float) for one in rest):
+        raise Lacking("the answer has no log-probability of each token of the prompt")
+    return [float(value) if math.isfinite(value) else math.nan for value in rest]
 
 
 def _ids(answer: Json, name: str) -> list[int]:

@@ -1,0 +1,316 @@
+"""The ``evaluate`` command: scores of a trained model beside its base."""
+
+import gc
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import Namespace
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.output.printable import printable
+from rich.console import Console
+from rich.table import Table
+
+from lit_ft.errors import RecipeError
+from lit_ft.evaluation import harness, harness_tasks, held_out, judging, results
+from lit_ft.evaluation.scores import COLUMNS, Cell, Score, compared
+from lit_ft.inference.openai.client import OpenAIClient
+from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_tokenizer
+from lit_ft.protocols import Question
+from lit_ft.recipe.parser import RecipeParser
+from lit_ft.run.folder import LAST, RunFolder
+from lit_ft.run.state import finished_step
+from lit_ft.training.console import show_progress_on_terminals_only
+
+Side = Literal["fine-tuned", "base"]
+_SECRETS = ("--api_key", "--judge_api_key")
+
+
+def run(arguments: list[str]) -> None:
+    """Score a trained model beside its base: tasks of lm-evaluation-harness, a data set, a judge of answers."""
+    show_progress_on_terminals_only()
+    options = _parser().parse_args(arguments[1:])
+    how = _checked(options)
+    tasks = harness_tasks.load_tasks(_names(options.tasks)) if options.tasks else []
+    found = Found(tasks, how)
+    with results.new_folder(options.path, options.out) as folder:
+        if options.url is None:
+            judge = _judge(options)
+            _check_data(options)
+            for side, path, opened in _sides(options):
+                found.measure(side, path, opened, options)
+                del opened  # its weights may have to make room for those of the base
+                gc.collect()
+            if judge is not None:
+                found.judge(judge, Path(options.questions).name)
+        else:
+            found.ask(options)
+        rows = compared(found.scores["fine-tuned"], found.scores["base"])
+        _show(rows, found.notes)
+        _write(folder, found, rows, options, _without_secrets(arguments))
+
+
+def _parser() -> RecipeParser:
+    parser = RecipeParser(prog="python -m lit_ft evaluate", description=(run.__doc__ or ""))
+    add = parser.add_argument
+    add("path", help="a run's folder, an adapter's, a model's, or a hub id; with --url it gives the tokenizer")
+    add("--ckpt_path", default=LAST, help="checkpoint of a run: last, best or a path")
+    add("--base", type=str | None, default=None, help="base model of an adapter's folder")
+    add("--no_base", action="store_true", help="score the model alone")
+    add("--against", type=str | None, default=None, help="a run, adapter or model to compare with in place of the base")
+    add("--chat_template", type=str | None, default=None, help="in place of the tokenizer's or the run's")
+    add("--out", type=str | None, default=None, help="folder of the numbered results; RUN/evaluations by default")
+    add("--max_new_tokens", type=int, default=256, help="longest answer of --data.path and --questions")
+    add("--batch_size", type=int, default=8, help="answers or requests that are computed together")
+    add("--tasks", nargs="+", default=[], help="names of tasks of lm-evaluation-harness, or YAML files")
+    add("--limit", type=float | None, default=None, help="rows of each task, or a fraction of them, for trying")
+    add("--num_fewshot", type=int | None, default=None, help="examples before each question of a task")
+    add(
+        "--apply_chat_template",
+        type=bool | None,
+        default=None,
+        help="put tasks into the chat template; by default where the tokenizer has one",
+    )
+    add("--seed", type=int | None, default=None, help="seed of tasks; by default the harness's own")
+    add("--unsafe_code", action="store_true", help="run tasks that execute code which the model writes")
+    add("--url", type=str | None, default=None, help="run the tasks on a server with OpenAI's interface")
+    add("--model", type=str | None, default=None, help="name of the model there")
+    add("--base_model", type=str | None, default=None, help="name of the base there; by default `base`, if it has one")
+    add("--api", choices=("completions", "chat"), default="completions", help="interface that is asked there")
+    add("--api_key", type=str | None, default=None, help="key that the server asks for")
+    add("--data.path", type=str | None, default=None, help="data set whose loss and exact match are measured")
+    add("--data.format", type=str | None, default=None, help="its format, in place of the run's")
+    add("--data.columns", type=dict[str, str] | None, default=None, help="its columns, in place of the run's")
+    add("--data.system", type=str | None, default=None, help="system prompt, in place of the run's")
+    add("--questions", type=str | None, default=None, help="data set of questions whose answers a judge compares")
+    add("--judge_url", type=str | None, default=None, help="address of the judge, with OpenAI's interface")
+    add("--judge_model", type=str | None, default=None, help="name of the judge there")
+    add("--judge_api_key", type=str | None, default=None, help="key that the judge's server asks for")
+    add("--judge_prompt", type=str | None, default=None, help="file with {question}, {answer_a}, {answer_b}")
+    return parser
+
+
+def _checked(options: Namespace) -> harness.HarnessOptions:
+    if not (options.tasks or options.data.path or options.questions):
+        raise RecipeError("nothing to evaluate; give --tasks, --data.path FILE or --questions FILE")
+    if options.max_new_tokens < 1:
+        raise RecipeError(f"max_new_tokens={options.max_new_tokens} must be 1 or more")
+    if options.url is not None and (options.data.path or options.questions or options.against):
+        raise RecipeError("--url runs --tasks on a server; evaluate the other options in a command without it")
+    if options.url is not None and not options.tasks:
+        raise RecipeError("--url runs --tasks on a server; name them")
+    if (options.questions is None) != (options.judge_url is None):
+        raise RecipeError("--questions and --judge_url belong together; give both, or none")
+    if options.no_base and (options.questions or options.against):
+        raise RecipeError("--no_base leaves nothing to compare with, which --questions and --against do; leave it out")
+    names = ("limit", "num_fewshot", "batch_size", "seed", "unsafe_code")
+    return harness.HarnessOptions(**{name: options[name] for name in names})
+
+
+def _names(given: Sequence[str]) -> list[str]:
+    """Names of tasks; the harness's own command separates them by commas."""
+    return [name for text in given for name in text.split(",") if name]
+
+
+@dataclass
+class Found:
+    """What an evaluation found."""
+
+    tasks: Sequence[Any]
+    options: harness.HarnessOptions
+    scores: dict[Side, list[Score]] = field(default_factory=lambda: {"fine-tuned": [], "base": []})
+    harness: dict[Side, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[Side, list[dict[str, str]]] = field(default_factory=dict)
+    """Answers to the rows of the data set."""
+    replies: dict[Side, list[str]] = field(default_factory=dict)
+    """Answers to the questions that a judge compares."""
+    questions: list[Question] = field(default_factory=list)
+    judgments: list[judging.Judgment] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def measure(self, side: Side, path: str, opened: OpenedModel, options: Namespace) -> None:
+        """Measure an opened model."""
+        self.notes.append(f"{side}: {opened.pretrained if side == 'base' and not options.against else opened.name}")
+        if self.tasks:
+            self._run_tasks(side, opened, options.apply_chat_template)
+        if options.data.path is not None:
+            data = held_out.data_of(path, _data_options(options, options.data.path))
+            scores, self.answers[side] = held_out.held_out_scores(
+                opened,
+                data,
+                Path(options.data.path).name,
+                _precision(path),
+                options.max_new_tokens,
+                options.batch_size,
+            )
+            self.scores[side] += scores
+        if options.questions is not None:
+            questions = _questions(path, options, opened.tokenizer)
+            self.replies[side] = judging.answers_of(opened, questions, options.max_new_tokens, options.batch_size)
+            self.questions = self.questions or questions
+
+    def _run_tasks(self, side: Side, opened: OpenedModel, in_template: bool | None) -> None:
+        has_chat = opened.has_template if in_template is None else in_template
+        if in_template and not opened.has_template:
+            raise RecipeError(
+                f"apply_chat_template=true, but the tokenizer of {opened.name} has no chat template; give one with "
+                "--chat_template"
+            )
+        self._add(side, harness.run_opened(opened, self.tasks, self.options, has_chat))
+
+    def _add(self, side: Side, found: dict[str, Any]) -> None:
+        self.harness[side] = found
+        self.scores[side] += harness.scores_of(found)
+
+    def ask(self, options: Namespace) -> None:
+        """Run the tasks on a server."""
+        from lit_ft.evaluation.harness_models import ServedLM
+
+        tokenizer, template = open_tokenizer(options.path, options.chat_template)
+        if options.apply_chat_template is False:
+            template = None
+        client = OpenAIClient(options.url, options.api_key)
+        served = client.models()
+        name = client.chosen(options.model, Path(options.path).resolve().name)
+        base = options.base_model or ("base" if "base" in served and name != "base" else None)
+        names: dict[Side, str | None] = {"fine-tuned": name, "base": None if options.no_base else base}
+        for side, model in names.items():
+            if model is None:
+                continue
+            client.chosen(model)
+            lm = ServedLM(client, model, tokenizer, template, self.options.batch_size, options.api)
+            self._add(side, harness.run_harness(lm, self.tasks, self.options, template is not None))
+            self.notes.append(f"{side}: {model} at {client.url}")
+        if names["base"] is None:
+            self.notes.append("no base: the server has none that --base_model names")
+
+    def judge(self, judge: judging.Judge, name: str) -> None:
+        """Let a judge compare the answers of both sides."""
+        self.judgments = judging.compare(self.questions, self.replies["fine-tuned"], self.replies["base"], judge)
+        own, other, note = judging.win_rates(f"{name} by {judge.model}", self.judgments)
+        self.scores["fine-tuned"] += own
+        self.scores["base"] += other
+        self.notes.append(note)
+
+
+def _sides(options: Namespace) -> Iterator[tuple[Side, str, OpenedModel]]:
+    """The model, then its base or what it is compared with; both are in memory only where they share the base."""
+    opening = partial(open_model, chat_template=options.chat_template, needs_template=False)
+    opened = opening(options.path, options.ckpt_path, options.base)
+    _say_what_is_opened(options, opened)
+    can_switch_off = options.against is None and opened.can_switch_off
+    open_other = base_opener(opened) if options.against is None else partial(opening, options.against)
+    if not can_switch_off and open_other is None and not options.no_base:
+        message = f"{opened.name} has no adapter and is no run, so its base is not known; name one with --against"
+        if options.questions is not None:
+            raise RecipeError(message)
+        rank_zero_info(message)
+    yield "fine-tuned", options.path, opened
+    if options.no_base:
+        return
+    if can_switch_off:
+        with opened.without_adapter():
+            yield "base", options.path, opened
+    elif open_other is not None:
+        del opened
+        yield "base", options.against or options.path, open_other()
+
+
+def _say_what_is_opened(options: Namespace, opened: OpenedModel) -> None:
+    folder = RunFolder(Path(options.path).expanduser())
+    if folder.config.is_file() and finished_step(folder.finished) is None:
+        rank_zero_info(f"the run has not finished; evaluated is its checkpoint {opened.name}")
+    if not opened.has_template and (options.data.path or options.questions):
+        rank_zero_info(
+            f"the tokenizer of {opened.name} has no chat template: conversations are written as `plain`; give another "
+            "one with --chat_template"
+        )
+
+
+def _data_options(options: Namespace, path: str) -> dict[str, object]:
+    given = {name: options.data[name] for name in ("format", "columns", "system") if options.data[name] is not None}
+    if options.chat_template is not None:
+        given["chat_template"] = options.chat_template
+    return {"test_path": path, **given}
+
+
+def _precision(path: str) -> str | None:
+    run = RunFolder(Path(path).expanduser())
+    precision = run.recipe()["trainer"].get("precision") if run.config.is_file() else None
+    return None if precision is None else str(precision)
+
+
+def _questions(path: str, options: Namespace, tokenizer: Any) -> list[Question]:
+    data = held_out.data_of(path, _data_options(options, options.questions))
+    data.load(tokenizer, "predict")
+    return data.questions or []
+
+
+def _check_data(options: Namespace) -> None:
+    """Read the data sets before weights are loaded."""
+    if options.data.path is None and options.questions is None:
+        return
+    tokenizer, template = open_tokenizer(options.path, options.chat_template or None)
+    if template is None:
+        return  # the stand-in is set when the model is opened
+    if options.data.path is not None:
+        held_out.data_of(options.path, _data_options(options, options.data.path)).load(tokenizer, "test")
+    if options.questions is not None:
+        _questions(options.path, options, tokenizer)
+
+
+def _judge(options: Namespace) -> judging.Judge | None:
+    if options.judge_url is None:
+        return None
+    client = OpenAIClient(options.judge_url, options.judge_api_key, timeout=600)
+    model = client.chosen(options.judge_model)
+    return judging.Judge.with_prompt(client, model, options.judge_prompt, options.batch_size)
+
+
+def _show(rows: Sequence[Sequence[Cell]], notes: Sequence[str]) -> None:
+    console = Console(width=None if Console().is_terminal else 140, highlight=False)
+    table = Table()
+    for number, header in enumerate(COLUMNS):
+        table.add_column(header, justify="left" if number < 2 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(cell, COLUMNS[number] == "change") for number, cell in enumerate(row)))
+    console.print(table, markup=False)
+    for note in notes:
+        console.print(printable(note), markup=False, soft_wrap=True)
+
+
+def _text(cell: Cell, is_change: bool) -> str:
+    if cell is None:
+        return "-"
+    # Four digits behind the point, as the harness prints them.
+    return printable(cell) if isinstance(cell, str) else f"{cell:{'+' if is_change else ''},.4f}"
+
+
+def _write(folder: Path, found: Found, rows: Sequence[Sequence[Cell]], options: Namespace, command: str) -> None:
+    for side, content in found.harness.items():
+        results.write_json(folder / f"harness-{side}.json", content)
+    for side, answers in found.answers.items():
+        results.write_lines(folder / f"answers-{side}.jsonl", answers)
+    if found.judgments:
+        results.write_lines(folder / "judgments.jsonl", [judging.as_json(one) for one in found.judgments])
+    table = {"command": command, "columns": COLUMNS, "rows": rows, "notes": found.notes}
+    results.write_json(folder / "scores.json", table)
+    written = [folder]
+    run = RunFolder(Path(options.path).expanduser())
+    if run.config.is_file():
+        written += results.add_to_report(run.root, rows, found.notes, command)
+    rank_zero_info("written: " + ", ".join(map(str, written)))
+
+
+def _without_secrets(arguments: Sequence[str]) -> str:
+    """Command line without keys."""
+    shown, is_key = [], False
+    for argument in arguments:
+        option, equals, _ = argument.partition("=")
+        is_secret = option in _SECRETS
+        shown.append("KEY" if is_key else f"{option}=KEY" if is_secret and equals else argument)
+        is_key = is_secret and not equals
+    return shlex.join(["python", "-m", "lit_ft", *shown])

@@ -1,0 +1,111 @@
+"""Loss and exact match on a data set, computed by the code of ``validate`` and ``ExactMatch``."""
+
+import math
+from pathlib import Path
+
+from lightning.pytorch import LightningDataModule, Trainer
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from lit_ft.data.text_data import TextDataModule
+from lit_ft.errors import RecipeError
+from lit_ft.evaluation.scores import Score
+from lit_ft.inference.opening import OpenedModel
+from lit_ft.model import loading, rotary_embedding
+from lit_ft.model.isolation import token_mixers
+from lit_ft.recipe.parser import RecipeParser
+from lit_ft.run.folder import RunFolder
+from lit_ft.training.causal_lm import CausalLM
+from lit_ft.training.exact_match import answer_rows
+from lit_ft.training.loss.packed_forward import PackedForward
+from lit_ft.tuning.spec import TuningSpec
+
+
+class OpenedModule(CausalLM):
+    """LightningModule around a model that is opened already."""
+
+    def __init__(self, opened: OpenedModel) -> None:
+        super().__init__(opened.pretrained)
+        self.opened = opened
+        _prepare_for_packed_batches(opened)
+        self.model, self._packed = opened.model, PackedForward(opened.model)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer of the opened model."""
+        return self.opened.tokenizer
+
+
+def _prepare_for_packed_batches(opened: OpenedModel) -> None:
+    peft = opened.model.peft_config["default"] if isinstance(opened.model, PeftModel) else None
+    requested = "auto" if opened.untrained is None else opened.untrained.attn_implementation
+    attention = TuningSpec(peft, "auto", None).attention(requested)
+    opened.base.set_attn_implementation(loading.pick_attention(opened.base.config, attention))
+    if opened.untrained is None:  # a run's model keeps them apart already
+        rotary_embedding.keep_samples_apart(opened.base)
+        token_mixers.keep_samples_apart(opened.base)
+
+
+def data_of(path: str, data: dict[str, object]) -> TextDataModule:
+    """Data module that reads ``data``, with the run's options of its data otherwise.
+
+    Args:
+        path: what is evaluated.
+        data: options of the data in place of the run's; ``test_path`` is the data set.
+
+    Raises:
+        RecipeError: the run's data is of another class, or an option is wrong.
+    """
+    run, options = RunFolder(Path(path).expanduser()), dict[str, object]()
+    class_path = "lit_ft.TextDataModule"
+    if run.config.is_file():
+        recipe = run.recipe()["data"]
+        class_path, options = recipe.get("class_path", class_path), dict(recipe.get("init_args", {}))
+    without_training = dict.fromkeys(("path", "sources", "val_path", "val_sources"))
+    options |= {**without_training, "val_fraction": 0.0, "streaming": False, "mixing": "concatenate", **data}
+    parser = RecipeParser()
+    parser.add_subclass_arguments(LightningDataModule, "data", required=True)
+    module = parser.instantiate_classes(
+        parser.parse_object({"data": {"class_path": class_path, "init_args": options}})
+    ).data
+    if not isinstance(module, TextDataModule):
+        raise RecipeError(f"the run's data is a {type(module).__name__}; evaluate reads with lit_ft.TextDataModule")
+    return module
+
+
+def held_out_scores(
+    opened: OpenedModel, data: TextDataModule, name: str, precision: str | None, max_new_tokens: int, batch_size: int
+) -> tuple[list[Score], list[dict[str, str]]]:
+    """Loss, token accuracy and exact match on the test data of a data module, and the answers.
+
+    Args:
+        opened: model, with its adapter or without.
+        data: data module.
+        name: name of the data set in the scores.
+        precision: precision of the run, of which mixed ones are used here.
+        max_new_tokens: largest number of tokens of an answer.
+        batch_size: answers that are generated together.
+    """
+    module, device = OpenedModule(opened), opened.base.device
+    trainer = Trainer(
+        accelerator="cpu" if device.type == "cpu" else "auto",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        precision=precision if precision is not None and precision.endswith("-mixed") else None,  # type: ignore[arg-type]
+    )
+    (metrics,) = trainer.test(module, datamodule=data, verbose=False)
+    if opened.base.device != device:  # Lightning leaves a module on the CPU
+        module.to(device)
+    found = [Score(name, metric, metrics[f"test/{metric}"]) for metric in ("loss", "perplexity", "token_accuracy")]
+    prompts = data.prompts("test")
+    scored = answer_rows(module, prompts, range(len(prompts)), max_new_tokens, batch_size, len(prompts))
+    answers = list(scored.values())
+    if not answers:  # raw text has no questions
+        return found, []
+    share = sum(one.is_right for one in answers) / len(answers)
+    error = math.sqrt(share * (1 - share) / (len(answers) - 1)) if len(answers) > 1 else None
+    rows = [{"question": one.question, "expected": one.expected, "answer": one.answer} for one in answers]
+    return [*found, Score(name, "exact_match", share, error)], rows

@@ -1,0 +1,90 @@
+"""Files of an evaluation: a new numbered folder, and a table for the run's report."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from lit_callbacks.report.run_report import write_report
+from lit_callbacks.report.tables import ReportTable
+
+from lit_ft.errors import RecipeError
+from lit_ft.evaluation.scores import COLUMNS, Cell
+from lit_ft.run.folder import RunFolder
+
+EVALUATIONS = "evaluations"
+"""Folder of the evaluations in a run's folder, and below ``checkpoints/`` those of other models."""
+
+
+@contextmanager
+def new_folder(path: str, out: str | None) -> Iterator[Path]:
+    """Context of a new folder ``<number>`` for an evaluation's files; it is removed if nothing was written.
+
+    Args:
+        path: what is evaluated: a run has its evaluations with it.
+        out: folder of the evaluations; None is ``RUN/evaluations``, else ``checkpoints/evaluations/<name>``.
+
+    Raises:
+        RecipeError: the folder cannot be written.
+    """
+    source = Path(path).expanduser()
+    is_run = RunFolder(source).config.is_file()
+    name = source.resolve().name if source.exists() else path.replace("/", "--")
+    default = source / EVALUATIONS if is_run else Path("checkpoints") / EVALUATIONS / name
+    parent = default if out is None else Path(out).expanduser()
+    folder = _created(parent)
+    try:
+        yield folder
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _created(parent: Path) -> Path:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            try:
+                (parent / str(number)).mkdir()
+            except FileExistsError:
+                continue
+            return parent / str(number)
+    except OSError as error:
+        raise RecipeError(
+            f"{str(parent)!r} cannot be written ({error.strerror}); name another folder with --out"
+        ) from error
+    raise AssertionError("the numbers have no end")
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a file of JSON; values that JSON lacks are written as text."""
+    text = json.dumps(content, ensure_ascii=False, indent=1, default=_plain)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def write_lines(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
+    """Write a file of JSON lines."""
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def add_to_report(run: Path, rows: Sequence[Sequence[Cell]], notes: Sequence[str], command: str) -> list[Path]:
+    """Write the table into a run's folder, and its report anew if it has one; returns the files."""
+    table = ReportTable(
+        title="what fine-tuning changed",
+        command=command,
+        written=datetime.now().astimezone().isoformat(" ", "seconds"),
+        columns=COLUMNS,
+        rows=rows,
+        notes=notes,
+    )
+    written = [table.write(run, "evaluation")]
+    if (run / "report.html").is_file():
+        written.append(write_report(run)[0])
+    return written

@@ -1,0 +1,86 @@
+"""Checks of a task's YAML file, which may have been downloaded, before lm-evaluation-harness reads it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from lit_ft.errors import RecipeError
+from lit_ft.recipe import allowed_code
+
+_FUNCTION = "!function"
+"""YAML tag by which a task names Python code."""
+
+
+def check_task_file(path: Path) -> None:
+    """Refuse a task that runs Python code which the user has not allowed.
+
+    Raises:
+        RecipeError: the file cannot be read, is a group, names code, or takes a metric that runs code of the hub.
+    """
+    content = _content(path, _text(path))
+    if "group" in content or isinstance(content.get("task"), list):
+        raise RecipeError(f"the file {str(path)!r} is a group of tasks; name the files of its tasks in its place")
+    for file in _with_included(path, []):
+        text = _text(file)
+        for code in re.findall(rf"{_FUNCTION}\s+([\w./-]+)", text):
+            if not allowed_code.is_allowed(code, allowed_code.allowed_by_user()):
+                raise allowed_code.refusal(code, str(file))
+        for metric in _metrics(file, text):
+            _check_metric(file, metric)
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that reads the name of a function as text."""
+
+
+_Loader.add_constructor(_FUNCTION, lambda _, node: str(node.value))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"the task {str(file)!r} cannot be read ({error}); name a YAML file") from error
+
+
+def _content(file: Path, text: str) -> dict[str, object]:
+    try:
+        found = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        line = str(error).replace("\n", " ")
+        raise RecipeError(f"the task {str(file)!r} is no YAML ({line}); mend the file") from error
+    if not isinstance(found, dict):
+        raise RecipeError(f"the task {str(file)!r} must be a mapping with `task`; see docs/after_fit.md")
+    return found
+
+
+def _with_included(file: Path, above: list[Path]) -> Iterator[Path]:
+    if file in above:
+        raise RecipeError(f"the task {str(file)!r} includes itself; take the include out")
+    yield file
+    included = _content(file, _text(file)).get("include", [])
+    for name in included if isinstance(included, list) else [included]:
+        yield from _with_included((file.parent / str(name)).resolve(), [*above, file])
+
+
+def _metrics(file: Path, text: str) -> Iterator[str]:
+    listed = _content(file, text).get("metric_list")
+    for metric in listed if isinstance(listed, list) else []:
+        name = metric.get("metric") if isinstance(metric, dict) else None
+        if isinstance(name, str):
+            yield name if not metric.get("hf_evaluate") else f"evaluate.{name}"
+
+
+def _check_metric(file: Path, name: str) -> None:
+    import lm_eval.api.metrics  # noqa: F401 (registers the metrics)
+    from lm_eval.api.registry import metric_registry
+
+    is_known = name in metric_registry
+    if not is_known and not allowed_code.is_allowed("evaluate", allowed_code.allowed_by_user()):
+        raise RecipeError(
+            f"the task {str(file)!r} has the metric {name!r}, which is none of lm-evaluation-harness "
+            f"({', '.join(sorted(metric_registry))}): the package `evaluate` would run it as code of the hub; if you "
+            f"trust that, add {allowed_code.OPTION} evaluate"
+        )

@@ -1,0 +1,30 @@
+"""Parts of lm-evaluation-harness 0.4.13 that it has no options for: the sandbox of templates, progress bars."""
+
+from datasets import disable_progress_bars
+from jinja2 import BaseLoader, StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+from tqdm import tqdm
+
+
+def sandbox_templates() -> None:
+    """Render the texts of tasks in Jinja's sandbox from now on: task files are often downloaded."""
+    from lm_eval import utils
+
+    sandbox = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
+    sandbox.filters.update(utils.env.filters)
+    utils.env = sandbox
+
+
+def show_no_progress() -> None:
+    """Leave out the harness's progress bars, as in a file or a pipe; it has no option for that."""
+    import lm_eval.api.model
+    import lm_eval.api.task
+    import lm_eval.models.huggingface
+
+    for module in (lm_eval.api.model, lm_eval.api.task, lm_eval.models.huggingface):
+        module.tqdm = _no_bar
+    disable_progress_bars()
+
+
+def _no_bar(*args: object, **options: object) -> tqdm:
+    return tqdm(*args, **{**options, "disable": True})

@@ -1,0 +1,128 @@
+"""Tasks that cannot be run are refused with what to do, before any weights are loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import run
+
+pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
+
+from lm_eval.tasks import TaskManager
+
+from lit_ft.errors import RecipeError
+from lit_ft.evaluation import harness_tasks
+from lit_ft.evaluation.harness_tasks import load_tasks
+
+pytestmark = pytest.mark.slow
+TASK = """\
+task: mine
+dataset_path: json
+dataset_kwargs: {data_files: {test: ROWS}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text('{"question": "red", "answer": "blue"}\n')
+    path = tmp_path / "mine.yaml"
+    path.write_text(TASK.replace("ROWS", str(tmp_path / "rows.jsonl")))
+    return path
+
+
+def refused(*names: object, manager: Any = None) -> str:
+    with pytest.raises(RecipeError) as refusal:
+        load_tasks([str(name) for name in names], manager)
+    return str(refusal.value)
+
+
+def test_a_local_task_is_read_without_a_network(task: Path) -> None:
+    (found,) = load_tasks([str(task)])
+    assert found.doc_to_text(found.dataset["test"][0]) == "red"
+
+
+def test_a_name_that_is_unknown_has_close_ones(task: Path) -> None:
+    manager = TaskManager(include_path=task.parent, include_defaults=False)
+    assert [one.task_name for one in load_tasks(["mine"], manager)] == ["mine"]
+    assert "did you mean mine?" in refused("mina", manager=manager)
+    assert "`lm_eval ls tasks` lists them" in refused("zzzzzz", manager=manager)
+    assert "'mine' twice" in refused("mine", task, manager=manager)
+
+
+def test_files_that_are_missing_or_damaged(task: Path) -> None:
+    assert "there is no such file" in refused(task.with_name("other.yaml"))
+    text = task.read_text()
+    task.write_text("task: [")
+    assert "is no YAML" in refused(task)
+    task.write_text("- a list")
+    assert "must be a mapping" in refused(task)
+    task.write_text("group: several\ntask: [hellaswag, winogrande]")
+    assert "is a group of tasks" in refused(task)
+    task.write_text(text + "include: mine.yaml\n")
+    assert "includes itself" in refused(task)
+    task.write_text(text.replace("rows.jsonl", "gone.jsonl"))
+    assert "cannot be read (FileNotFoundError" in refused(task)
+
+
+def test_data_of_the_hub_is_refused_without_a_network(task: Path) -> None:
+    task.write_text(task.read_text().replace("dataset_path: json", "dataset_path: someone/something"))
+    message = refused(task)
+    assert "'someone/something' of the Hugging Face hub, which cannot be had" in message
+    assert "YAML file over local data" in message
+
+
+def test_code_runs_only_where_the_user_allows_it(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (task.parent / "mycode.py").write_text("def text(row):\n    return row['question'] + '!'\n")
+    text = task.read_text()
+    task.write_text(text.replace('"{{question}}"', "!function mycode.text"))
+    assert "--allow_code mycode" in refused(task)
+    monkeypatch.setenv("LIT_FT_ALLOW_CODE", "mycode")
+    (found,) = load_tasks([str(task)])
+    assert found.doc_to_text(found.dataset["test"][0]) == "red!"
+    task.write_text(text.replace("exact_match", "someone/metric"))
+    assert "--allow_code evaluate" in refused(task)
+
+
+def test_templates_run_in_a_sandbox(task: Path) -> None:
+    task.write_text(task.read_text().replace("{{question}}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"))
+    assert "SecurityError" in refused(task)
+
+
+def test_the_extra_is_named_where_it_is_missing(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness_tasks, "find_spec", lambda name: None)
+    assert "pip install -e '.[evaluate]'" in refused(task)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "nothing to evaluate"),
+        (["--tasks", "x.yaml", "--limit", "0"], "limit=0 must be"),
+        (["--tasks", "x.yaml", "--limit", "1.5"], "limit=1.5 must be"),
+        (["--tasks", "x.yaml", "--num_fewshot", "-1"], "num_fewshot=-1 must be"),
+        (["--tasks", "x.yaml"], "there is no such file"),
+        (["--questions", "q.json"], "belong together"),
+        (["--data.path", "gone.json", "--url", "http://127.0.0.1:9"], "--url runs --tasks"),
+        (["--data.path", "gone.json"], "gone.json"),
+        (["--questions", "gone.json", "--judge_url", "http://127.0.0.1:9"], "does not answer"),
+        (["--data.path", "gone.json", "--no_base", "--against", "other"], "--no_base leaves nothing"),
+    ],
+)
+def test_bad_options(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: str, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in run(capsys, "evaluate", model_folder, *options, code=2)
+    assert not list((tmp_path / "checkpoints").rglob("1"))  # no empty folder is left
+
+
+def test_a_run_without_a_checkpoint(capsys: Any, tmp_path: Path, model_folder: str, task: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("model: {}\ndata: {}\ntrainer: {}\nseed_everything: 1\n")
+    errors = run(capsys, "evaluate", str(tmp_path / "run"), "--tasks", str(task), code=2)
+    assert "there is no checkpoint" in errors

@@ -1,0 +1,146 @@
+"""A judge's verdicts in both orders, and the win rate that they make."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+from conftest import make_rows
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from lit_ft.commands.inference.evaluate import run as evaluate
+from lit_ft.errors import RecipeError
+from lit_ft.evaluation.judging import Judge, Judgment, compare, outcome_of, verdict_of, win_rates
+from lit_ft.inference.openai.client import OpenAIClient
+from lit_ft.protocols import Question
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("Both are fine, but A is shorter. [[A]]", "A"),
+        ("[[C]]", "C"),
+        ("I would say [[B]]. My final verdict is: [[B]]", "B"),
+        ("[[A]] or [[B]]?", None),
+        ("A is better", None),
+        ("", None),
+    ],
+)
+def test_a_verdict_is_one_of_three_marks(text: str, verdict: str | None) -> None:
+    assert verdict_of(text) == verdict
+
+
+@pytest.mark.parametrize(
+    ("first", "swapped", "outcome"),
+    [
+        ("A", "B", "win"),
+        ("B", "A", "loss"),
+        ("A", "A", "tie"),  # the judge prefers a place
+        ("B", "B", "tie"),
+        ("A", "C", "tie"),
+        ("C", "C", "tie"),
+        ("A", None, "unread"),
+        (None, "B", "unread"),
+    ],
+)
+def test_a_win_needs_both_orders(first: str | None, swapped: str | None, outcome: str) -> None:
+    assert outcome_of(first, swapped) == outcome  # type: ignore[arg-type]
+
+
+def test_a_win_rate_counts_ties_half_and_leaves_out_what_cannot_be_read() -> None:
+    outcomes = ["win", "win", "win", "loss", "tie", "tie", "unread"]
+    judgments = [Judgment("q", "a", "b", outcome, ("x", "y")) for outcome in outcomes]  # type: ignore[arg-type]
+    ((own,), (base,), note) = win_rates("questions", judgments)
+    assert own.value == pytest.approx(4 / 6)
+    assert base.value == pytest.approx(2 / 6)
+    # points 1, 1, 1, 0, 0.5, 0.5: variance 5/6 / 5
+    assert own.standard_error == pytest.approx((5 / 6 / 5 / 6) ** 0.5)
+    assert "3 wins, 1 losses, 2 ties of 7" in note
+    assert "1 without a verdict" in note
+
+
+def test_no_verdict_at_all_is_an_error() -> None:
+    with pytest.raises(RecipeError, match=r"no verdict .*it said 'hello'"):
+        win_rates("questions", [Judgment("q", "a", "b", "unread", ("hello",))])
+
+
+Decision = Callable[[str, str], str]
+
+
+@contextmanager
+def judging(decide: Decision) -> Iterator[str]:
+    """Address of a judge with OpenAI's interface, which decides on what stands at each place."""
+
+    async def answer(request: Request) -> JSONResponse:
+        text = (await request.json())["messages"][-1]["content"]
+        answer_a, answer_b = (text.partition(f"<{place}>")[2].partition(f"</{place}>")[0] for place in "AB")
+        return JSONResponse({"choices": [{"message": {"role": "assistant", "content": decide(answer_a, answer_b)}}]})
+
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse({"data": [{"id": "judge"}]})
+
+    routes = [Route("/v1/chat/completions", answer, methods=["POST"]), Route("/v1/models", models)]
+    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="warning"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+PROMPT = "{question}: <A>{answer_a}</A> or <B>{answer_b}</B>, with {braces} of its own"
+
+
+def longer(answer_a: str, answer_b: str) -> str:
+    return "[[A]]" if len(answer_a) > len(answer_b) else "[[B]]"
+
+
+def question(text: str) -> Question:
+    return {"row": 0, "id": text, "question": text, "prompt": text, "expected": None}
+
+
+def outcomes(decide: Decision) -> list[str]:
+    with judging(decide) as url:
+        judge = Judge(OpenAIClient(url), "judge", PROMPT, None)
+        rows = [question(text) for text in ("one", "two", "three")]
+        judgments = compare(
+            rows, ["long answer", "short", "same {answer_b}"], ["brief", "much longer", "same {answer_b}"], judge
+        )
+    return [judgment.outcome for judgment in judgments]
+
+
+def test_a_judge_behind_an_address_sees_both_orders() -> None:
+    assert outcomes(longer) == ["win", "loss", "tie"]
+    assert outcomes(lambda *_: "[[A]]") == ["tie", "tie", "tie"]
+    assert outcomes(lambda one, _: "who knows" if one == "brief" else "[[A]]") == ["unread", "tie", "tie"]
+
+
+@pytest.mark.slow
+def test_the_command_compares_a_model_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "questions.json").write_text(json.dumps(make_rows(3, seed=9), ensure_ascii=False))
+    (tmp_path / "judge.txt").write_text(PROMPT)
+    options = ["--questions", "questions.json", "--judge_prompt", "judge.txt", "--max_new_tokens", "5", "--out", "here"]
+    with judging(longer) as url:
+        with pytest.raises(RecipeError, match="its base is not known; name one with --against"):
+            evaluate(["evaluate", model_folder, *options, "--judge_url", url])
+        evaluate(["evaluate", model_folder, *options, "--judge_url", url, "--against", model_folder])
+    assert not (tmp_path / "here" / "1" / "harness-base.json").exists()
+    lines = (tmp_path / "here" / "1" / "judgments.jsonl").read_text().splitlines()
+    assert [json.loads(line)["outcome"] for line in lines] == ["tie"] * 3  # greedy answers of the same model
+    assert "questions.json by judge: 0 wins, 0 losses, 3 ties of 3 (3 with equal answers" in capsys.readouterr().out
+    (tmp_path / "judge.txt").write_text("{question} {answer_a}")
+    with pytest.raises(RecipeError, match=r"has no \{answer_b\}"):
+        Judge.with_prompt(OpenAIClient(url), "judge", "judge.txt", 1)
