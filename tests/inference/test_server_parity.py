@@ -131,7 +131,7 @@ def test_each_fault_is_found_and_nothing_else(
         if fault is merged_in_bf16:
             assert compared(trained, url, "--bound", "1") == 0
         if fault is unchanged:
-            with pytest.raises(RecipeError, match=r"has no model 'other'; name one of run"):
+            with pytest.raises(RecipeError, match=r"has no model 'other'; give --model one of run"):
                 compared(trained, url, "--model", "other")
             with pytest.raises(RecipeError, match="answers 401: .*--api_key"):
                 compared(trained, url, "--api_key", "wrong")

@@ -180,7 +180,7 @@ class Found:
         for side, model in names.items():
             if model is None:
                 continue
-            client.chosen(model)
+            client.chosen(model, option="--model" if side == "fine-tuned" else "--base_model")
             lm = ServedLM(client, model, tokenizer, template, self.options.batch_size, options.api)
             self._add(side, harness.run_harness(lm, self.tasks, self.options, template is not None))
             self.notes.append(f"{side}: {model} at {client.url}")
@@ -266,7 +266,7 @@ def _judge(options: Namespace) -> judging.Judge | None:
     if options.judge_url is None:
         return None
     client = OpenAIClient(options.judge_url, options.judge_api_key, timeout=600)
-    model = client.chosen(options.judge_model)
+    model = client.chosen(options.judge_model, option="--judge_model")
     return judging.Judge.with_prompt(client, model, options.judge_prompt, options.batch_size)
 
 

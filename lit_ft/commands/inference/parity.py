@@ -6,7 +6,6 @@ from datetime import datetime
 from pathlib import Path
 
 from jsonargparse import Namespace
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.output.printable import printable
 from lit_callbacks.report.tables import ReportTable
 from rich.console import Console
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from lit_ft.errors import RecipeError
 from lit_ft.inference.answered_turns import AnsweredTurns, answered_turns
-from lit_ft.inference.openai.client import OpenAIClient, ServerFailed
+from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.inference.opening import open_model
 from lit_ft.inference.server_parity import Parity, TurnParity, compare
 from lit_ft.recipe.parser import RecipeParser
@@ -56,7 +55,7 @@ def run(arguments: list[str]) -> None:
     if not folder.config.is_file():
         raise RecipeError(f"{options.path!r} is no run: it has no config.yaml; name the folder that fit wrote")
     client = OpenAIClient(options.url, options.api_key)
-    name = _chosen(options.model, client, Path(options.path).resolve().name)
+    name = client.chosen(options.model, Path(options.path).resolve().name)
     opened = open_model(options.path, options.ckpt_path)
     answered = answered_turns(folder.recipe(), opened, options.split, options.rows)
     parity = compare(opened, answered.turns, client, name, options.bound, options.max_new_tokens)
@@ -66,22 +65,6 @@ def run(arguments: list[str]) -> None:
     _table(parity, title, notes, _command(options, name), bool(faults)).write(folder.root, "parity")
     if faults:
         raise SystemExit(1)
-
-
-def _chosen(given: str | None, client: OpenAIClient, folder: str) -> str:
-    """Name of the model: the given one, the server's only one, or that of the run's folder."""
-    try:
-        served = client.models()
-    except ServerFailed as error:
-        if given is None:
-            raise RecipeError(f"{error}; without a list of models, name the model with --model") from error
-        rank_zero_warn(f"--model {given} is taken as it is: {error}")
-        return given
-    if given is None:
-        given = served[0] if len(served) == 1 else folder
-    if given not in served:
-        raise RecipeError(f"{client.url} has no model {given!r}; give --model one of {', '.join(served)}")
-    return given
 
 
 COLUMNS = ("turn", "prompt", "log-probability: largest", "mean", "greedy answer")

@@ -12,6 +12,8 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lit_ft.errors import RecipeError
 
 Json = dict[str, object]
@@ -79,21 +81,28 @@ class OpenAIClient:
         except (Lacking, KeyError, TypeError) as error:
             raise RecipeError(f"{self.url} has no list of models at /v1/models ({error}); is it OpenAI's?") from error
 
-    def chosen(self, given: str | None, default: str | None = None) -> str:
+    def chosen(self, given: str | None, default: str | None = None, option: str = "--model") -> str:
         """Name of a model that the server has.
 
         Args:
             given: name; None takes the server's only one.
             default: name to take where it has several.
+            option: option of the command that gives the name.
 
         Raises:
             RecipeError: there is no server, or it has no such model.
         """
-        served = self.models()
+        try:
+            served = self.models()
+        except ServerFailed as error:
+            if given is None:
+                raise RecipeError(f"{error}; without a list of models, name the model with {option}") from error
+            rank_zero_warn(f"{option} {given} is taken as it is: {error}")
+            return given
         name = given or (served[0] if len(served) == 1 else default)
         if name not in served:
             what = "several models" if name is None else f"no model {name!r}"
-            raise RecipeError(f"{self.url} has {what}; name one of {', '.join(served)}")
+            raise RecipeError(f"{self.url} has {what}; give {option} one of {', '.join(served)}")
         return name
 
     def prompt_ids(self, model: str, messages: Sequence[Mapping[str, object]], tools: object) -> list[int]:
