@@ -76,14 +76,21 @@ def run(arguments: list[str]) -> None:
 
 @contextmanager
 def _in_the_report_alone() -> Iterator[None]:
-    """Silence the messages of ``fit`` about the data: the report has them."""
+    """Silence the messages of ``fit`` about the data, which the report has, but not those about long work."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or record.module in _MODULES_OF_PROGRESS
+
+    logger.addFilter(is_shown)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(is_shown)
+
+
+_MODULES_OF_PROGRESS = ("heartbeat", "row_count")
+"""Modules whose messages say how far long work is."""
 
 
 class CheckCLI(TrainingCLI):

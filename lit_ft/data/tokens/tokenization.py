@@ -9,14 +9,15 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
 from datetime import date
 from functools import cached_property
 from itertools import chain
+from multiprocessing.synchronize import Event
 from typing import TypeVar
 
 import numpy as np
@@ -250,20 +251,20 @@ Part = tuple[int, np.ndarray, Encoded]
 _tokenizations: Sequence[Tokenization]
 
 
-def _start_worker(tokenizations: Sequence[Tokenization]) -> None:
+def _start_worker(tokenizations: Sequence[Tokenization], is_over: Event) -> None:
     global _tokenizations
     _tokenizations = tokenizations
     gc.freeze()  # objects of the parent need not be traversed in each collection
-    # A terminal sends Ctrl-C to all processes; the parent ends the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    # A terminal sends Ctrl-C to all processes, `timeout` and schedulers SIGTERM: the parent ends the workers.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(), is_over), daemon=True).start()
 
 
-def _end_with_parent(parent: int) -> None:
+def _end_with_parent(parent: int, is_over: Event) -> None:
     # A worker holds both ends of the pipe that it reads from, so it would never notice that the parent was killed.
-    while os.getppid() == parent:
-        time.sleep(0.5)
+    while os.getppid() == parent and not is_over.wait(0.5):
+        pass
     os._exit(1)
 
 
@@ -304,9 +305,14 @@ def encode_batches(
             yield tag, locations, encode_batch([(source, row) for source, _, row in batch], tokenizations)
         return
     # Not multiprocessing.Pool: it waits forever if a worker was killed.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context(), _start_worker, (tokenizations,)) as pool:
+    context = multiprocessing.get_context()
+    is_over = context.Event()
+    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizations, is_over)) as pool:
         try:
             yield from _in_order(pool, batches, max(2 * workers, ahead))
+        except BrokenProcessPool:
+            is_over.set()  # the pool ends the others by SIGTERM
+            raise
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # otherwise waiting batches are tokenized first
             raise
