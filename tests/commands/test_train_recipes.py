@@ -76,7 +76,6 @@ def quickstart_with(fragment: Path, *options: str) -> Any:
 def test_fragments_run_on_top_of_the_quickstart(
     path: Path,
     tmp_path: Path,
-    model_folder: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
@@ -108,8 +107,6 @@ def test_fragments_run_on_top_of_the_quickstart(
         assert REFUSED[path.stem] in capsys.readouterr().err
         return
     else:
-        if path.stem == "compile":  # each layer takes seconds to compile
-            options += ["--model.pretrained", model_folder]
         if path.stem == "lora_experts":
             options += ["--model.pretrained", save_model("qwen3_moe", tmp_path / "model")]
         assert quickstart_with(name, *options, *INSTEAD.get(path.stem, [])) == 0
