@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PretrainedConfig
 
-from lit_ft.commands.train import TrainingCLI, check_trainer
+from lit_ft.commands.train import TrainingCLI
 from lit_ft.data.inspection import (
     Report,
     describe_lengths,
@@ -38,6 +38,7 @@ from lit_ft.model.architecture import Architecture
 from lit_ft.packed_batch import pack_samples
 from lit_ft.recipe.allowed_code import as_options
 from lit_ft.recipe.option_parser import OptionParser
+from lit_ft.recipe.trainer_checks import check_trainer
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
 from lit_ft.training.optimizers.schedules import WarmupSchedule

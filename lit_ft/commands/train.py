@@ -1,24 +1,19 @@
 """The commands ``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with lit_ft's defaults."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Optional, get_type_hints
+from typing import Any
 
-import torch
-from jsonargparse import ActionYesNo, Namespace, set_parsing_settings
-from jsonargparse.typing import PositiveInt
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import (
     ArgsType,
     LightningArgumentParser,
     LightningCLI,
-    LRSchedulerCallable,
-    OptimizerCallable,
     ReduceLROnPlateau,
     SaveConfigCallback,
 )
@@ -50,7 +45,6 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
 from lit_ft.export.adapter_folders import check_unchanged
 from lit_ft.export.folder_texts import texts_of
-from lit_ft.internals.jsonargparse import allow_untyped
 from lit_ft.model.config.positions import check_positions
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.generation import GREEDY, Sampling
@@ -60,8 +54,10 @@ from lit_ft.recipe.allowed_code import as_options, check_unpickling
 from lit_ft.recipe.callback_checks import EarlyStoppingCheck, check_callbacks
 from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
 from lit_ft.recipe.files import check_files, expand_home, in_order
-from lit_ft.recipe.parse_errors import shortened, unwrap_class_error
-from lit_ft.recipe.parser import DEFAULT_CLASSES, RecipeParser
+from lit_ft.recipe.parse_errors import unwrap_class_error
+from lit_ft.recipe.parser import RecipeParser
+from lit_ft.recipe.run_options import add_predict_options, add_run_options
+from lit_ft.recipe.trainer_checks import explained_trainer
 from lit_ft.run import choice, predictions
 from lit_ft.run.choice import RunChoice
 from lit_ft.run.folder import RunFolder
@@ -92,30 +88,6 @@ def run(arguments: list[str]) -> None:
         choice.forget()
 
 
-_HELP = {
-    "run_dir": "Folder of the run: config.yaml, metrics.csv, tensorboard/, checkpoints/, adapter/, merged/. "
-    "Default: checkpoints/runs/<recipe>/<time>.",
-    "resume": "For fit: auto resumes the newest good checkpoint of run_dir, or starts where there is none, so that one "
-    "command does for both. Without run_dir it resumes the recipe's newest run that did not come to its end.",
-    "resume_data": "Where the checkpoint was written on other data, or in another order: same refuses, changed begins "
-    "its epoch again on what there is now.",
-    "merge": "After training, also write the merged model (in full fine-tuning: the model) to RUN_DIR/merged.",
-    "optimizer": "Optimizer class and its arguments. Default: torch.optim.AdamW with a learning rate of 1e-4.",
-    "lr_scheduler": "Schedule class and its arguments, e.g. lit_ft.schedules.CosineWithWarmup. Default: constant.",
-}
-
-_PREDICT_HELP = {
-    "out": "File of the answers, which must not exist. Default: predictions.jsonl in the run folder, or, where that "
-    "exists, predictions-2.jsonl, ...",
-    "max_new_tokens": "Longest answer, in tokens. Default: that of the model, model.max_new_tokens.",
-    "temperature": "Divisor of the logits; 0 is greedy: always the most probable token.",
-    "top_p": "Draw among the most probable tokens that together have this probability; needs a temperature.",
-    "top_k": "Draw among this many most probable tokens; needs a temperature.",
-    "seed": "Seed of the draws. The answer to a row depends on it and on the number of the row alone, not on batches "
-    "or ranks.",
-}
-
-
 def fit_parser() -> LightningArgumentParser:
     """Parser of the options of ``fit``, for those who show them in another way than ``--help``."""
     try:
@@ -127,39 +99,6 @@ def fit_parser() -> LightningArgumentParser:
 
 def _missing(defaults: list[Callback], given: list[Callback]) -> list[Callback]:
     return [default for default in defaults if not any(isinstance(one, type(default)) for one in given)]
-
-
-@contextmanager
-def _explained_trainer(accelerator: str) -> Iterator[None]:
-    """Turn what ``Trainer`` raises for bad arguments into a ``RecipeError``."""
-    try:
-        yield
-    except (ValueError, TypeError, MisconfigurationException) as error:
-        is_absent = accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
-        advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu" if is_absent else ""
-        raise RecipeError(f"trainer: {shortened(str(error), 400)}{advice}") from error
-
-
-_OF_ANY_MACHINE = (
-    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "log_every_n_steps", "overfit_batches"),
-    *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
-    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
-)
-"""Options of ``Trainer`` that do not depend on devices."""
-
-
-def check_trainer(options: Namespace) -> None:
-    """Refuse what ``Trainer`` refuses, but for devices, strategy and precision.
-
-    Args:
-        options: options of ``trainer`` in a recipe.
-
-    Raises:
-        RecipeError: ``Trainer`` refuses a value.
-    """
-    given = {name: value for name, value in options.items() if name in _OF_ANY_MACHINE}
-    with _explained_trainer("cpu"):
-        Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **given)
 
 
 class SaveRecipe(SaveConfigCallback):
@@ -219,31 +158,13 @@ class TrainingCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of a run, and lit_ft's classes as defaults."""
-        parser.add_argument("--resume", type=Optional[Literal["auto"]], default=None, help=_HELP["resume"])
-        parser.add_argument("--run_dir", type=Optional[str], default=None, help=_HELP["run_dir"])
-        same_or_changed = Literal["same", "changed"]
-        parser.add_argument("--resume_data", type=same_or_changed, default="same", help=_HELP["resume_data"])
-        parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
-        for name, made in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
-            allow_untyped(parser.add_argument(f"--{name}", type=Optional[made], default=None, help=_HELP[name]))
-        for part, default in DEFAULT_CLASSES.items():
-            parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})
-        for name in ("optimizer", "lr_scheduler"):
-            parser.link_arguments(name, f"model.init_args.{name}")
+        add_run_options(parser)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Parser of a subcommand: Lightning has no public way to give one of them options of its own."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "predict":
-            parser.add_argument("--out", type=Optional[str], default=None, help=_PREDICT_HELP["out"])
-            parser.add_argument(
-                "--max_new_tokens", type=Optional[PositiveInt], default=None, help=_PREDICT_HELP["max_new_tokens"]
-            )
-            for option in fields(Sampling):
-                kind = get_type_hints(Sampling)[option.name]
-                parser.add_argument(
-                    f"--{option.name}", type=kind, default=option.default, help=_PREDICT_HELP[option.name]
-                )
+            add_predict_options(parser)
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -360,7 +281,7 @@ class TrainingCLI(LightningCLI):
             if sys.stdout.isatty():
                 kwargs["callbacks"].append(RunProgressBar())
         kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
-        with _explained_trainer(str(given.accelerator)):
+        with explained_trainer(str(given.accelerator)):
             trainer = super().instantiate_trainer(**kwargs)
         if starts_ranks(trainer):
             choose_threads_of_ranks(trainer.num_devices)

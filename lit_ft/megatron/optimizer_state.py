@@ -118,7 +118,10 @@ def obstacle(checkpoint: Checkpoint, shape: ModelShape) -> str | None:
     if len(states) != 1 or len(names) != 1 or len(states[0]["state"]) != len(names[0]):
         return "the checkpoint does not hold one state for each weight"
     weights = {key.hugging_face(part) for key in shape.all_keys() for part in key.weight.parts}
-    if left_out := weights - {name.removeprefix(MODULE) for name in names[0]}:
+    trained = {name.removeprefix(MODULE) for name in names[0]}
+    if not weights & trained:
+        return "an adapter's has nothing of the model's weights"
+    if left_out := weights - trained:
         return f"{len(left_out)} of {len(weights)} weights do not train, and Megatron keeps a state of all"
     kept = set[str]().union(*states[0]["state"].values())
     if kept != {*MOMENTS, "step"}:

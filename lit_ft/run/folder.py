@@ -170,17 +170,18 @@ def _order(run: Path) -> tuple[str, int]:
     return datetime.fromtimestamp(run.stat().st_mtime).strftime(_TIME), 1
 
 
-def new_run(recipe: str, create: bool = False, runs: Path = RUNS) -> RunFolder:
+def new_run(recipe: str, create: bool = False, runs: Path | None = None) -> RunFolder:
     """Choose a new run folder ``checkpoints/runs/<recipe>/<time>`` that sorts after all existing ones.
 
     Args:
         recipe: name of the recipe.
         create: whether to create the folder, so that no other process gets the same name.
-        runs: folder in place of ``checkpoints/runs``.
+        runs: folder in place of ``RUNS``.
 
     Raises:
         RecipeError: the folder cannot be created.
     """
+    runs = runs or RUNS
     named = [run for run in (runs / recipe).glob("*") if _NAME.fullmatch(run.name)]
     time, number = max([(datetime.now().strftime(_TIME), 0), *map(_order, named)])
     while True:

@@ -122,6 +122,7 @@ def test_states_that_are_not_converted(model_folder: str, checkpoint: Checkpoint
         return obstacle({"optimizer_names": [names], "optimizer_states": [{"state": states}]}, shape)
 
     assert reason(names, {}) == "the checkpoint does not hold one state for each weight"
+    assert reason(["lora_A"], {0: states[0]}) == "an adapter's has nothing of the model's weights"
     said = reason(names[1:], {number: states[number] for number in range(1, len(names))})
     assert said == f"1 of {len(names)} weights do not train, and Megatron keeps a state of all"
     said = reason(names, {number: {"momentum_buffer": torch.zeros(1)} for number in states})

@@ -85,7 +85,7 @@ class InitialAdamState(Callback):
                 said = f"is {shape}" if shape else "is missing"
                 raise RecipeError(
                     f"InitialAdamState: {moment} of {name} {said} in {self.folder}, and the weight is "
-                    f"{tuple(parameter.shape)}; train the model that was converted with it, without new tokens"
+                    f"{tuple(parameter.shape)}; train all weights (peft: null) of the model that was converted with it"
                 )
         for name, parameter in trains.items():
             with safe_open(places[name][0], framework="pt") as opened:

@@ -1,0 +1,49 @@
+"""Arguments of Lightning's ``Trainer`` in a recipe, which ``Trainer`` itself checks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_ft.errors import RecipeError
+from lit_ft.recipe.parse_errors import shortened
+
+
+@contextmanager
+def explained_trainer(accelerator: str) -> Iterator[None]:
+    """Turn what ``Trainer`` raises for bad arguments into a ``RecipeError``.
+
+    Args:
+        accelerator: accelerator of the recipe.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        is_absent = accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
+        advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu" if is_absent else ""
+        raise RecipeError(f"trainer: {shortened(str(error), 400)}{advice}") from error
+
+
+_OF_ANY_MACHINE = (
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "log_every_n_steps", "overfit_batches"),
+    *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+)
+"""Options of ``Trainer`` that do not depend on devices."""
+
+
+def check_trainer(options: Namespace) -> None:
+    """Refuse what ``Trainer`` refuses, but for devices, strategy and precision.
+
+    Args:
+        options: options of ``trainer`` in a recipe.
+
+    Raises:
+        RecipeError: ``Trainer`` refuses a value.
+    """
+    given = {name: value for name, value in options.items() if name in _OF_ANY_MACHINE}
+    with explained_trainer("cpu"):
+        Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **given)
