@@ -39,9 +39,6 @@ from lit_ft.training.console import show_progress_on_terminals_only
 WeightType = Literal["f32", "f16", "bf16", "q8_0"]
 """Types of weights in GGUF files: 32, 16, 16 and 8 bits."""
 
-Output = Literal["adapter", "merged", "gguf", "gguf_adapter"]
-"""Kinds of folders that are written; also their names in a run's folder."""
-
 Check = Callable[[ModelSpec, Sequence[PeftConfig | None]], None]
 """Check of a base model and its adapters, before weights are read; None stands for full fine-tuning."""
 
@@ -96,8 +93,8 @@ def export(
         run: folder of the run; together with adapter, only its base model is used.
         adapter: folders of adapters or runs, each PATH or PATH=WEIGHT.
         base: base model of the adapters, a folder or hub id; by default that of the run or of the first adapter.
-        out: output folder; by default RUN/adapter, RUN/merged, RUN/gguf or RUN/gguf_adapter, with -best behind it for
-            ckpt_path=best.
+        out: output folder; by default RUN/adapter, RUN/merged, RUN/gguf-TYPE or RUN/gguf_adapter, with -best behind it
+            for ckpt_path=best.
         merge: merge the adapter into the base model; also needed to export a full fine-tuning.
         dtype: dtype of the merged weights; by default that of the base model.
         quantized_base: merge into a base in 4 or 8 bits: dequantize it, or keep it quantized and quantize the merged
@@ -121,7 +118,7 @@ def export(
         exported = _of_run(folder, ckpt_path, check)
     else:
         raise RecipeError("there is nothing to export; name a run, or adapters with --adapter")
-    kind: Output = "gguf_adapter" if gguf_adapter else "gguf" if gguf else "merged" if merge else "adapter"
+    kind = "gguf_adapter" if gguf_adapter else f"gguf-{gguf}" if gguf else "merged" if merge else "adapter"
     destination = _destination(out, None if adapter else folder, kind, ckpt_path)
     if destination.resolve() == Path(exported.base).resolve():
         raise RecipeError(f"out={str(destination)!r} is the base model itself; name another folder")
@@ -240,12 +237,12 @@ def _run_folder(run: str) -> RunFolder:
 
 
 def _name_of(to: Path) -> str:
-    """Name of a model, from its folder; RUN/gguf has the run's."""
+    """Name of a model, from its folder; RUN/gguf-TYPE has the run's."""
     path = to.resolve()
     return path.parent.name if path.name.startswith("gguf") else path.name
 
 
-def _destination(out: str | None, folder: RunFolder | None, kind: Output, ckpt_path: str) -> Path:
+def _destination(out: str | None, folder: RunFolder | None, kind: str, ckpt_path: str) -> Path:
     if out is not None:
         return Path(out)
     if folder is None:

@@ -49,9 +49,9 @@ def test_a_merged_model(trained: Path, said: Callable[..., str]) -> None:
     assert "merge verified" in text
     assert "GGUF verified: llama.cpp's log-probabilities differ by" in text
     assert "prompts of 3 of 3 conversations have the tokens of training" in text
-    files = {path.name for path in (trained / "gguf").iterdir()}
+    files = {path.name for path in (trained / "gguf-f32").iterdir()}
     assert files == {"model-f32.gguf", "Modelfile", "README.md", "manifest.json"}
-    assert set(json.loads((trained / "gguf" / "manifest.json").read_text())["files"]) == files - {"manifest.json"}
+    assert set(json.loads((trained / "gguf-f32" / "manifest.json").read_text())["files"]) == files - {"manifest.json"}
 
 
 def test_an_adapter_with_its_base(trained: Path, said: Callable[..., str], tmp_path: Path) -> None:

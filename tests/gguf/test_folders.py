@@ -32,6 +32,7 @@ from lit_ft.gguf.pre_tokenizers import EXPRESSIONS
 from lit_ft.gguf.verification import check_tensors
 
 pytest.importorskip("xllamacpp")
+pytestmark = pytest.mark.slow
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
