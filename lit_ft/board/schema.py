@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from inspect import signature
@@ -186,7 +186,10 @@ def _fields_of(key: str, class_path: str) -> list[Field]:
         options.add_class_arguments(cls, key, fail_untyped=False, skip=_first_positional(cls))
     except (ImportError, AttributeError, TypeError, ValueError):  # `check` says what is wrong with the class
         return []
-    return [_field(one) for one in option_schemas(options)]
+    # PEFT describes its options there, and not in its docstrings.
+    helps = {one.name: str(one.metadata.get("help", "")) for one in fields(cls)} if is_dataclass(cls) else {}
+    found = [_field(one) for one in option_schemas(options)]
+    return [replace(one, help=one.help or _plain(helps.get(one.name.rpartition(".")[2], ""))) for one in found]
 
 
 def _first_positional(cls: Callable[..., object]) -> set[str | int]:

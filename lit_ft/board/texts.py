@@ -87,9 +87,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     "export": ("Export", "导出"),
     "no metrics": ("Nothing is logged yet.", "还没有记录。"),
     "no samples": (
-        "No samples: add lit_callbacks.SampleGenerations to trainer.callbacks.",
-        "没有样例：请在 trainer.callbacks 中加入 lit_callbacks.SampleGenerations。",
+        "No samples: add lit_callbacks.SampleGenerations or lit_ft.ExactMatch to trainer.callbacks.",
+        "没有样例：请在 trainer.callbacks 中加入 lit_callbacks.SampleGenerations 或 lit_ft.ExactMatch。",
     ),
+    "expected": ("expected: {}", "应为：{}"),
     "no log": (
         "This run was started elsewhere; its output is where it was started.",
         "该训练由其他进程启动，输出在启动它的地方。",

@@ -63,6 +63,7 @@ def test_options_of_a_class_are_those_of_the_recipe(schema: Schema) -> None:
     ia3 = RecipeText("model: {peft: {class_path: peft.IA3Config}}")
     assert "model.peft.lora_alpha" in schema.fields(lora)
     assert "model.peft.lora_alpha" not in schema.fields(ia3)
+    assert "Low-Rank Adaptation" in schema.fields(lora)["model.peft.use_dora"].help
     assert "model.peft.feedforward_modules" in schema.fields(ia3)
 
 

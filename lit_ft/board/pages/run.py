@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 from lit_callbacks.output.quantities import MIB, as_size, as_time
 from lit_callbacks.output.step_lines import read_lines
-from lit_callbacks.report.report_data import Points
+from lit_callbacks.report.report_data import VALIDATION_ANSWERS, Points
 from nicegui import ui
 
 from lit_ft.board.board import Board, shown
@@ -24,6 +24,8 @@ from lit_ft.errors import RecipeError
 from lit_ft.run.folder import RunFolder
 
 SHOWN_SAMPLES = 40
+_LATER = ("throughput/", "memory/")
+"""Beginnings of metrics that come last in the list of others."""
 _FIRST = {
     "chart loss": ("train/loss", "val/loss"),
     "chart rate": ("train/learning_rate",),
@@ -94,15 +96,15 @@ class _RunView:
                     self._select.move(target_index=1)
         with ui.tab_panel("samples"):
             self._samples = ui.element("div")
-        with ui.tab_panel("console"):
-            self._log = ui.label().classes("command log").props('data-mark="console"')
+        with ui.tab_panel("console"), ui.element("div").classes("command log tail"):
+            self._log = ui.label().props('data-mark="console"')
         with ui.tab_panel("chat"):
             self._chat = ChatPanel(self._board, texts, self._folder)
         with ui.tab_panel("export"):
             self._export = ExportPanel(self._board, texts, self._folder)
         with ui.tab_panel("recipe"):
             self._config = ui.label().classes("command")
-        self._sample_count = -1
+        self._sample_counts = (-1, -1)
 
     # --- what is shown -----------------------------------------------------------------------------
 
@@ -111,9 +113,7 @@ class _RunView:
         summary, curves, log = await asyncio.to_thread(self._read)
         self._show_state(summary, curves)
         self._show_curves(curves)
-        if log != self._log.text:
-            self._log.text = log
-            ui.run_javascript(f"const box = getHtmlElement({self._log.id}); if (box) box.scrollTop = box.scrollHeight")
+        self._log.text = log
         self._show_samples()
         self._export.update()
 
@@ -154,7 +154,7 @@ class _RunView:
         for chart in (*self._charts, self._other):
             chart.update(curves)
         used = {name for metrics in _FIRST.values() for name in metrics}
-        others = sorted(name for name in curves if name not in used)
+        others = sorted((name for name in curves if name not in used), key=lambda name: (name.startswith(_LATER), name))
         if others and others != self._select.options:
             self._select.set_options(others, value=self._select.value or others[0])
         self._other.box.set_visibility(bool(others))
@@ -164,23 +164,33 @@ class _RunView:
         self._other.update(self._board.runs.curves(self._folder))
 
     def _show_samples(self) -> None:
-        path = self._folder.root / "samples.jsonl"
         try:
-            lines = read_lines(path) if path.is_file() else []
+            samples = read_lines(self._folder.root / "samples.jsonl")
+            judged = read_lines(self._folder.root / VALIDATION_ANSWERS)
         except (OSError, ValueError):  # a line that is being written
             return
-        if len(lines) == self._sample_count:
+        if (len(samples), len(judged)) == self._sample_counts:
             return
-        self._sample_count = len(lines)
+        self._sample_counts = len(samples), len(judged)
+        last = [line for line in judged if line.get("step") == judged[-1].get("step")]
         self._samples.clear()
         with self._samples:
-            if not lines:
+            if not samples and not judged:
                 ui.label(self._texts("no samples")).classes("card")
-            for line in lines[: -SHOWN_SAMPLES - 1 : -1]:
-                ui.label(str(line.get("prompt", ""))).classes("question text")
-                with ui.element("div").classes("card"):
-                    ui.label(f"{self._texts('step')} {line.get('step', '')}").classes("quiet")
-                    ui.label(str(line.get("answer", ""))).classes("text")
+            for line in samples[: -SHOWN_SAMPLES - 1 : -1]:
+                self._sample(str(line.get("prompt", "")), line)
+            for line in last[:SHOWN_SAMPLES]:
+                self._sample(str(line.get("question", "")), line)
+
+    def _sample(self, question: str, line: Mapping[str, Any]) -> None:
+        ui.label(question).classes("question text")
+        with ui.element("div").classes("card"):
+            ui.label(f"{self._texts('step')} {line.get('step', '')}").classes("quiet")
+            answer = ui.label(str(line.get("answer", ""))).classes("text")
+            if "expected" in line:  # of an evaluation: the report has all of them
+                answer.classes("good" if line.get("is_right") else "bad")
+                if not line.get("is_right"):
+                    ui.label(self._texts("expected", line["expected"])).classes("quiet text")
 
     # --- what is done ------------------------------------------------------------------------------
 
