@@ -3,6 +3,7 @@
 import argparse
 import os
 import secrets
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,18 +25,19 @@ def run(arguments: list[str]) -> None:
     # Not with RecipeParser: it imports models, which takes seconds.
     parser = argparse.ArgumentParser(prog="python -m lit_ft board", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("runs", nargs="*", type=Path, default=[RUNS], metavar="RUNS", help=f"folders of runs ({RUNS})")
-    parser.add_argument("--recipes", type=Path, default=Path("recipes"), help="folder of recipes (recipes)")
+    parser.add_argument("--recipes", type=Path, help="folder of recipes (recipes, where it exists)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of the machine's")
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (8080)")
     parser.add_argument("--token", help=f"token of the address; by default {TOKEN_VARIABLE}, or a new one")
     options = parser.parse_args(arguments[1:])
     token = _token(options.token)
+    _check_folders(options.runs, options.recipes)
     _check_packages()
     with listening(options.host, options.port) as listener:
         from lit_ft.board.board import Board
         from lit_ft.board.server import application, serve
 
-        board = Board(options.runs, options.recipes, _fit_parser)
+        board = Board(options.runs, options.recipes or Path("recipes"), _fit_parser)
         app = application(board, token, listener.getsockname()[1])
         print(f"runs: {', '.join(map(str, options.runs))}")
         if options.host not in LOOPBACK:
@@ -50,6 +52,14 @@ def _token(given: str | None) -> str:
     if len(token) < 8 or not token.isascii() or not all(c.isalnum() or c in "-._~" for c in token):
         raise RecipeError(f"token={token!r} must have 8 letters, digits or -._~ at least; leave it out for a new one")
     return token
+
+
+def _check_folders(runs: Sequence[Path], recipes: Path | None) -> None:
+    for path in runs:
+        if path.exists() and not path.is_dir():
+            raise RecipeError(f"RUNS={str(path)!r} is no folder; name one, which is made where it is missing")
+    if recipes is not None and not recipes.is_dir():
+        raise RecipeError(f"recipes={str(recipes)!r} is no folder; name one with recipes, or leave it out")
 
 
 def _check_packages() -> None:

@@ -60,6 +60,8 @@ class Page:
         self.wait(lambda: self.part(mark).click() or True)
 
     def write(self, mark: str, text: str) -> None:
+        self.wait(lambda: self.shown(mark))
+        self.click(mark)
         field = self.part(mark)
         field.send_keys(Keys.CONTROL, "a")
         field.send_keys(text or Keys.DELETE)

@@ -297,6 +297,15 @@ def test_a_token_that_an_address_cannot_carry_is_refused(token: str) -> None:
         command.run(["board", "--token", token])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["README.md"], "RUNS='README.md' is no folder"), (["--recipes", "nowhere"], "recipes='nowhere' is no folder")],
+)
+def test_folders_that_are_none_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        command.run(["board", *arguments])
+
+
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_PACKAGES", ("nicegui", "a_package_that_is_absent"))
     with pytest.raises(RecipeError, match=re.escape("board needs a_package_that_is_absent")):
