@@ -181,7 +181,7 @@ class Board:
             model = run.recipe()["model"].get("init_args", {})
             base = [model["pretrained"]] if model.get("peft") is None and "pretrained" in model else []
             key = secrets.token_urlsafe(16)
-            arguments = ["serve", shown(run.root), *base, "--port", "0", "--api_key", key, *_allowed()]
+            arguments = ["serve", *base, shown(run.root), "--port", "0", "--api_key", key, *_allowed()]
             record = self.processes.start(folder, "serve", arguments)
         self._chats[folder] = record
         return record
