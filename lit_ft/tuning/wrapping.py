@@ -164,7 +164,7 @@ def check_numbers(peft: PeftConfig) -> None:
     """
     numbers = {name: value for name, value in vars(peft).items() if isinstance(value, int | float)}
     for name, value in numbers.items():
-        if name == "r" and value < 1:
+        if name == "r" and value < 1 and not numbers.get("oft_block_size"):  # OFT has one of the two
             raise RecipeError(f"model.peft: r={value} must be 1 or more, e.g. 8")
         if name.endswith("dropout") and not 0 <= value < 1:
             raise RecipeError(f"model.peft: {name}={value} must be at least 0 and below 1, e.g. 0.05")

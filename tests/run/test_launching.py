@@ -106,6 +106,7 @@ def only_run(folder: Path) -> Path:
         "config.yaml",
         "environment.json",
         "finished.json",
+        "first_batch.json",
         "metrics.csv",
         "report.html",
         "tensorboard",

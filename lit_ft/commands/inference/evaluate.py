@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_ft.errors import RecipeError
-from lit_ft.evaluation import harness, harness_tasks, held_out, judging, results
-from lit_ft.evaluation.scores import COLUMNS, Cell, Score, compared
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_tokenizer
 from lit_ft.protocols import Question
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.run.state import finished_step
+from lit_ft.scoring import harness, harness_tasks, held_out, judging, results
+from lit_ft.scoring.scores import COLUMNS, Cell, Score, compared
 from lit_ft.training.console import show_progress_on_terminals_only
 
 Side = Literal["fine-tuned", "base"]
@@ -167,7 +167,7 @@ class Found:
 
     def ask(self, options: Namespace) -> None:
         """Run the tasks on a server."""
-        from lit_ft.evaluation.harness_models import ServedLM
+        from lit_ft.scoring.harness_models import ServedLM
 
         tokenizer, template = open_tokenizer(options.path, options.chat_template)
         if options.apply_chat_template is False:

@@ -9,15 +9,16 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from ctypes import c_byte
 from dataclasses import dataclass, fields
 from datetime import date
 from functools import cached_property
 from itertools import chain
-from multiprocessing.synchronize import Event
 from typing import TypeVar
 
 import numpy as np
@@ -251,7 +252,7 @@ Part = tuple[int, np.ndarray, Encoded]
 _tokenizations: Sequence[Tokenization]
 
 
-def _start_worker(tokenizations: Sequence[Tokenization], is_over: Event) -> None:
+def _start_worker(tokenizations: Sequence[Tokenization], is_over: c_byte) -> None:
     global _tokenizations
     _tokenizations = tokenizations
     gc.freeze()  # objects of the parent need not be traversed in each collection
@@ -261,10 +262,10 @@ def _start_worker(tokenizations: Sequence[Tokenization], is_over: Event) -> None
     threading.Thread(target=_end_with_parent, args=(os.getppid(), is_over), daemon=True).start()
 
 
-def _end_with_parent(parent: int, is_over: Event) -> None:
+def _end_with_parent(parent: int, is_over: c_byte) -> None:
     # A worker holds both ends of the pipe that it reads from, so it would never notice that the parent was killed.
-    while os.getppid() == parent and not is_over.wait(0.5):
-        pass
+    while os.getppid() == parent and not is_over.value:
+        time.sleep(0.5)
     os._exit(1)
 
 
@@ -306,12 +307,12 @@ def encode_batches(
         return
     # Not multiprocessing.Pool: it waits forever if a worker was killed.
     context = multiprocessing.get_context()
-    is_over = context.Event()
+    is_over = context.RawValue("b", 0)  # an Event has a lock, which a killed worker may hold
     with ProcessPoolExecutor(workers, context, _start_worker, (tokenizations, is_over)) as pool:
         try:
             yield from _in_order(pool, batches, max(2 * workers, ahead))
         except BrokenProcessPool:
-            is_over.set()  # the pool ends the others by SIGTERM
+            is_over.value = 1  # the pool ends the others by SIGTERM, which they leave to their parent
             raise
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # otherwise waiting batches are tokenized first

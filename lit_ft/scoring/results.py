@@ -12,8 +12,8 @@ from lit_callbacks.report.run_report import write_report
 from lit_callbacks.report.tables import ReportTable
 
 from lit_ft.errors import RecipeError
-from lit_ft.evaluation.scores import COLUMNS, Cell
 from lit_ft.run.folder import RunFolder
+from lit_ft.scoring.scores import COLUMNS, Cell
 
 EVALUATIONS = "evaluations"
 """Folder of the evaluations in a run's folder, and below ``checkpoints/`` those of other models."""

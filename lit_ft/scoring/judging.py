@@ -14,11 +14,11 @@ from statistics import stdev
 from typing import Literal
 
 from lit_ft.errors import RecipeError
-from lit_ft.evaluation.scores import Score
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.model.generation import generate_answers
 from lit_ft.protocols import Question
+from lit_ft.scoring.scores import Score
 
 Verdict = Literal["A", "B", "C"]
 """The first answer is better, the second one, or neither."""

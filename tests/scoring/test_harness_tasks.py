@@ -11,8 +11,8 @@ pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
 from lm_eval.tasks import TaskManager
 
 from lit_ft.errors import RecipeError
-from lit_ft.evaluation import harness_tasks
-from lit_ft.evaluation.harness_tasks import load_tasks
+from lit_ft.scoring import harness_tasks
+from lit_ft.scoring.harness_tasks import load_tasks
 
 pytestmark = pytest.mark.slow
 TASK = """\

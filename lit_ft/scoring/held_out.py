@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
-from lit_ft.evaluation.scores import Score
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.model import loading, rotary_embedding
 from lit_ft.model.isolation import token_mixers
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import RunFolder
+from lit_ft.scoring.scores import Score
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.exact_match import answer_rows
 from lit_ft.training.loss.packed_forward import PackedForward

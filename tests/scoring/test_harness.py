@@ -21,10 +21,10 @@ from lm_eval.tasks import TaskManager
 
 from lit_ft.commands.inference.evaluate import run as evaluate
 from lit_ft.data.text_data import TextDataModule
-from lit_ft.evaluation.harness_models import TrainedLM
 from lit_ft.inference.opening import OpenedModel, open_model
 from lit_ft.model.generation import dense_attention
 from lit_ft.packed_batch import IGNORE_INDEX
+from lit_ft.scoring.harness_models import TrainedLM
 
 pytestmark = pytest.mark.slow
 ROWS = make_rows(12, seed=5)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError
-from lit_ft.evaluation.scores import Score
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.model.generation import dense_attention
+from lit_ft.scoring.scores import Score
 
 if TYPE_CHECKING:  # of the extra `evaluate`
     from lm_eval.api.group import Group
@@ -54,7 +54,7 @@ def run_opened(
     opened: OpenedModel, tasks: "Sequence[Task | Group]", options: HarnessOptions, has_chat: bool
 ) -> dict[str, Any]:
     """Results of tasks on an opened model; ``has_chat`` puts tasks into the chat template."""
-    from lit_ft.evaluation.harness_models import TrainedLM
+    from lit_ft.scoring.harness_models import TrainedLM
 
     with dense_attention(opened.base):
         return run_harness(TrainedLM(opened, options.batch_size, has_chat), tasks, options, has_chat)

@@ -13,8 +13,8 @@ from jinja2 import TemplateError
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError
-from lit_ft.evaluation.task_files import check_task_file
 from lit_ft.internals.lm_eval import sandbox_templates, show_no_progress
+from lit_ft.scoring.task_files import check_task_file
 
 if TYPE_CHECKING:  # of the extra `evaluate`
     from lm_eval.api.group import Group

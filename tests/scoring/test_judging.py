@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 from lit_ft.commands.inference.evaluate import run as evaluate
 from lit_ft.errors import RecipeError
-from lit_ft.evaluation.judging import Judge, Judgment, compare, outcome_of, verdict_of, win_rates
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.protocols import Question
+from lit_ft.scoring.judging import Judge, Judgment, compare, outcome_of, verdict_of, win_rates
 
 
 @pytest.mark.parametrize(
