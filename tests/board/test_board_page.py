@@ -193,6 +193,7 @@ def test_a_training_is_started_and_watched_and_outlives_a_killed_board(
 
 
 def test_chat_with_base_and_adapter(page: Page, folder: Path) -> None:
+    page.open(f"/run/0/first/{newest_run(folder).name}")
     page.click("tab chat")
     page.click("open chat")
     page.wait(lambda: page.shown("message"))
