@@ -13,13 +13,10 @@ from pathlib import Path
 
 PAGES = Path(__file__).parents[1] / "docs" / "pages"
 SHOTS = (
-    ("report", "", 1280, False),
-    ("report", "", 390, True),
+    *((page, "", width, dark) for page in ("report", "check") for width in (1280, 390) for dark in (False, True)),
     ("report", "answers", 1280, False),
     ("report", "validation", 390, False),
     ("report", "batch", 1280, True),
-    ("check", "", 1280, True),
-    ("check", "", 390, False),
 )
 """Page, section that it is scrolled to, width in pixels, and whether it is in dark mode."""
 HEIGHT = 1300

@@ -215,15 +215,17 @@ def _templates(client: OpenAIClient, model: str, tokenizer: PreTrainedTokenizerB
     if not tokenizer.chat_template:
         return "the model has no chat template"
     template = ChatTemplate(tokenizer)
-    count = same = 0
+    count = same = refused = 0
     for messages in _CONVERSATIONS:
         try:
             own = template.ids(messages, generation=True)
         except RecipeError:
             raise
         except Exception:  # a template may refuse, with any exception, a system prompt for example
+            refused += 1
             continue
         count += 1
         same += own == client.prompt_ids(model, messages, None)
     warning = "" if same == count else "; compare with `parity`, and give llama-server --chat-template-file"
-    return f"prompts of {same} of {count} conversations have the tokens of training{warning}"
+    left_out = f" ({refused} more are refused by the template)" if refused else ""
+    return f"prompts of {same} of {count} conversations{left_out} have the tokens of training{warning}"

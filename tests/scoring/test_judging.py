@@ -1,8 +1,6 @@
 """A judge's verdicts in both orders, and the win rate that they make."""
 
 import json
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from conftest import make_rows
+from served import in_thread
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -87,15 +86,8 @@ def judging(decide: Decision) -> Iterator[str]:
         return JSONResponse({"data": [{"id": "judge"}]})
 
     routes = [Route("/v1/chat/completions", answer, methods=["POST"]), Route("/v1/models", models)]
-    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="warning"))
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with in_thread(uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="warning"))) as address:
+        yield address
 
 
 PROMPT = "{question}: <A>{answer_a}</A> or <B>{answer_b}</B>, with {braces} of its own"

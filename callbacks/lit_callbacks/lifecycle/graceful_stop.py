@@ -65,7 +65,8 @@ class GracefulStop(Callback):
 
     A signal only sets a flag. At the end of each optimizer step, and only there, the ranks agree whether any of them
     got a signal: no collective runs in a signal handler, and no partly accumulated gradient is lost, so that a resumed
-    run equals an uninterrupted one. A running validation of ``fit`` is finished first. Before the first step, and in
+    run equals an uninterrupted one. On CUDA with several ranks they agree one step later, so that no step waits for
+    the answer. A running validation of ``fit`` is finished first. Before the first step, and in
     ``validate``, ``test`` and ``predict``, there is nothing to save: the process ends at once. After the last step, the
     run finishes its final writes. A second signal always ends the process at once.
 
