@@ -263,9 +263,9 @@ def _streamed(run: Run, data: TextDataModule, plan: Any, epoch: int) -> list[Any
     whole.load(AutoTokenizer.from_pretrained(run.model))
     samples = whole.splits["train"]
     place = {(int(samples.source[i]), int(samples.rows[i])): i for i in range(len(samples))}
-    read = [0] * len(data.sources["train"])
+    read = [0] * len(data.splits.sources["train"])
     order = []
-    for number, *_ in MixedRows(data.sources["train"], data.mixing):
+    for number, *_ in MixedRows(data.splits.sources["train"], data.mixing):
         order.append(place[number, read[number] % run.sources[number][1]])
         read[number] += 1
     units = []

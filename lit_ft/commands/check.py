@@ -128,14 +128,14 @@ class CheckCLI(TrainingCLI):
                 f"check looks at lit_ft.TextDataModule; the recipe's data is {type(self.datamodule).__name__}"
             )
         data = self.datamodule
-        asked = data.preparation
+        asked, sources = data.splits.preparation, data.splits.sources
         overlong = "drop" if asked.overlong == "error" else asked.overlong
-        data.preparation = replace(asked, on_bad_row="skip", overlong=overlong)
+        data.splits.preparation = replace(asked, on_bad_row="skip", overlong=overlong)
         if data.streaming:
             data.streaming = False
-            data.sources["train"] = [
+            sources["train"] = [
                 replace(source, max_rows=min(source.max_rows or STREAMED_ROWS, STREAMED_ROWS))
-                for source in data.sources["train"]
+                for source in sources["train"]
             ]
             self.report.facts["streaming"] = f"looked at the first {STREAMED_ROWS:,} rows of each source"
         self._check("fit")
@@ -143,7 +143,7 @@ class CheckCLI(TrainingCLI):
             base = self.model.spec.base
             if unused := base.unused_tensors(base.skeleton()):
                 self.report.facts["base model"] = unused
-        for prepared in [one for split in data.prepared.values() for one in split]:
+        for prepared in [one for split in data.splits.prepared.values() for one in split]:
             if prepared.bad_rows and asked.on_bad_row == "error":
                 self.report.problems.append(f"{prepared.bad_rows:,} rows cannot be used: {'; '.join(prepared.bad)}")
             if prepared.notes["dropped"] and asked.overlong == "error":
@@ -153,20 +153,20 @@ class CheckCLI(TrainingCLI):
         """Inspect the data and fill the report."""
         data, report = self.datamodule, self.report
         assert isinstance(data, TextDataModule)
-        tokenizer = data.preparation.tokenizer
-        for split, samples in data.splits.items():
-            inspect_split(split, data.prepared[split], samples, data.preparation, report)
-        train = data.splits["train"]
+        splits, tokenizer = data.splits, data.splits.tokenizer
+        for split, samples in splits.items():
+            inspect_split(split, splits.prepared[split], samples, splits.preparation, report)
+        train = splits["train"]
         report.histogram = histogram(train.lengths)
         trainer = self.options.trainer
         devices = trainer.devices if isinstance(trainer.devices, int) and trainer.devices > 0 else 1
         plan = data.plan(replicas=devices * trainer.num_nodes)
         report.facts |= steps_of(train, plan, trainer.accumulate_grad_batches)
         self._judge_warmup(trainer)
-        report.facts |= describe_lengths(data.prepared["train"], data.max_length)
+        report.facts |= describe_lengths(splits.prepared["train"], data.max_length)
         # With val_fraction, one source is split by rows: that both read it is as it should be.
-        shared = [] if data.val_fraction else shared_content(data.sources["train"], data.sources["val"])
-        judge_repetition(train, data.splits.get("val"), shared, report)
+        shared = [] if data.val_fraction else shared_content(splits.sources["train"], splits.sources["val"])
+        judge_repetition(train, splits.get("val"), shared, report)
         if isinstance(self.model, CausalLM):
             end = tokenizer.eos_token
             report.facts["end-of-sequence token"] = f"{end!r}" if end else "none"

@@ -100,7 +100,7 @@ def convert_data(
     if to == "parquet":
         written = [_write_parquet(samples, Path(f"{prefix}.parquet"))]
     else:
-        written = _write_indexed(samples, prefix, len(data.preparation.tokenizer))
+        written = _write_indexed(samples, prefix, len(data.splits.tokenizer))
         masked = int(samples.lengths.sum() - samples.supervised.sum() - len(samples))
         if masked:
             rank_zero_info(

@@ -178,7 +178,7 @@ class TrialCLI(TrainingCLI):
         data, split = self.datamodule, metric.partition("/")[0]
         if not isinstance(self.model, CausalLM) or not isinstance(data, TextDataModule):
             return
-        validates = data.validates and self.options.trainer.limit_val_batches != 0
+        validates = data.splits.validates and self.options.trainer.limit_val_batches != 0
         if split == "val" and not validates:
             raise RecipeError(
                 f"--metric {metric}: the recipe has no validation data; set data.val_path or data.val_fraction, or "

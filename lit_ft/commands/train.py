@@ -385,13 +385,13 @@ class TrainingCLI(LightningCLI):
             if stage == "fit":
                 # Of the recipe, not of the trainer: check builds a trainer without callbacks.
                 data, limit = self.datamodule, self.options.trainer.limit_val_batches
-                has_data = data.validates if isinstance(data, TextDataModule) else True
+                has_data = data.splits.validates if isinstance(data, TextDataModule) else True
                 check_callbacks(self._given_callbacks(), bool(has_data and limit != 0))
             allow_one_loader(self.datamodule)
         if isinstance(self.datamodule, TextDataModule):
             self._check_positions("data.max_length", self.datamodule.requested_length)
             self.datamodule.load(tokenizer_of(self.model), stage)
-            self._check_positions("the longest sample", self.datamodule.longest_sample)
+            self._check_positions("the longest sample", self.datamodule.splits.longest_sample)
             if stage == "fit" and self.options.ckpt_path is not None:
                 self.datamodule.resume_data = self.options.resume_data
                 self.datamodule.check_order(saved_data(self.options.ckpt_path, type(self.datamodule).__qualname__))

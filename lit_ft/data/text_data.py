@@ -6,7 +6,6 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Literal
 
-import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -21,13 +20,10 @@ from lit_ft.data.loaders.mixing import Strategy, check_weights
 from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
 from lit_ft.data.loaders.streaming import StreamLoader
 from lit_ft.data.option_checks import check_exclusive, check_numbers, sources_of
-from lit_ft.data.questions import questions_of
-from lit_ft.data.text.chat_template import set_chat_template
-from lit_ft.data.text.formats import Chat
-from lit_ft.data.text.rendering import Supervise, prompt_and_answer
-from lit_ft.data.text.sources import FormatName, Source, shared_content
-from lit_ft.data.tokens.preparation import OnBadRow, Preparation, Prepared
-from lit_ft.data.tokens.samples import Samples, held_out_samples, join
+from lit_ft.data.splits import DataSplits
+from lit_ft.data.text.rendering import Supervise
+from lit_ft.data.text.sources import FormatName, Source
+from lit_ft.data.tokens.preparation import OnBadRow, Preparation
 from lit_ft.data.tokens.truncation import Overlong
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch
@@ -130,26 +126,21 @@ class TextDataModule(LightningDataModule):
                 "data.val_path"
             )
         given = {"train": (path, sources), "val": (val_path, val_sources), "test": (test_path, None)}
-        self.sources = {split: sources_of(*one, format, columns) for split, one in given.items()}
-        self.has_names = {
-            "train": sources is not None,
-            "val": val_sources is not None or bool(sources and val_fraction),
-        }
-        self.mixing = check_weights([source.weight for source in self.sources["train"]], mixing)
-        self.val_fraction, self.chat_template = val_fraction, chat_template
-        self.max_length = max_length
+        read = {split: sources_of(*one, format, columns) for split, one in given.items()}
+        named = {split for split, (_, several) in given.items() if several is not None}
+        named |= {"val"} if sources and val_fraction else set()
+        preparation = Preparation(
+            None, system, supervise, max_length, overlong, template_options, on_bad_row, cache_dir, tokenize_workers
+        )
+        self.splits = DataSplits(read, named, val_fraction, preparation, chat_template)
+        """Data sets, and the samples of those that were read."""
+        self.mixing = check_weights([source.weight for source in read["train"]], mixing)
+        self.val_fraction, self.max_length = val_fraction, max_length
         self.packing = packing if isinstance(packing, int) and packing else None  # YAML reads off as false
         self.micro_batch_size, self.join_micro_batches = micro_batch_size, join_micro_batches
         self.micro_batch_tokens = micro_batch_tokens
         self.shuffle, self.num_workers = shuffle, num_workers
         self.streaming, self.shuffle_buffer = streaming, shuffle_buffer
-        self.preparation = Preparation(
-            None, system, supervise, max_length, overlong, template_options, on_bad_row, cache_dir, tokenize_workers
-        )
-        self.prepared: dict[str, list[Prepared]] = {}
-        """Tokenized sources by split."""
-        self.splits: dict[str, Samples] = {}
-        """Samples by split (train, val, test)."""
         self.questions: list[Question] | None = None
         """Rows that ``predict`` answers, once they are read."""
         self.resume_data: Literal["same", "changed"] = "same"
@@ -172,101 +163,38 @@ class TextDataModule(LightningDataModule):
         """
         if tokenizer is None:
             raise RecipeError("TextDataModule needs a tokenizer: the model's class must have it as `tokenizer`")
-        if self.preparation.tokenizer is not tokenizer:
-            set_chat_template(tokenizer, self.chat_template)
-            self.preparation = replace(self.preparation, tokenizer=tokenizer)
+        self.splits.use(tokenizer)
         if stage == "fit" and "train" not in self.splits:
             self._load_training()
         elif stage == "validate" and "val" not in self.splits:
-            self._load_training() if self.val_fraction else self._load("val")
+            self._load_training() if self.val_fraction else self.splits.read("val")
         elif stage == "test" and "test" not in self.splits:
-            self._load("test")
+            self.splits.read("test")
         elif stage == "predict" and self.questions is None:
-            self.questions = self._read_questions()
+            if self.val_fraction and not self.splits.sources["test"]:
+                self.load(tokenizer, "validate")
+            self.questions = self.splits.read_questions()
 
     def _load_training(self) -> None:
-        if not self.sources["train"]:
+        sources = self.splits.sources
+        if not sources["train"]:
             raise RecipeError("data.path is not set; name the training data with --data.path FILE")
-        if self.sources["val"]:
-            self._load("val")
-            if shared := shared_content(self.sources["train"], self.sources["val"]):
-                rank_zero_info(
-                    f"training and validation read the same data ({', '.join(shared[:3])}"
-                    f"{', ...' * (len(shared) > 3)}), so val/loss measures rows that are trained on; give other data, "
-                    "or data.val_fraction"
-                )
+        if sources["val"]:
+            self.splits.read("val")
+            self.splits.say_what_is_shared()
         if self.streaming:
-            for source in self.sources["train"]:
-                self.preparation.try_out(source)
+            for source in sources["train"]:
+                self.splits.preparation.try_out(source)
             if self.packing is not None and self.max_length is None:
                 raise RecipeError(
                     f"data.packing={self.packing} may not hold a sample that is still to come; set data.max_length too"
                 )
             self._check_packing(self.max_length or 0)
             return
-        self._load("train")
+        self.splits.read("train")
         if self.val_fraction:
-            held_out = self._held_out()
-            train = self.splits["train"]
-            names = self._names("val")
-            self.splits["val"] = replace(train.take(held_out), names=names)
-            self.prepared["val"] = self.prepared["train"]
-            self.splits["train"] = train.take(~held_out)
+            self.splits.hold_out()
         self._check_packing(int(self.splits["train"].lengths.max()))
-
-    def _load(self, split: str) -> None:
-        sources = self.sources[split] or (self.sources["val"] if split == "test" else [])
-        if not sources:
-            raise RecipeError(f"there is no data to {_VERBS[split]} on; set data.{split}_path or data.val_path")
-        self.prepared[split] = [self.preparation.prepare(source) for source in sources]
-        for line in (line for prepared in self.prepared[split] for line in prepared.lines):
-            rank_zero_info(line)
-        self.splits[split] = join([prepared.arrays for prepared in self.prepared[split]], self._names(split))
-
-    def validation_rows(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Source, frozenset[int] | None]]:
-        """Sources of the validation data, each with the numbers of its rows; None stands for all.
-
-        Args:
-            tokenizer: tokenizer of the model; with ``val_fraction`` the training data is read to choose the rows.
-        """
-        if not self.val_fraction:
-            return [(source, None) for source in self.sources["val"]]
-        self.load(tokenizer, "validate")
-        held_out = self.splits["val"]
-        sources = enumerate(self.sources["train"])
-        return [(one, frozenset(held_out.rows[held_out.source == number].tolist())) for number, one in sources]
-
-    def _read_questions(self) -> list[Question]:
-        tokenizer = self.preparation.tokenizer
-        assert tokenizer is not None
-        sources = [(source, None) for source in self.sources["test"]] or self.validation_rows(tokenizer)
-        if not sources:
-            raise RecipeError("there are no rows to answer; name them with --data.test_path FILE")
-        found: list[Question] = []
-        for source, rows in sources:
-            found += questions_of(self.preparation, source, rows)
-        if not found:
-            paths = ", ".join(source.path for source, _ in sources)
-            raise RecipeError(f"{paths}: there is no question to answer; set data.test_path to rows that ask one")
-        return [{**question, "row": number} for number, question in enumerate(found)]
-
-    def _names(self, split: str) -> tuple[str, ...]:
-        """Names of the split's loss curves; empty for a single data set without a name."""
-        sources = self.sources[split]
-        if split == "val" and self.val_fraction:
-            sources = self.sources["train"]
-        elif split == "test" and not sources:
-            sources, split = self.sources["val"], "val"
-        return tuple(source.title for source in sources) if self.has_names.get(split) else ()
-
-    def _held_out(self) -> np.ndarray:
-        """Mask of the samples held out for validation, ``(samples,)``, bool."""
-        samples = self.splits["train"]
-        paths = [source.path for source in self.sources["train"]]
-        held_out, counts = held_out_samples(samples, self.val_fraction, process.seed(), paths)
-        for path, (count, rows) in zip(paths, counts, strict=True):
-            rank_zero_info(f"{path}: {count:,} of {rows:,} rows are for validation")
-        return held_out
 
     def _check_packing(self, longest: int) -> None:
         if self.packing is not None and longest > self.packing:
@@ -275,30 +203,19 @@ class TextDataModule(LightningDataModule):
                 f"set it to {longest} or more, or data.max_length to {self.packing}"
             )
 
-    def prompts(self, split: str) -> list[dict[str, str]]:
-        """Prompt, question and expected answer of each conversation of a split.
+    def validation_rows(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Source, frozenset[int] | None]]:
+        """Sources of the validation data, each with the numbers of its rows; None stands for all.
 
         Args:
-            split: name of the split: train, val or test.
+            tokenizer: tokenizer of the model; with ``val_fraction`` the training data is read to choose the rows.
         """
-        samples, prompts = self.splits[split], []
-        for number, prepared in enumerate(self.prepared[split]):
-            if prepared.source.index_prefix is not None:
-                continue
-            rows = set(samples.rows[samples.source == number].tolist())
-            tokenization = self.preparation.tokenization(prepared.source)
-            for row_number, (_, row) in enumerate(prepared.source.rows()):
-                example = tokenization.example(row) if row_number in rows else None
-                if isinstance(example, Chat):
-                    prompt, question, answer = prompt_and_answer(example, tokenization.template)
-                    prompts.append({"prompt": prompt, "question": question["content"], "expected": answer["content"]})
-        return prompts
+        if self.val_fraction:
+            self.load(tokenizer, "validate")
+        return self.splits.validation_rows()
 
     def sample_texts(self, ids: Sequence[str]) -> dict[str, str]:
         """Decoded text of training samples, by their ``sample_ids``; unknown ids are left out."""
-        samples, tokenizer = self.splits["train"], self.preparation.tokenizer
-        indices = dict(zip(samples.ids(range(len(samples))), range(len(samples)), strict=True))
-        return {name: tokenizer.decode(samples[indices[name]][0]) for name in ids if name in indices}
+        return self.splits.texts(ids)
 
     def setup(self, stage: str) -> None:
         """Load the data of a stage, unless it is loaded already."""
@@ -339,11 +256,6 @@ class TextDataModule(LightningDataModule):
         """Length of samples that the recipe asks for; None where it leaves the default, which data may not reach."""
         return self.max_length if self.streaming or self.max_length != DEFAULT_MAX_LENGTH else None
 
-    @property
-    def longest_sample(self) -> int | None:
-        """Tokens of the longest sample that was read; None if there is none, as with streaming."""
-        return max((int(samples.lengths.max()) for samples in self.splits.values() if len(samples)), default=None)
-
     # --- loaders ---------------------------------------------------------------------------------
 
     @property
@@ -353,21 +265,6 @@ class TextDataModule(LightningDataModule):
             return self.micro_batch_tokens
         per_unit = self.packing if self.packing is not None else self.max_length
         return None if per_unit is None else per_unit * self.micro_batch_size
-
-    @property
-    def validates(self) -> bool:
-        """Whether there is validation data."""
-        return bool(self.sources["val"] or self.val_fraction)
-
-    @property
-    def has_questions(self) -> bool:
-        """Whether `predict` has rows to answer."""
-        asked = self.sources["test"] or self.sources["val"] or (self.sources["train"] if self.val_fraction else [])
-        return any(
-            self.preparation.tokenization(source).format not in ("completion", "tokenized")
-            for source in asked
-            if source.index_prefix is None
-        )
 
     def plan(self, replicas: int = 1) -> BatchPlan:
         """Plan that distributes training samples to ``replicas`` data-parallel ranks."""
@@ -413,28 +310,29 @@ class TextDataModule(LightningDataModule):
         assert trainer is not None
         limit = trainer.limit_train_batches
         return StreamLoader(
-            self.sources["train"],
-            self.preparation,
+            self.splits.sources["train"],
+            self.splits.preparation,
             plan,
-            names=self._names("train"),
+            names=self.splits.names("train"),
             buffer_rows=self.shuffle_buffer,
             replica=replica,
             accumulate=partial(_steps_within, limit, trainer),
             epoch_batches=limit if isinstance(limit, int) else None,
             repeats=_overfits(trainer),
-            workers=1 if self.preparation.workers is None else self.preparation.workers,
+            workers=1 if self.splits.preparation.workers is None else self.splits.preparation.workers,
         )
 
     @cached_property
     def order(self) -> Order:
         """Order of the training samples, and the options that decide it."""
+        sources, preparation = self.splits.sources["train"], self.splits.preparation
         options: dict[str, object] = {"seed_everything": process.seed(), "data.shuffle": self.shuffle}
         options |= {"data.packing": self.packing, "data.streaming": self.streaming}
         if self.streaming:
             options["data.shuffle_buffer"] = self.shuffle_buffer
-            return order_of_stream(self.sources["train"], self.preparation, self.mixing, **options)
+            return order_of_stream(sources, preparation, self.mixing, **options)
         options["data.val_fraction"] = self.val_fraction
-        return order_of_samples(self.splits["train"], self.preparation, self.mixing, **options)
+        return order_of_samples(self.splits["train"], preparation, self.mixing, **options)
 
     def check_order(self, state: LoaderState) -> bool:
         """Compare the training data with the data that a checkpoint was written on.
@@ -596,6 +494,3 @@ def _steps_within(limit: int | float, trainer: Trainer) -> int:
 def _overfits(trainer: Trainer) -> bool:
     """Whether a trainer repeats a few batches: a public attribute that type checkers do not see."""
     return bool(trainer.overfit_batches)  # type: ignore[attr-defined]
-
-
-_VERBS = {"train": "train", "val": "validate", "test": "test"}

@@ -109,7 +109,7 @@ def samples_of(data: TextDataModule) -> dict[str, int]:
     """Number of training samples by source; empty for streamed data."""
     if "train" not in data.splits:
         return {}
-    samples, sources = data.splits["train"], data.sources["train"]
+    samples, sources = data.splits["train"], data.splits.sources["train"]
     counts = np.bincount(samples.source, minlength=len(sources))
     return {source.title: int(count) for source, count in zip(sources, counts, strict=True)}
 

@@ -70,7 +70,7 @@ def answered_turns(recipe: Recipe, opened: OpenedModel, split: Literal["train", 
         RecipeError: the data cannot be read, or has no conversation that fits the model.
     """
     data = _data_of(recipe)
-    data.preparation = replace(data.preparation, tokenizer=opened.tokenizer)
+    data.splits.preparation = replace(data.splits.preparation, tokenizer=opened.tokenizer)
     sources = _sources(data, split, opened)
     found, most = AnsweredTurns(), positions(opened)
     for turns in islice(_conversations(data, sources, found), rows):
@@ -90,7 +90,7 @@ def _sources(
     data: TextDataModule, split: Literal["train", "val"], opened: OpenedModel
 ) -> list[tuple[Source, frozenset[int] | None]]:
     if split == "train":
-        return [(source, None) for source in data.sources["train"]]
+        return [(source, None) for source in data.splits.sources["train"]]
     if not (sources := data.validation_rows(opened.tokenizer)):
         raise RecipeError("the run has neither data.val_path nor data.val_fraction; choose --split train")
     return sources
@@ -113,7 +113,7 @@ def _conversations(
         if source.index_prefix is not None:
             found.other_rows += 1
             continue
-        tokenization = data.preparation.tokenization(source)
+        tokenization = data.splits.preparation.tokenization(source)
         for number, (location, row) in enumerate(source.rows(streaming=True)):
             if wanted is not None and number not in wanted:
                 continue

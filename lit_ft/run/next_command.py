@@ -33,7 +33,7 @@ def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> s
     data = datamodule_of(trainer)
     config = f"--config {shlex.quote(str(run.config))} --ckpt_path {name}"
     if isinstance(module, CausalLM) and isinstance(data, TextDataModule):
-        return f"python -m lit_ft predict {config}{'' if data.has_questions else ' --data.test_path FILE'}"
+        return f"python -m lit_ft predict {config}{'' if data.splits.has_questions else ' --data.test_path FILE'}"
     return f"python -m lit_ft validate {config}" if trainer.enable_validation else None
 
 

@@ -100,7 +100,7 @@ def held_out_scores(
     if opened.base.device != device:  # Lightning leaves a module on the CPU
         module.to(device)
     found = [Score(name, metric, metrics[f"test/{metric}"]) for metric in ("loss", "perplexity", "token_accuracy")]
-    prompts = data.prompts("test")
+    prompts = data.splits.prompts("test")
     scored = answer_rows(module, prompts, range(len(prompts)), max_new_tokens, batch_size, len(prompts))
     answers = list(scored.values())
     if not answers:  # raw text has no questions

@@ -87,7 +87,7 @@ class ExactMatch(Callback):
             raise RecipeError(
                 "ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction"
             )
-        answers = self._answers(trainer, module, data.prompts(split))
+        answers = self._answers(trainer, module, data.splits.prompts(split))
         count = sum(answer.is_right for answer in answers.values()), len(answers)
         right = torch.tensor(count, device=module.device)
         right = torch.as_tensor(trainer.strategy.reduce(right, reduce_op="sum")) // process.model_parallel_size(trainer)

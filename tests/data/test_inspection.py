@@ -30,7 +30,7 @@ def inspected(data: TextDataModule) -> Report:
     data.load(make_tokenizer())
     report = Report()
     for split, samples in data.splits.items():
-        inspect_split(split, data.prepared[split], samples, data.preparation, report)
+        inspect_split(split, data.splits.prepared[split], samples, data.splits.preparation, report)
     judge_repetition(data.splits["train"], data.splits.get("val"), [], report)
     return report
 
@@ -63,10 +63,10 @@ def test_lengths_are_those_before_truncation(write_rows: Any) -> None:
     for data in (whole, cut):
         data.load(make_tokenizer())
     longest = int(whole.splits["train"].lengths.max())
-    (one,) = cut.prepared["train"]
+    (one,) = cut.splits.prepared["train"]
     assert one.full_lengths.tolist() == whole.splits["train"].lengths.tolist()
     assert cut.splits["train"].lengths.max() == 20
-    facts = describe_lengths(cut.prepared["train"], 20)
+    facts = describe_lengths(cut.splits.prepared["train"], 20)
     middle = int(np.sort(whole.splits["train"].lengths)[2])
     assert facts["tokens per sample before truncation"] == f"half have up to {middle}, the longest {longest}"
     assert f"100% with {longest} (data.max_length is 20)" in facts["max_length that keeps samples whole"]

@@ -351,7 +351,7 @@ FILES = {
 def test_real_data_loads_without_options(name: str) -> None:
     data = TextDataModule(str(REAL / name))
     data.load(make_tokenizer())
-    (prepared,), samples = data.prepared["train"], data.splits["train"]
+    (prepared,), samples = data.splits.prepared["train"], data.splits["train"]
     assert (prepared.rows, prepared.bad_rows) == (FILES[name], 0)
     assert samples.supervised.min() > 0
     assert all(

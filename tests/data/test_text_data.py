@@ -102,7 +102,7 @@ def test_validation_share_does_not_overlap_even_where_rows_repeat(write_rows: An
 
 def test_prompts_are_those_of_the_rows_that_stayed(write_rows: Any) -> None:
     data = load(write_rows, make_rows(30, seed=2), val_fraction=0.3)
-    prompts = data.prompts("val")
+    prompts = data.splits.prompts("val")
     rows = make_rows(30, seed=2)
     wanted = [rows[i] for i in data.splits["val"].rows]
     assert [prompt["expected"] for prompt in prompts] == [row["output"] for row in wanted]

@@ -42,7 +42,7 @@ def test_an_answer_ends_where_the_template_ends_a_turn(make_trainer: Any, other_
     module = CausalLM(other_end, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     trainer = make_trainer(max_epochs=25, num_sanity_val_steps=0, limit_val_batches=0)
     trainer.fit(module, data)
-    assert module.answer([row["prompt"] for row in data.prompts("val")], 20) == ["blue cup", "书"]
+    assert module.answer([row["prompt"] for row in data.splits.prompts("val")], 20) == ["blue cup", "书"]
     scores: list[float] = []
     log: Any = type("Log", (), {"log_metrics": lambda self, metrics, step: scores.extend(metrics.values())})()
     trainer._loggers = [log]

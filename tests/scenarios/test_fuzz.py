@@ -440,7 +440,7 @@ def test_mutated_rows(tmp_path: Path, form: Any, pytestconfig: pytest.Config) ->
     lines, wanted = [json.dumps(seeds[0]).encode(), *lines], [oracle(seeds[0]), *wanted]
     path = tmp_path / "all.jsonl"
     data = read(path, lines, on_bad_row="skip")
-    (prepared,), samples = data.prepared["train"], data.splits["train"]
+    (prepared,), samples = data.splits.prepared["train"], data.splits["train"]
     bad = [number for number, want in enumerate(wanted, 1) if want is None]
     assert count / 7 < len(bad) < count * 6 / 7
     assert (prepared.rows, prepared.bad_rows) == (len(lines), len(bad))

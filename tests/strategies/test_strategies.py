@@ -313,7 +313,7 @@ def fit_and_write(make_trainer: Any, model_folder: str, data: str, folder: str, 
     assert own == 22 // world
     if trainer.is_global_zero:
         lines = read_lines(Path(trainer.default_root_dir) / VALIDATION_ANSWERS)
-        expected = [row["expected"].strip() for row in rows.prompts("val")]
+        expected = [row["expected"].strip() for row in rows.splits.prompts("val")]
         assert [(line["step"], line["expected"]) for line in lines] == [
             (step, one) for step in (0, 2) for one in expected
         ]

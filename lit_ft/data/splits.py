@@ -1,0 +1,183 @@
+"""Data sets of training, validation and test, which are read, checked and tokenized when a stage needs them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from transformers import PreTrainedTokenizerBase
+
+from lit_ft import process
+from lit_ft.data.questions import questions_of
+from lit_ft.data.text.chat_template import set_chat_template
+from lit_ft.data.text.formats import Chat
+from lit_ft.data.text.rendering import prompt_and_answer
+from lit_ft.data.text.sources import Source, shared_content
+from lit_ft.data.tokens.preparation import Preparation, Prepared
+from lit_ft.data.tokens.samples import Samples, held_out_samples, join
+from lit_ft.errors import RecipeError
+from lit_ft.protocols import Question
+
+
+class DataSplits(Mapping[str, Samples]):
+    """Tokenized samples by split (train, val, test), of those splits that were read."""
+
+    def __init__(
+        self,
+        sources: dict[str, list[Source]],
+        named: set[str],
+        val_fraction: float,
+        preparation: Preparation,
+        chat_template: str | None,
+    ) -> None:
+        """Set the sources; nothing is read yet.
+
+        Args:
+            sources: data sets of each split; test falls back on val.
+            named: splits whose sources have loss curves of their own.
+            val_fraction: fraction of each training source's rows that is held out for validation, 0 to 1.
+            preparation: treatment of rows; it gets its tokenizer by ``use``.
+            chat_template: replacement for the tokenizer's chat template; None keeps that.
+        """
+        self.sources, self.preparation = sources, preparation
+        self.prepared: dict[str, list[Prepared]] = {}
+        """Tokenized sources by split."""
+        self._named, self._val_fraction, self._chat_template = named, val_fraction, chat_template
+        self._samples: dict[str, Samples] = {}
+
+    def __getitem__(self, split: str) -> Samples:
+        return self._samples[split]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._samples)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer that reads the rows, with the data's chat template."""
+        assert self.preparation.tokenizer is not None, "TextDataModule.load sets it"
+        return self.preparation.tokenizer
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is validation data."""
+        return bool(self.sources["val"] or self._val_fraction)
+
+    @property
+    def has_questions(self) -> bool:
+        """Whether `predict` has rows to answer."""
+        asked = self.sources["test"] or self.sources["val"] or (self.sources["train"] if self._val_fraction else [])
+        return any(
+            self.preparation.tokenization(source).format not in ("completion", "tokenized")
+            for source in asked
+            if source.index_prefix is None
+        )
+
+    @property
+    def longest_sample(self) -> int | None:
+        """Tokens of the longest sample that was read; None if there is none, as with streaming."""
+        return max((int(samples.lengths.max()) for samples in self.values() if len(samples)), default=None)
+
+    def use(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Read rows with this tokenizer, which gets the data's chat template."""
+        if self.preparation.tokenizer is not tokenizer:
+            set_chat_template(tokenizer, self._chat_template)
+            self.preparation = replace(self.preparation, tokenizer=tokenizer)
+
+    def read(self, split: str) -> None:
+        """Read, check and tokenize a split, and print how many of its rows were truncated, dropped or skipped.
+
+        Raises:
+            RecipeError: the split has no data, or a file or a row cannot be used.
+        """
+        sources = self.sources[split] or (self.sources["val"] if split == "test" else [])
+        if not sources:
+            raise RecipeError(f"there is no data to {_VERBS[split]} on; set data.{split}_path or data.val_path")
+        self.prepared[split] = [self.preparation.prepare(source) for source in sources]
+        for line in (line for prepared in self.prepared[split] for line in prepared.lines):
+            rank_zero_info(line)
+        self._samples[split] = join([prepared.arrays for prepared in self.prepared[split]], self.names(split))
+
+    def hold_out(self) -> None:
+        """Take a fraction of the rows out of the training data for validation, and print how many."""
+        train, paths = self["train"], [source.path for source in self.sources["train"]]
+        held_out, counts = held_out_samples(train, self._val_fraction, process.seed(), paths)
+        for path, (count, rows) in zip(paths, counts, strict=True):
+            rank_zero_info(f"{path}: {count:,} of {rows:,} rows are for validation")
+        self._samples["val"] = replace(train.take(held_out), names=self.names("val"))
+        self.prepared["val"] = self.prepared["train"]
+        self._samples["train"] = train.take(~held_out)
+
+    def say_what_is_shared(self) -> None:
+        """Print a notice if training and validation read the same data."""
+        if shared := shared_content(self.sources["train"], self.sources["val"]):
+            rank_zero_info(
+                f"training and validation read the same data ({', '.join(shared[:3])}{', ...' * (len(shared) > 3)}), "
+                "so val/loss measures rows that are trained on; give other data, or data.val_fraction"
+            )
+
+    def names(self, split: str) -> tuple[str, ...]:
+        """Names of the split's loss curves; empty for a single data set without a name."""
+        sources = self.sources[split]
+        if split == "val" and self._val_fraction:
+            sources = self.sources["train"]
+        elif split == "test" and not sources:
+            sources, split = self.sources["val"], "val"
+        return tuple(source.title for source in sources) if split in self._named else ()
+
+    def validation_rows(self) -> list[tuple[Source, frozenset[int] | None]]:
+        """Sources of the validation data, each with the numbers of its rows; None stands for all.
+
+        With ``val_fraction``, the rows are known once the split ``val`` was read.
+        """
+        if not self._val_fraction:
+            return [(source, None) for source in self.sources["val"]]
+        held_out = self["val"]
+        sources = enumerate(self.sources["train"])
+        return [(one, frozenset(held_out.rows[held_out.source == number].tolist())) for number, one in sources]
+
+    def read_questions(self) -> list[Question]:
+        """Rows that ``predict`` answers: those of the test data, else of the validation data.
+
+        Raises:
+            RecipeError: there are none.
+        """
+        sources = [(source, None) for source in self.sources["test"]] or self.validation_rows()
+        if not sources:
+            raise RecipeError("there are no rows to answer; name them with --data.test_path FILE")
+        found: list[Question] = []
+        for source, rows in sources:
+            found += questions_of(self.preparation, source, rows)
+        if not found:
+            paths = ", ".join(source.path for source, _ in sources)
+            raise RecipeError(f"{paths}: there is no question to answer; set data.test_path to rows that ask one")
+        return [{**question, "row": number} for number, question in enumerate(found)]
+
+    def prompts(self, split: str) -> list[dict[str, str]]:
+        """Prompt, question and expected answer of each conversation of a split.
+
+        Args:
+            split: name of the split: train, val or test.
+        """
+        samples, prompts = self[split], []
+        for number, prepared in enumerate(self.prepared[split]):
+            if prepared.source.index_prefix is not None:
+                continue
+            rows = set(samples.rows[samples.source == number].tolist())
+            tokenization = self.preparation.tokenization(prepared.source)
+            for row_number, (_, row) in enumerate(prepared.source.rows()):
+                example = tokenization.example(row) if row_number in rows else None
+                if isinstance(example, Chat):
+                    prompt, question, answer = prompt_and_answer(example, tokenization.template)
+                    prompts.append({"prompt": prompt, "question": question["content"], "expected": answer["content"]})
+        return prompts
+
+    def texts(self, ids: Sequence[str]) -> dict[str, str]:
+        """Decoded text of training samples, by their ids; unknown ids are left out."""
+        samples = self["train"]
+        indices = dict(zip(samples.ids(range(len(samples))), range(len(samples)), strict=True))
+        return {name: self.tokenizer.decode(samples[indices[name]][0]) for name in ids if name in indices}
+
+
+_VERBS = {"train": "train", "val": "validate", "test": "test"}
