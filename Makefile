@@ -13,13 +13,14 @@ WORKERS ?= 2
 $(VENV)/.installed: pyproject.toml callbacks/pyproject.toml
 	@echo "Installing lit_ft and what it needs into $(VENV): 1.8 GB with torch for CPUs, several times that with torch for CUDA."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -e ./callbacks -e .
+	$(RUN) -m pip install -e . -e ./callbacks
 	touch $@
 
-# The tools of CONTRIBUTING.md too.
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(RUN) -m pip install -q -e ./callbacks -e ".[dev]"
-	touch $@
+# The same with the tools of CONTRIBUTING.md, in one installation: a second one would resolve all versions again.
+$(VENV)/.installed-dev: pyproject.toml callbacks/pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -e ".[dev]" -e ./callbacks
+	touch $(VENV)/.installed $@
 
 # Install, then fine-tune the embedded model on the bundled data.
 quickstart: $(VENV)/.installed

@@ -56,8 +56,8 @@ def __getattr__(name: str) -> object:
             raise
         repository = Path(__file__).resolve().parents[1]
         raise ModuleNotFoundError(
-            f"lit_ft.{name} needs {error.name!r}, which is not installed; pip install -e {repository}/callbacks -e "
-            f"{repository}",
+            f"lit_ft.{name} needs {error.name!r}, which is not installed; pip install -e {repository} -e "
+            f"{repository}/callbacks",
             name=error.name,
         ) from error
 

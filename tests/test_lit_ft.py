@@ -34,7 +34,7 @@ def test_a_script_finds_the_package_without_an_installation(tmp_path: Path, is_b
     assert errors == "lit_ft.errors"
     assert [Path(path).parent.parent.resolve() for path in callbacks] == [REPOSITORY / "callbacks"] * is_beside
     assert reason.startswith("lit_ft.CausalLM needs '")
-    assert reason.endswith(f"which is not installed; pip install -e {REPOSITORY}/callbacks -e {REPOSITORY}")
+    assert reason.endswith(f"which is not installed; pip install -e {REPOSITORY} -e {REPOSITORY}/callbacks")
 
 
 def test_an_installed_package_is_found_beside_the_clone(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ TEXT = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in README
 PROGRAMS = ("python", "python3", "pip", "make", "tensorboard", "hf", "torchrun")
 ELSEWHERE = {
     "python3 -m venv .venv": "makes an environment: test_what_is_installed_is_here",
-    "pip install -e ./callbacks -e .": "needs a package index: test_what_is_installed_is_here",
+    "pip install -e . -e ./callbacks": "needs a package index: test_what_is_installed_is_here",
     "make quickstart": "installs: its lines are printed by test_make_targets",
     "make test": "runs this test: its lines are printed by test_make_targets",
     "python -m lit_ft chat RUN --compare": "asks in a terminal, or reads questions from a pipe, and here is neither",
