@@ -1,4 +1,4 @@
-"""Model folders with changed weights or untied output heads."""
+"""Model folders with changed weights, untied output heads or fewer layers."""
 
 from pathlib import Path
 
@@ -12,6 +12,17 @@ def untied(model_folder: str, folder: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
     model.config.tie_word_embeddings = False
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    return str(folder)
+
+
+def shallow(model_folder: Path, folder: Path, layers: int) -> str:
+    """Write a model without its upper layers, and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    del model.model.layers[layers:]
+    model.config.num_hidden_layers = layers
+    model.config.layer_types = model.config.layer_types[:layers]
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
     return str(folder)

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.checkpointing.storage import replacement
-from lit_ft.checkpointing.storage.integrity import META, DamagedCheckpoint, check_intact
+from lit_ft.checkpointing.storage.integrity import META, DamagedCheckpoint, Identity, check_intact, identity_of
 from lit_ft.errors import RecipeError
 from lit_ft.protocols import Checkpoint
 
@@ -97,11 +98,9 @@ def best_known(folder: Path) -> list[Best]:
     # Several callbacks may save after the newest step, the first of them before a new best is known. What a callback
     # saves as its best says so itself.
     for path in [one.path for one in found if one.position[:3] == found[0].position[:3]]:
-        for callback, state in _content(path).get("callbacks", {}).items():
-            if state.get("monitor") and state.get("best_model_path") and state.get("best_model_score") is not None:
-                best = Path(state["best_model_path"])
-                if callback not in known or best.name == path.name:
-                    known[callback] = Best(_here(folder, best), state["monitor"], float(state["best_model_score"]))
+        for callback, best in _header(path).best.items():
+            if callback not in known or best.path.name == path.name:
+                known[callback] = best._replace(path=_here(folder, best.path))
     return list(known.values())
 
 
@@ -156,14 +155,10 @@ def position_of(path: Path) -> Position | None:
     Raises:
         DamagedCheckpoint: the checkpoint cannot be read.
     """
-    content = _content(path)
-    try:
-        if "loops" not in content:
-            return None
-        step, epoch, session = (int(content.get(key, 0)) for key in ("global_step", "epoch", SESSION))
-    except (TypeError, ValueError) as error:
-        raise DamagedCheckpoint(path, f"it is no Lightning checkpoint ({type(error).__name__})") from error
-    return Position(session, step, epoch, path.name.lstrip(".").startswith("last"))
+    header = _header(path)
+    if header.position is None:
+        return None
+    return Position(*header.position, path.name.lstrip(".").startswith("last"))
 
 
 def resumed_step(path: Path) -> tuple[int, bool]:
@@ -172,15 +167,55 @@ def resumed_step(path: Path) -> tuple[int, bool]:
     Raises:
         DamagedCheckpoint: the checkpoint cannot be read.
     """
-    position = position_of(path)
-    return (0, True) if position is None else (position.global_step, UNLOGGED not in _content(path))
+    header = _header(path)
+    return (0, True) if header.position is None else (header.position[1], header.is_logged)
 
 
-def _content(path: Path) -> Checkpoint:
+class _Header(NamedTuple):
+    """What a checkpoint says about itself: values without tensors, which would keep its file mapped."""
+
+    position: tuple[int, int, int] | None
+    """Session, optimizer step and epoch; None for a checkpoint without loop state."""
+    is_logged: bool
+    """Whether the metrics of its step had been logged."""
+    best: dict[str, Best]
+    """Best checkpoint by callback, with the path of that time."""
+
+
+def _header(path: Path) -> _Header:
+    has_meta = path.is_dir() and (path / META).is_file()
+    return _read_header(path, identity_of(path / META if has_meta else path))
+
+
+@lru_cache(maxsize=64)
+def _read_header(path: Path, identity: Identity) -> _Header:
+    """Header of a checkpoint, read once while its file stays the same: unpickling takes tens of milliseconds."""
     file = path / META if path.is_dir() else path
     try:
         # Memory-mapped, so that tensors are not read.
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # bytes that are not a checkpoint may raise anything
         check_intact(path)  # its error describes the damage
         raise DamagedCheckpoint(path, f"it cannot be read ({type(error).__name__})") from error
+    try:
+        return _Header(_position_in(content), UNLOGGED not in content, _best_in(content))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(path, f"it is no Lightning checkpoint ({type(error).__name__})") from error
+
+
+def _position_in(content: Checkpoint) -> tuple[int, int, int] | None:
+    if "loops" not in content:
+        return None
+    return int(content.get(SESSION, 0)), int(content.get("global_step", 0)), int(content.get("epoch", 0))
+
+
+def _best_in(content: Checkpoint) -> dict[str, Best]:
+    states: dict[str, Any] = content.get("callbacks", {}) if "loops" in content else {}
+    return {
+        callback: Best(Path(state["best_model_path"]), state["monitor"], float(state["best_model_score"]))
+        for callback, state in states.items()
+        if isinstance(state, dict)
+        and state.get("monitor")
+        and state.get("best_model_path")
+        and state.get("best_model_score") is not None
+    }

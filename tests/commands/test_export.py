@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from command_line import recipe
+from conftest import make_rows
 from model_folders import change, untied
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -62,6 +63,31 @@ def fit(lit_ft: Any, base: Path, tmp_path: Path, write_rows: Any) -> Callable[..
         return folder
 
     return train
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[tuple[str, ...], Path]:
+    """Folders of the runs of ``finished``, by their options."""
+    return {}
+
+
+@pytest.fixture
+def finished(
+    lit_ft: Any, model_folder: str, runs: dict[tuple[str, ...], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """Folder of a run of two steps on ``model_folder`` that several tests read, so none may change it."""
+
+    def find(*options: str) -> Path:
+        if options not in runs:
+            folder = tmp_path_factory.mktemp("finished")
+            data = folder / "rows.json"
+            data.write_text(json.dumps(make_rows(22), ensure_ascii=False), encoding="utf-8")
+            arguments = recipe(folder, model_folder, str(data), max_steps=2)
+            lit_ft(*arguments, "--data.val_fraction", "0.2", "--run_dir", folder / "run", *options)
+            runs[options] = folder / "run"
+        return runs[options]
+
+    return find
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -143,8 +169,8 @@ def test_other_combinations(lit_ft: Any, base: Path, tmp_path: Path, combination
     assert not (tmp_path / "no").exists()
 
 
-def test_runs_are_adapters_and_a_run_gives_the_base(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
-    one, two = fit(name="one"), fit("--seed_everything", "5", name="two")
+def test_runs_are_adapters_and_a_run_gives_the_base(lit_ft: Any, finished: Any, tmp_path: Path) -> None:
+    one, two = finished(), finished("--seed_everything", "5")
     lit_ft("export", "--run", one, "--adapter", f"{one}=0.5", "--adapter", f"{two}=0.5", "--out", tmp_path / "mean")
     card = (tmp_path / "mean" / "README.md").read_text()
     assert f"Made of 0.5 x `{one}/adapter`, 0.5 x `{two}/adapter` (cat)." in card
@@ -177,9 +203,9 @@ def test_what_is_no_sum_is_refused(lit_ft: Any, base: Path, tmp_path: Path, case
 # --- another base ----------------------------------------------------------------------------------
 
 
-def test_an_adapter_of_another_base(lit_ft: Any, fit: Any, base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_base(lit_ft: Any, finished: Any, base: Path, tmp_path: Path) -> None:
     other = untied(str(base), tmp_path / "other")
-    run, foreign = fit(), write_adapter(tmp_path / "foreign", base, lora(), 0)[0]
+    run, foreign = finished(), write_adapter(tmp_path / "foreign", base, lora(), 0)[0]
     out = ["--base", other, "--out", tmp_path / "out", "--merge"]
     assert "was trained on '" in (said := lit_ft("export", "--adapter", run, *out, code=2))
     assert "has another weights" in said
@@ -221,8 +247,10 @@ def quantized(config: dict[str, Any]) -> list[str]:
     return ["--model.quantization", json.dumps({"class_path": "transformers.BitsAndBytesConfig", "init_args": config})]
 
 
-def test_a_quantized_base_asks_for_a_choice(lit_ft: Any, fit: Any, tmp_path: Path, write_rows: Any, base: Path) -> None:
-    run, out = fit(*quantized(NF4)), tmp_path / "out"
+def test_a_quantized_base_asks_for_a_choice(
+    lit_ft: Any, finished: Any, tmp_path: Path, write_rows: Any, base: Path
+) -> None:
+    run, out = finished(*quantized(NF4)), tmp_path / "out"
     said = lit_ft("export", "--run", run, "--merge", "--out", out, code=2)
     assert "choose quantized_base: dequantize" in said
     assert "or keep" in said
@@ -234,8 +262,10 @@ def test_a_quantized_base_asks_for_a_choice(lit_ft: Any, fit: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("config", [NF4, INT8], ids=["nf4", "int8"])
-def test_a_quantized_base_is_dequantized(lit_ft: Any, fit: Any, tmp_path: Path, config: dict[str, Any]) -> None:
-    run = fit(*quantized(config))
+def test_a_quantized_base_is_dequantized(
+    lit_ft: Any, finished: Any, model_folder: str, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    run = finished(*quantized(config))
     options = ["--merge", "--quantized-base", "dequantize", "--dtype", "fp32", "--out", tmp_path / "out"]
     said = lit_ft("export", "--run", run, *options)
     assert "dequantized to float32 and merged: against the quantized model that was trained, logits differ by" in said
@@ -248,13 +278,13 @@ def test_a_quantized_base_is_dequantized(lit_ft: Any, fit: Any, tmp_path: Path, 
     from transformers import BitsAndBytesConfig
 
     nf4 = BitsAndBytesConfig(**{**NF4, "bnb_4bit_compute_dtype": torch.float32})
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=nf4, device_map={"": "cpu"})
+    trained = AutoModelForCausalLM.from_pretrained(model_folder, quantization_config=nf4, device_map={"": "cpu"})
     trained = peft.PeftModel.from_pretrained(trained.dequantize(torch.float32), run / "adapter")
     torch.testing.assert_close(logits(merged), logits(trained), atol=1e-4, rtol=1e-4)
 
 
-def test_int8_may_be_kept_and_reads_back(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
-    run = fit(*quantized(INT8))
+def test_int8_may_be_kept_and_reads_back(lit_ft: Any, finished: Any, tmp_path: Path) -> None:
+    run = finished(*quantized(INT8))
     said = lit_ft("export", "--run", run, "--merge", "--quantized-base", "keep", "--out", tmp_path / "out")
     assert "merged, and rounded to the base's bits again" in said
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map={"": "cpu"})
@@ -306,10 +336,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("case", DAMAGES)
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_damaged_files_leave_nothing(
-    lit_ft: Any, fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, method: str
+    lit_ft: Any, finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, method: str
 ) -> None:
     damage, message = DAMAGES[case]
-    run = fit(*(["--model.peft", "null"] if method == "full" else []))
+    run = finished(*(["--model.peft", "null"] if method == "full" else []))
     save = PreTrainedModel.save_pretrained
 
     def save_and_damage(self: Any, folder: Path, **options: Any) -> None:
@@ -327,8 +357,8 @@ def test_damaged_files_leave_nothing(
 # --- the folder ------------------------------------------------------------------------------------
 
 
-def test_dtypes_and_spellings(lit_ft: Any, fit: Any, tmp_path: Path) -> None:
-    run = fit()
+def test_dtypes_and_spellings(lit_ft: Any, finished: Any, tmp_path: Path) -> None:
+    run = finished()
     for short, dtype in (("bf16", torch.bfloat16), ("float16", torch.float16), ("fp32", torch.float32)):
         assert "merge verified" in lit_ft(
             "export", "--run", run, "--merge", "--dtype", short, "--out", tmp_path / "out"
@@ -507,11 +537,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
 }
 
 
-def test_mistakes(lit_ft: Any, fit: Any, base: Path) -> None:
-    run = fit()
+def test_mistakes(lit_ft: Any, finished: Any, model_folder: str) -> None:
+    run = finished()
     held = sorted(path for path in run.rglob("*") if path.is_file())
     for name, (options, message) in MISTAKES.items():
-        named = [{"RUN": str(run), "BASE": str(base)}.get(option, option) for option in options]
+        named = [{"RUN": str(run), "BASE": model_folder}.get(option, option) for option in options]
         assert message in lit_ft("export", *named, code=2), name
     assert sorted(path for path in run.rglob("*") if path.is_file()) == held
 
@@ -539,9 +569,9 @@ def test_garbage_in_files_of_a_run_is_one_line_that_names_them(lit_ft: Any, fit:
 
 
 @pytest.mark.parametrize("method", ["prompt", "full"])
-def test_what_a_method_cannot_do(lit_ft: Any, fit: Any, tmp_path: Path, method: str) -> None:
+def test_what_a_method_cannot_do(lit_ft: Any, finished: Any, tmp_path: Path, method: str) -> None:
     prompt = {"class_path": "peft.PromptTuningConfig", "init_args": {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}}
-    run = fit("--model.peft", "null" if method == "full" else json.dumps(prompt))
+    run = finished("--model.peft", "null" if method == "full" else json.dumps(prompt))
     options, message = {
         "prompt": (["--merge"], "PROMPT_TUNING adds no weights that could be merged"),
         "full": ([], "the run trained all weights, so there is no adapter; add --merge"),

@@ -10,7 +10,7 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from peft import LoraConfig
-from ranks import on_ranks
+from ranks import LiveRanks
 from torch import nn
 
 from benchmarks.parallel.parallel_bytes import measure, save_config
@@ -169,9 +169,11 @@ LORA = {"peft": LoraConfig(r=4, target_modules="all-linear")}
     ],
     ids=["tensor", "sequence", "whole_logits", "pipeline", "pipeline_and_data", "data_and_tensor", "context"],
 )
-def test_what_is_sent_is_what_the_formulas_say(tmp_path: Path, options: dict[str, Any], model: dict[str, Any]) -> None:
+def test_what_is_sent_is_what_the_formulas_say(
+    live_ranks: LiveRanks, tmp_path: Path, options: dict[str, Any], model: dict[str, Any]
+) -> None:
     world = 4 if len({P, T, D, C} & set(options)) > 1 else 2
-    for sent, planned in on_ranks(world, measure, save_config(tmp_path), options, model, timeout=100):
+    for sent, planned in live_ranks(world, measure, save_config(tmp_path), options, model, timeout=100):
         # Where all ranks are one group, the gradient norm's few bytes are along it as well.
         assert sent == {kind: pytest.approx(count, abs=16) for kind, count in planned.items()}
 
@@ -216,11 +218,11 @@ def test_plan_of_a_machine_that_is_not_here(recipe: str, capsys: pytest.CaptureF
 
 @pytest.mark.processes
 def test_plan_says_what_the_run_says(
-    recipe: str, model_folder: str, write_rows: Any, capsys: pytest.CaptureFixture[str]
+    live_ranks: LiveRanks, recipe: str, model_folder: str, write_rows: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan("--config", recipe) == 0
     planned = capsys.readouterr().out.splitlines()
-    for said in on_ranks(4, describe, model_folder, write_rows(), timeout=100):
+    for said in live_ranks(4, describe, model_folder, write_rows(), timeout=100):
         assert said.splitlines() == planned[: len(said.splitlines())]
 
 

@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import yaml
 from architectures import save_model
 from forked_commands import run_forked
 from model_families import FAMILIES, save_family
+from model_folders import shallow
 from ranks import on_ranks
 from safetensors.torch import load_file
 
@@ -65,6 +67,14 @@ INSTEAD = {"compile": ["--model.compile", "eager"]}
 """The same without waiting for a C++ compiler; test_speed.py compares the numbers of compiled layers."""
 
 
+@pytest.fixture(scope="module")
+def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two of the four layers of the quickstart's model; with ``LIT_FT_EVERY_CASE=1`` all."""
+    model = REPOSITORY / "checkpoints" / "tiny-qwen2"
+    every = bool(os.environ.get("LIT_FT_EVERY_CASE"))
+    return str(model) if every else shallow(model, tmp_path_factory.mktemp("models") / "tiny-qwen2", layers=2)
+
+
 def quickstart_with(fragment: Path, *options: str) -> Any:
     """Exit code of a run of two steps."""
     with pytest.raises(SystemExit) as stop:
@@ -75,6 +85,7 @@ def quickstart_with(fragment: Path, *options: str) -> Any:
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_fragments_run_on_top_of_the_quickstart(
     path: Path,
+    quickstart_model: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -89,7 +100,7 @@ def test_fragments_run_on_top_of_the_quickstart(
         assert quickstart_with(name, "--print_config") == 0
         return
     options = ["--trainer.max_steps", "2", "--trainer.callbacks", "[]", "--trainer.limit_val_batches", "1"]
-    options += ["--run_dir", str(tmp_path / "run")]
+    options += ["--run_dir", str(tmp_path / "run"), "--model.pretrained", quickstart_model]
     if "micro_batch_size" not in path.read_text() and path.stem != "eva":  # which comes to rest on large ones alone
         options += ["--data.micro_batch_size", "4"]  # of 16: a quarter of the quickstart's work
     if path.parent.name == "strategies":  # which leave a process group and patches behind: in a process of its own
@@ -131,11 +142,12 @@ def test_generated_data_is_what_is_bundled(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (generator.parent / name).read_bytes()
 
 
-def test_pretraining_runs(tmp_path: Path) -> None:
+def test_pretraining_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few steps of recipes/pretrain_tiny.yaml on a small corpus of the same kind."""
     base = tmp_path / "base"
     generator = REPOSITORY / "recipes" / "data" / "generate.py"
-    subprocess.run([sys.executable, str(generator), "pretrain", "--out", str(base), "--documents", "2000"], check=True)
+    monkeypatch.setattr(sys, "argv", [str(generator), "pretrain", "--out", str(base), "--documents", "2000"])
+    runpy.run_path(str(generator), run_name="__main__")
     done = run_forked(
         *("fit", "--config", "recipes/pretrain_tiny.yaml"),
         *("--model.pretrained", str(base), "--data.path", str(base / "corpus.jsonl")),

@@ -1,5 +1,6 @@
 """Runs that others start: two nodes, torchrun, SLURM; what becomes of a run when one rank raises, dies or hangs."""
 
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from typing import IO, Any
 import pytest
 import torch
 from command_line import ENVIRONMENT, assert_same_run, here, losses, recipe
-from conftest import make_tokenizer
+from conftest import make_rows, make_tokenizer
 from forked_commands import ForkedCommand
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import free_port
@@ -83,17 +84,26 @@ def started(tmp_path: Path) -> Iterator[Started]:
     processes.kill()
 
 
-@pytest.fixture
-def arguments(tmp_path: Path, model_folder: str, write_rows: Any) -> list[str]:
+def six_steps(folder: Path, model_folder: str) -> list[str]:
     """``fit``, six steps of eight samples in two epochs; after each, a checkpoint."""
-    return [*recipe(tmp_path, model_folder, write_rows(count=21), max_epochs=2), "--lr_scheduler", "null"]
+    data = folder / "rows.json"
+    data.write_text(json.dumps(make_rows(21), ensure_ascii=False), encoding="utf-8")
+    return [*recipe(folder, model_folder, str(data), max_epochs=2), "--lr_scheduler", "null"]
 
 
 @pytest.fixture
-def whole(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+def arguments(tmp_path: Path, model_folder: str) -> list[str]:
+    return six_steps(tmp_path, model_folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Path:
     """The same in one process."""
-    here(monkeypatch, *arguments, "--trainer.accumulate_grad_batches", "4", "--run_dir", str(tmp_path / "whole"))
-    return tmp_path / "whole"
+    folder = tmp_path_factory.mktemp("whole")
+    accumulate = ["--trainer.accumulate_grad_batches", "4"]
+    with pytest.MonkeyPatch.context() as patch:
+        here(patch, *six_steps(folder, model_folder), *accumulate, "--run_dir", str(folder / "run"))
+    return folder / "run"
 
 
 def only_run(folder: Path) -> Path:

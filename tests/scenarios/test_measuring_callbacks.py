@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +101,39 @@ def all_of_them(make_trainer: Any, model_folder: str, data: str, folder: str, st
     return [line["loss"] for line in probe._measured]
 
 
+@pytest.fixture(scope="module")
+def measured_alone(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: str
+) -> Callable[[Any], tuple[str, Path, list[float]]]:
+    """Function that measures in one process, once; returns the file of rows, the folder and the losses of the probe."""
+    folder = tmp_path_factory.mktemp("alone")
+    done: list[list[float]] = []
+
+    def measure(make_trainer: Any) -> tuple[str, Path, list[float]]:
+        data = folder / "rows.json"
+        if not done:
+            data.write_text(json.dumps(make_rows(22), ensure_ascii=False), encoding="utf-8")
+            done.append(all_of_them(make_trainer, model_folder, str(data), str(folder / "one"), None))
+        return str(data), folder / "one", done[0]
+
+    return measure
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_answers_and_measures_as_one_process_does(
-    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, strategy: str
+    make_trainer: Any, model_folder: str, measured_alone: Any, tmp_path: Path, strategy: str
 ) -> None:
-    data = write_rows()
-    alone = all_of_them(make_trainer, model_folder, data, str(tmp_path / "one"), None)
-    ranks = on_ranks(2, all_of_them, make_trainer, model_folder, data, str(tmp_path / "two"), strategy, timeout=100)
+    data, one, alone = measured_alone(make_trainer)
+    two = tmp_path / "two"
+    ranks = on_ranks(2, all_of_them, make_trainer, model_folder, data, str(two), strategy, timeout=100)
     assert len(alone) == 3
     for losses in ranks:
         assert losses == pytest.approx(alone, rel=1e-4)
-    answers = [read_lines(tmp_path / name / "samples.jsonl") for name in ("one", "two")]
+    answers = [read_lines(folder / "samples.jsonl") for folder in (one, two)]
     assert answers[0] == answers[1]
     assert [line["step"] for line in answers[0]] == [0, 0, 2, 2, 4, 4]
-    ledgers = [sorted(read_visits(tmp_path / name / "loss_ledger")) for name in ("one", "two")]
+    ledgers = [sorted(read_visits(folder / "loss_ledger")) for folder in (one, two)]
     assert [visit[:4] for visit in ledgers[0]] == [visit[:4] for visit in ledgers[1]]
     assert [visit.loss for visit in ledgers[0]] == pytest.approx([visit.loss for visit in ledgers[1]], rel=1e-4)
 

@@ -1,7 +1,7 @@
 """README and README.zh-CN: each command runs as printed, and each option and file that they name exists.
 
-The commands run one after the other in a copy of the checkout whose data sets have a few rows, and in which the names
-of hub models are folders with the embedded model.
+The commands run one after the other in a copy of the checkout whose data sets have a few rows, whose embedded model has
+two layers, and in which the names of hub models are folders with that model.
 """
 
 import json
@@ -16,6 +16,7 @@ import pytest
 import yaml
 from command_line import ENVIRONMENT
 from forked_commands import run_forked
+from model_folders import shallow
 
 pytestmark = pytest.mark.slow
 
@@ -72,12 +73,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rows in (("train", 16), ("val", 4)):
         path = root / "recipes" / "data" / f"quickstart_{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8"))[:rows]), encoding="utf-8")
-    for model in ("checkpoints/tiny-qwen2", "Qwen/Qwen2.5-0.5B-Instruct", "models/Qwen2.5-0.5B-Instruct"):
-        shutil.copytree(REPOSITORY / "checkpoints" / "tiny-qwen2", root / model)
-        config = root / model / "config.json"
-        config.write_text(
-            config.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 32768')
-        )
+    embedded = root / "checkpoints" / "tiny-qwen2"
+    shallow(REPOSITORY / "checkpoints" / "tiny-qwen2", embedded, layers=2)
+    config = embedded / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 32768'))
+    for model in ("Qwen/Qwen2.5-0.5B-Instruct", "models/Qwen2.5-0.5B-Instruct"):
+        shutil.copytree(embedded, root / model)
     rows = [{"instruction": f"Say {number}.", "input": "", "output": f"{number}"} for number in range(20)]
     for name, count in (("huanhuan.json", 4), ("rows.json", 20), ("new.json", 1)):
         (root / name).write_text(json.dumps(rows[:count]))

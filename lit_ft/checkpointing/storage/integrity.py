@@ -18,6 +18,10 @@ HAS_MANIFEST = "has_manifest"
 """Key in the ``meta.pt`` of a folder that has a manifest, so that a missing manifest is noticed."""
 
 
+Identity = tuple[tuple[str, int, int], ...]
+"""Name, size in bytes and time of modification in ns of each file of a checkpoint."""
+
+
 class DamagedCheckpoint(RecipeError):
     """Error for a checkpoint whose bytes are not those that were written."""
 
@@ -43,7 +47,7 @@ def check_intact(path: Path) -> bool:
     Raises:
         DamagedCheckpoint: the checkpoint differs, or is incomplete.
     """
-    damage, has_sums = _compare(path, _identity(path))
+    damage, has_sums = _compare(path, identity_of(path))
     if damage is not None:
         raise DamagedCheckpoint(path, damage)
     return has_sums
@@ -59,15 +63,15 @@ def check_on_rank_zero(path: Path) -> None:
         rank_zero_info(f"{path} carries no SHA-256 sums (an earlier version wrote it): its bytes are not compared")
 
 
-def _identity(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and modification times of a checkpoint's files."""
+def identity_of(path: Path) -> Identity:
+    """Identity of the files of a checkpoint; it changes with what they hold."""
     files = [Path(root, name) for root, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
     stats = [(str(file), file.stat()) for file in sorted(files)]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 @lru_cache(maxsize=64)
-def _compare(path: Path, identity: tuple[tuple[str, int, int], ...]) -> tuple[str | None, bool]:
+def _compare(path: Path, identity: Identity) -> tuple[str | None, bool]:
     try:
         return (_damage_of_folder(path) if path.is_dir() else checksum.verify(path)), True
     except checksum.NoChecksum:
