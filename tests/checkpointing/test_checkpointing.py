@@ -17,7 +17,7 @@ from lit_callbacks.export import manifest
 from ranks import on_ranks
 
 from lit_ft import cli
-from lit_ft.checkpointing.selection import newest_good, newest_of
+from lit_ft.checkpointing.selection import best_known, newest_good, newest_of, resumed_step
 from lit_ft.checkpointing.storage import checksum, replacement, sharded
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.checkpointing.storage.integrity import DamagedCheckpoint, check_intact
@@ -238,6 +238,26 @@ def test_the_newest_is_the_one_of_the_latest_step_whatever_the_clock_says(tmp_pa
     assert newest_good(tmp_path).name == "epoch=0-step=15.ckpt"
     AnyCheckpointIO().save_checkpoint({"state_dict": {}, "global_step": 99}, tmp_path / "weights-only.ckpt")
     assert newest_good(tmp_path).name == "epoch=0-step=15.ckpt"
+
+
+def test_what_a_checkpoint_says_is_read_once_and_anew_after_a_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, io, reads, load = tmp_path / "last.ckpt", AnyCheckpointIO(), list[Path](), torch.load
+
+    def counted(file: Path, **options: Any) -> Any:
+        reads.append(file)
+        return load(file, **options)
+
+    monkeypatch.setattr(torch, "load", counted)
+    best = {"monitor": "val/loss", "best_model_path": str(path), "best_model_score": torch.tensor(0.5)}
+    for step in (1, 2):
+        io.save_checkpoint({"loops": {}, "global_step": step, "callbacks": {"one": best, "other": [1]}}, path)
+        for _ in range(3):
+            assert resumed_step(path) == (step, True)
+            assert best_known(tmp_path) == [(path, "val/loss", 0.5)]
+    assert reads == [path, path]
+    assert str(path) not in Path("/proc/self/maps").read_text()  # a removed checkpoint takes no space on the disk
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

@@ -133,6 +133,9 @@ def _axes() -> "Axes":
     axes = figure.subplots(gridspec_kw={"left": 0.19, "right": 0.97, "bottom": 0.18, "top": 0.92})
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    # Places of their own: otherwise the tick labels would be measured once more to put these labels beside them.
+    axes.xaxis.set_label_coords(0.5, -0.14)
+    axes.yaxis.set_label_coords(-0.22, 0.5)
     return axes
 
 
