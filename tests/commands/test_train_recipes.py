@@ -3,7 +3,6 @@
 import csv
 import os
 import re
-import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -142,12 +141,11 @@ def test_generated_data_is_what_is_bundled(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (generator.parent / name).read_bytes()
 
 
-def test_pretraining_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretraining_runs(tmp_path: Path) -> None:
     """A few steps of recipes/pretrain_tiny.yaml on a small corpus of the same kind."""
     base = tmp_path / "base"
     generator = REPOSITORY / "recipes" / "data" / "generate.py"
-    monkeypatch.setattr(sys, "argv", [str(generator), "pretrain", "--out", str(base), "--documents", "2000"])
-    runpy.run_path(str(generator), run_name="__main__")
+    subprocess.run([sys.executable, str(generator), "pretrain", "--out", str(base), "--documents", "2000"], check=True)
     done = run_forked(
         *("fit", "--config", "recipes/pretrain_tiny.yaml"),
         *("--model.pretrained", str(base), "--data.path", str(base / "corpus.jsonl")),
