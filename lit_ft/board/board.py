@@ -23,6 +23,8 @@ from lit_ft.run.folder import LAST, RunFolder, new_run
 
 NAME = re.compile(r"[^\W_][\w.-]{0,63}")
 """Names that a run may be given: no path."""
+SERVE_KEY = "serve.key"
+"""File with the key of a run's server, which the user alone can read."""
 _CHECKS = ".checks"
 _KEPT_CHECKS = 20
 
@@ -180,8 +182,8 @@ class Board:
             (folder / "serve.log").unlink(missing_ok=True)
             model = run.recipe()["model"].get("init_args", {})
             base = [model["pretrained"]] if model.get("peft") is None and "pretrained" in model else []
-            key = secrets.token_urlsafe(16)
-            arguments = ["serve", *base, shown(run.root), "--port", "0", "--api_key", key, *_allowed()]
+            key = _write_key(folder / SERVE_KEY)
+            arguments = ["serve", *base, shown(run.root), "--port", "0", "--api_key_file", shown(key), *_allowed()]
             record = self.processes.start(folder, "serve", arguments)
         self._chats[folder] = record
         return record
@@ -199,8 +201,7 @@ class Board:
             lines = [line for line in log.splitlines() if line.strip()]
             raise RecipeError(lines[-1] if lines else "the server has ended")
         found = re.findall(r"^listening on (http://\S+)/v1", log, re.MULTILINE)
-        key = record.arguments[record.arguments.index("--api_key") + 1]
-        return (found[-1], key) if found else None
+        return (found[-1], _read_key(folder / SERVE_KEY)) if found else None
 
     def is_chat_open(self, run: RunFolder) -> bool:
         """Whether a server of the run is there."""
@@ -234,6 +235,25 @@ def _saved(folder: Path, name: str, arguments: Sequence[str] | None, recipe: str
     file = folder / f"{name}.yaml"
     file.write_text(recipe, encoding="utf-8")
     return ["--config", shown(file)] if arguments is None else list(arguments)
+
+
+def _write_key(file: Path) -> Path:
+    """Write a new key, not into a file or link that is there."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(secrets.token_urlsafe(16))
+    except OSError as error:
+        raise RecipeError(f"{file} cannot be written ({error.strerror}); choose another folder") from error
+    return file
+
+
+def _read_key(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{file} cannot be read ({error.strerror}); unload the model, and load it again") from error
 
 
 def _allowed() -> list[str]:

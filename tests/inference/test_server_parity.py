@@ -133,7 +133,7 @@ def test_each_fault_is_found_and_nothing_else(
         if fault is unchanged:
             with pytest.raises(RecipeError, match=r"has no model 'other'; give --model one of run"):
                 compared(trained, url, "--model", "other")
-            with pytest.raises(RecipeError, match="answers 401: .*--api_key"):
+            with pytest.raises(RecipeError, match="answers 401: .*--api_key_file"):
                 compared(trained, url, "--api_key", "wrong")
             with pytest.raises(RecipeError, match=r"neither data\.val_path nor data\.val_fraction"):
                 compared(trained, url, "--split", "val")

@@ -235,7 +235,9 @@ def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[st
         async def handle(request: Request) -> Response:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if limits.api_key is not None and not hmac.compare_digest(given.encode(), limits.api_key.encode()):
-                raise RequestError("the request carries another key than --api_key", 401, "invalid_api_key")
+                raise RequestError(
+                    "the request carries no key, or another one than the server's", 401, "invalid_api_key"
+                )
             return await handler(request)
 
         return handle
