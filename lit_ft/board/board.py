@@ -27,6 +27,8 @@ SERVE_KEY = "serve.key"
 """File with the key of a run's server, which the user alone can read."""
 _CHECKS = ".checks"
 _KEPT_CHECKS = 20
+_SECTION = re.compile(r"^(model|data|trainer|optimizer|lr_scheduler)\b", re.MULTILINE)
+_NAMES_MODEL = re.compile(r"^[^#\n]*\bpretrained:", re.MULTILINE)
 
 
 class Board:
@@ -70,9 +72,14 @@ class Board:
             threading.Thread(target=lambda: self.schema, daemon=True).start()
 
     def recipes(self) -> dict[str, Path]:
-        """Recipes by their path below the folder of recipes."""
-        files = sorted(self.recipes_folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
+        """Recipes by their path below the folder of recipes, and no other YAML files."""
+        found = [file for file in self.recipes_folder.rglob("*.yaml") if _SECTION.search(_text_of(file))]
+        files = sorted(found, key=lambda file: (len(file.parts), file))
         return {file.relative_to(self.recipes_folder).as_posix(): file for file in files}
+
+    def fragments(self) -> dict[str, Path]:
+        """Recipes that name no model, to be put on top of one that does."""
+        return {name: file for name, file in self.recipes().items() if not _NAMES_MODEL.search(_text_of(file))}
 
     # --- training ----------------------------------------------------------------------------------
 
@@ -228,6 +235,10 @@ def shown(path: Path) -> str:
     """Path as a command shows it: relative to this folder where it lies below it."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def _saved(folder: Path, name: str, arguments: Sequence[str] | None, recipe: str) -> list[str]:

@@ -137,6 +137,10 @@ class Chat:
         show: Callable[[str], None],
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> StreamedAnswer:
+        try:
+            question.encode()
+        except UnicodeEncodeError as error:
+            raise RecipeError(f"the question is no UTF-8 text ({error.reason}); convert it") from error
         prompt = self.opened.template.render(conversation.asked(question), generation=True)
         with self.opened.without_adapter() if name == "base" else nullcontext():
             answer = stream_answer(self.opened, prompt, self.decoding, show, is_interrupted)
