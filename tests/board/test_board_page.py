@@ -166,6 +166,25 @@ def test_form_yaml_and_command_follow_each_other(page: Page) -> None:
     page.wait(lambda: page.text("command") == shorter)
 
 
+def test_fragments_are_further_configs_and_other_changes_stay(page: Page) -> None:
+    page.open("/new")
+    page.write("data.micro_batch_size", "8")
+    for name in ("tuning/ia3", "precision/bf16_true"):
+        page.click("fragments")
+        page.part("fragments").send_keys(name)
+        page.wait(
+            lambda: [one.text for one in page.browser.find_elements(By.CSS_SELECTOR, ".q-menu .q-item")] == [name]
+        )
+        page.part("fragments").send_keys(Keys.ARROW_DOWN, Keys.ENTER, Keys.ESCAPE)
+        page.wait(lambda: f"recipes/{name}.yaml" in page.text("command"))
+    files = ("quickstart", "tuning/ia3", "precision/bf16_true")
+    configs = " ".join(f"--config recipes/{file}.yaml" for file in files)
+    assert page.text("command") == f"python -m lit_ft fit {configs} --data.micro_batch_size 8"
+    yaml = page.part("yaml").get_attribute("value")
+    assert all(text in yaml for text in ("class_path: peft.IA3Config", "precision: bf16-true", "micro_batch_size: 8"))
+    page.open("/new")
+
+
 def newest_run(folder: Path) -> Path:
     return max((folder / "runs").glob("*/*"), key=lambda run: run.name)
 
