@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 from lit_callbacks.output.printable import printable
+from lit_callbacks.report.run_report import write_report
 from lit_callbacks.report.tables import ReportTable
 from rich.console import Console
 from rich.table import Table
@@ -70,6 +71,8 @@ def run(arguments: list[str]) -> None:
     notes = [*_notes(parity, answered), *_shown(faults)]
     _show(parity, title, notes)
     _table(parity, title, notes, _command(options, name), bool(faults)).write(folder.root, "parity")
+    if (folder.root / "report.html").is_file():
+        write_report(folder.root)
     if faults:
         raise SystemExit(1)
 
