@@ -23,8 +23,12 @@ from lit_ft.run.folder import LAST, RunFolder, new_run
 
 NAME = re.compile(r"[^\W_][\w.-]{0,63}")
 """Names that a run may be given: no path."""
+SERVE_KEY = "serve.key"
+"""File with the key of a run's server, which the user alone can read."""
 _CHECKS = ".checks"
 _KEPT_CHECKS = 20
+_SECTION = re.compile(r"^(model|data|trainer|optimizer|lr_scheduler)\b", re.MULTILINE)
+_NAMES_MODEL = re.compile(r"^[^#\n]*\bpretrained:", re.MULTILINE)
 
 
 class Board:
@@ -68,9 +72,14 @@ class Board:
             threading.Thread(target=lambda: self.schema, daemon=True).start()
 
     def recipes(self) -> dict[str, Path]:
-        """Recipes by their path below the folder of recipes."""
-        files = sorted(self.recipes_folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
+        """Recipes by their path below the folder of recipes, and no other YAML files."""
+        found = [file for file in self.recipes_folder.rglob("*.yaml") if _SECTION.search(_text_of(file))]
+        files = sorted(found, key=lambda file: (len(file.parts), file))
         return {file.relative_to(self.recipes_folder).as_posix(): file for file in files}
+
+    def fragments(self) -> dict[str, Path]:
+        """Recipes that name no model, to be put on top of one that does."""
+        return {name: file for name, file in self.recipes().items() if not _NAMES_MODEL.search(_text_of(file))}
 
     # --- training ----------------------------------------------------------------------------------
 
@@ -180,8 +189,8 @@ class Board:
             (folder / "serve.log").unlink(missing_ok=True)
             model = run.recipe()["model"].get("init_args", {})
             base = [model["pretrained"]] if model.get("peft") is None and "pretrained" in model else []
-            key = secrets.token_urlsafe(16)
-            arguments = ["serve", *base, shown(run.root), "--port", "0", "--api_key", key, *_allowed()]
+            key = _write_key(folder / SERVE_KEY)
+            arguments = ["serve", *base, shown(run.root), "--port", "0", "--api_key_file", shown(key), *_allowed()]
             record = self.processes.start(folder, "serve", arguments)
         self._chats[folder] = record
         return record
@@ -199,8 +208,7 @@ class Board:
             lines = [line for line in log.splitlines() if line.strip()]
             raise RecipeError(lines[-1] if lines else "the server has ended")
         found = re.findall(r"^listening on (http://\S+)/v1", log, re.MULTILINE)
-        key = record.arguments[record.arguments.index("--api_key") + 1]
-        return (found[-1], key) if found else None
+        return (found[-1], _read_key(folder / SERVE_KEY)) if found else None
 
     def is_chat_open(self, run: RunFolder) -> bool:
         """Whether a server of the run is there."""
@@ -229,11 +237,34 @@ def shown(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
 def _saved(folder: Path, name: str, arguments: Sequence[str] | None, recipe: str) -> list[str]:
     """Write a recipe to a folder; returns the options that stand for it, which name the file if there are no others."""
     file = folder / f"{name}.yaml"
     file.write_text(recipe, encoding="utf-8")
     return ["--config", shown(file)] if arguments is None else list(arguments)
+
+
+def _write_key(file: Path) -> Path:
+    """Write a new key, not into a file or link that is there."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(secrets.token_urlsafe(16))
+    except OSError as error:
+        raise RecipeError(f"{file} cannot be written ({error.strerror}); choose another folder") from error
+    return file
+
+
+def _read_key(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{file} cannot be read ({error.strerror}); unload the model, and load it again") from error
 
 
 def _allowed() -> list[str]:

@@ -1,7 +1,7 @@
 """The command that a recipe stands for: a file, and the options in which the recipe differs from it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import yaml
 
@@ -9,22 +9,23 @@ from lit_ft.board.recipe_text import RecipeText
 from lit_ft.bounded_yaml import load_yaml
 
 
-def fit_arguments(recipe: RecipeText, base: RecipeText | None = None, file: str | None = None) -> list[str] | None:
+def fit_arguments(recipe: RecipeText, base: RecipeText | None = None, files: Sequence[str] = ()) -> list[str] | None:
     """Arguments of ``fit`` that stand for a recipe.
 
     Args:
         recipe: the recipe.
-        base: recipe of the file that it began with; None for one written from nothing.
-        file: path of that file.
+        base: recipe of the files that it began with; None for one written from nothing.
+        files: paths of those files, in order.
 
     Returns:
-        ``--config FILE`` and options that differ; all options, where the recipe leaves out what the file has: an
-        option cannot take that back. None where a text would be read as something else on a command line.
+        ``--config FILE`` of each and options that differ; all options, where the recipe leaves out what the files have:
+        an option cannot take that back. None where a text would be read as something else on a command line.
     """
     given: list[tuple[str, object]]
     start: list[str] = []
-    if base is not None and file is not None and set(base.options()) <= set(recipe.options()):
-        start, given = ["--config", file], list(_differences(recipe, base))
+    if base is not None and files and set(base.options()) <= set(recipe.options()):
+        start = [part for file in files for part in ("--config", file)]
+        given = list(differences(recipe, base))
     else:
         given = list(_all(recipe.content()))
     if not all(_is_option(value) for _, value in given):
@@ -32,7 +33,8 @@ def fit_arguments(recipe: RecipeText, base: RecipeText | None = None, file: str 
     return start + [part for name, value in given for part in (f"--{name}", _text(value))]
 
 
-def _differences(recipe: RecipeText, base: RecipeText) -> Iterator[tuple[str, object]]:
+def differences(recipe: RecipeText, base: RecipeText) -> Iterator[tuple[str, object]]:
+    """Options in which a recipe differs from another one, but not those that it lacks."""
     before, classes = base.options(), recipe.classes()
     replaced: tuple[str, ...] = ()
     for name, value in recipe.options().items():

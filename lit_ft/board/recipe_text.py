@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import yaml
@@ -16,6 +16,10 @@ from lit_ft.errors import RecipeError
 _SECTIONS = ("model", "data")
 """Keys whose class has a default, so that options stand in them directly."""
 _PARTS = ("class_path", "init_args", "dict_kwargs")
+
+
+Kept = Callable[[str, str, Mapping[str, object]], Mapping[str, object]]
+"""Gives the arguments that stay: of the option that takes a class, the new class, and the earlier one's arguments."""
 
 
 class RecipeText:
@@ -78,6 +82,35 @@ class RecipeText:
         if self._tree:
             self._yaml.dump(self._tree, out)
         self._text = out.getvalue()
+
+    def with_fragment(self, fragment: "RecipeText", kept: Kept) -> "RecipeText":
+        """Copy with the options of another recipe in place of its own, as of a second ``--config``.
+
+        A list takes the place of a list. Where the fragment names another class, the arguments that it has too stay.
+
+        Args:
+            fragment: the other recipe.
+            kept: gives those arguments.
+        """
+        merged = RecipeText(self._text)
+        merged._put(fragment.content(), "", kept)
+        return RecipeText(merged.text)
+
+    def _put(self, value: object, name: str, kept: Kept) -> None:
+        """Set an option and those below it, as a later ``--config`` does."""
+        before = self.get(name) if name else {}
+        is_class = isinstance(value, Mapping) and bool({"class_path", "init_args"} & set(value))
+        if is_class and isinstance(value, Mapping) and isinstance(before, Mapping):
+            chosen = value.get("class_path", before.get("class_path"))
+            if chosen != before.get("class_path"):
+                stay = kept(name, str(chosen), before.get("init_args") or {})
+                self.set(name, {"class_path": chosen, **({"init_args": dict(stay)} if stay else {})})
+            value = value.get("init_args") or {}
+        elif not (isinstance(value, Mapping) and name in ("", "trainer", *_SECTIONS)):
+            self.set(name, value)
+            return
+        for key, inner in value.items():
+            self._put(inner, f"{name}.{key}".lstrip("."), kept)
 
     def callback(self, class_path: str) -> dict[str, Any] | None:
         """Arguments of a callback of ``trainer.callbacks``; None where it is not among them."""

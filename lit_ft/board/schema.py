@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser
 
-from lit_ft.internals.jsonargparse import OptionSchema, option_schemas
+from lit_ft.internals.jsonargparse import OptionSchema, accepted, option_schemas
 from lit_ft.recipe.allowed_code import allowed_by_user, is_allowed
 from lit_ft.recipe.parser import DEFAULT_CLASSES
 
@@ -154,6 +154,11 @@ class Schema:
             self._of_class[key, class_path] = {one.name: one for one in _fields_of(key, class_path)}
         return self._of_class[key, class_path]
 
+    def kept(self, key: str, class_path: str, arguments: Mapping[str, object]) -> dict[str, object]:
+        """Arguments of an earlier class for a key that another class takes too, as a later ``--config`` keeps them."""
+        options = _class_options(key, class_path)
+        return {} if options is None else accepted(options, key, arguments)
+
     def fields(self, recipe: RecipeText) -> dict[str, Field]:
         """All options that a recipe has, by name."""
         found = dict(self.own)
@@ -176,16 +181,29 @@ _LEFT_OUT = ("config", "run_dir", "ckpt_path", "resume", "resume_data", "model",
 """Options that the board sets itself, and sections."""
 
 
-def _fields_of(key: str, class_path: str) -> list[Field]:
+def _class_options(key: str, class_path: str) -> ArgumentParser | None:
+    """Parser of the options of a class; None where it may not be imported, or cannot be read."""
     if not (is_allowed(class_path) or is_allowed(class_path, allowed_by_user())):
-        return []
-    module, _, name = class_path.rpartition(".")
+        return None
     options = ArgumentParser(add_help=False)
     try:
-        cls = getattr(import_module(module), name)
+        cls = _class(class_path)
         options.add_class_arguments(cls, key, fail_untyped=False, skip=_first_positional(cls))
     except (ImportError, AttributeError, TypeError, ValueError):  # `check` says what is wrong with the class
+        return None
+    return options
+
+
+def _class(class_path: str) -> Callable[..., object]:
+    module, _, name = class_path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def _fields_of(key: str, class_path: str) -> list[Field]:
+    options = _class_options(key, class_path)
+    if options is None:
         return []
+    cls = _class(class_path)
     # PEFT describes its options there, and not in its docstrings.
     helps = {one.name: str(one.metadata.get("help", "")) for one in fields(cls)} if is_dataclass(cls) else {}
     found = [_field(one) for one in option_schemas(options)]

@@ -31,6 +31,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "recipe": ("Recipe", "配方"),
     "empty": ("(empty)", "（空白）"),
     "choose recipe": ("Begin with", "从此配方开始"),
+    "fragments": ("On top of it, in the order chosen", "在其上叠加（按选择顺序）"),
     "name": ("Name of the run", "训练名称"),
     "loading": ("Reading the options ...", "正在读取选项……"),
     "group model": ("Model", "模型"),

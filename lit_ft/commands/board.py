@@ -1,18 +1,18 @@
 """The ``board`` command: a page in the browser that starts runs and shows them."""
 
 import argparse
-import os
 import secrets
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from lit_ft.commands.keys import given_key
 from lit_ft.commands.listening import LOOPBACK, address_of, listening
 from lit_ft.errors import RecipeError
 from lit_ft.run.folder import RUNS
 
 TOKEN_VARIABLE = "LIT_FT_BOARD_TOKEN"
-"""Environment variable in place of ``--token``, which other users of the machine see."""
+"""Environment variable with the token."""
 _PACKAGES = ("nicegui", "ruamel.yaml", "psutil")
 _DESCRIPTION = (
     "Start runs from a form and watch them in a browser, talk to them and export them. Trainings are processes of "
@@ -28,9 +28,10 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--recipes", type=Path, help="folder of recipes (recipes, where it exists)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of the machine's")
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (8080)")
-    parser.add_argument("--token", help=f"token of the address; by default {TOKEN_VARIABLE}, or a new one")
+    parser.add_argument("--token_file", help=f"file with the token of the address; by default {TOKEN_VARIABLE}, or new")
+    parser.add_argument("--token", help="the token itself, which other users of the machine see")
     options = parser.parse_args(arguments[1:])
-    token = _token(options.token)
+    token = _token(given_key("token", options.token, options.token_file, TOKEN_VARIABLE))
     _check_folders(options.runs, options.recipes)
     _check_packages()
     with listening(options.host, options.port) as listener:
@@ -48,7 +49,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _token(given: str | None) -> str:
-    token = given if given is not None else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(16)
+    token = secrets.token_urlsafe(16) if given is None else given
     if len(token) < 8 or not token.isascii() or not all(c.isalnum() or c in "-._~" for c in token):
         raise RecipeError(f"token={token!r} must have 8 letters, digits or -._~ at least; leave it out for a new one")
     return token

@@ -29,7 +29,7 @@ from lit_ft.export.folder_texts import describe_step, generation_texts, run_text
 from lit_ft.export.model_card import Card
 from lit_ft.export.restore_run import module_of, rebuild
 from lit_ft.model import loading
-from lit_ft.model.files.fingerprint import write_fingerprint
+from lit_ft.model.files.fingerprint import read_dtype, write_fingerprint
 from lit_ft.model.files.text_part import text_class
 from lit_ft.model.spec import ModelSpec
 from lit_ft.recipe.parser import RecipeParser
@@ -312,7 +312,7 @@ def _of_adapters(
     def write(to: Path) -> None:
         rows = wrapped.active_peft_config.to_dict().get("trainable_token_indices")
         wrapped.save_pretrained(to, save_embedding_layers=False if rows else "auto")
-        write_fingerprint(now, to)
+        write_fingerprint(now, to, read_dtype(adapters[0].folder))
 
     return _Exported(wrapped, tokenizer, ", ".join(notes), base, texts, write)
 

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,6 +17,7 @@ from lit_ft.export.adapter_folders import Adapter, base_of, check_unchanged, des
 from lit_ft.export.model_card import Recipe
 from lit_ft.export.restore_run import module_of, rebuild
 from lit_ft.model import loading
+from lit_ft.model.files.fingerprint import read_dtype
 from lit_ft.model.generation import dense_implementation
 from lit_ft.model.spec import ModelSpec
 from lit_ft.run.folder import LAST, RunFolder
@@ -260,7 +263,7 @@ def _open_run(run: RunFolder, ckpt_path: str, chosen: _TemplateChoice, shared: S
 def _open_adapter(
     adapter: Adapter, named: str | None, chosen: _TemplateChoice, shared: SharedBase | None
 ) -> OpenedModel:
-    spec = base_of(adapter, named)
+    spec = _in_dtype_of_training(base_of(adapter, named), adapter)
     with option_called("model.pretrained", describe_base(adapter, named)):
         check_unchanged(Path(spec.pretrained).expanduser())
         skeleton = loading.skeleton(spec.pretrained)
@@ -269,6 +272,17 @@ def _open_adapter(
         base = (spec if shared is None else shared.of(spec)).build("sdpa")
     make_room(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chosen)
+
+
+def _in_dtype_of_training(spec: ModelSpec, adapter: Adapter) -> ModelSpec:
+    """Base of an adapter in the dtype that its run read it in, so that the folder answers as the run does."""
+    dtype = read_dtype(adapter.folder)
+    if dtype is None:
+        rank_zero_info(
+            f"{adapter.folder} does not record the dtype of its training: the base is read in that of its files"
+        )
+        return spec
+    return replace(spec, dtype=cast(loading.Dtype, dtype))
 
 
 def _opened(

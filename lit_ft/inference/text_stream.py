@@ -53,7 +53,7 @@ class Decoding:
                 self.repetition_penalty is None or 0 < self.repetition_penalty < float("inf"),
                 "must be over 0",
             ),
-            "seed": (self.seed is None or 0 <= self.seed < 2**63, "must be 0 or more"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**63, "must be 0 or more, and below 2**63"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:

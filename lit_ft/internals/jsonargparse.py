@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from argparse import Action
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Union, get_args, get_origin
 
-from jsonargparse import ActionYesNo
+from jsonargparse import ActionYesNo, Namespace
+from jsonargparse._common import parser_context
 from jsonargparse._typehints import ActionTypeHint
 
 if TYPE_CHECKING:
@@ -54,6 +55,28 @@ def option_schemas(parser: ArgumentParser) -> Iterator[OptionSchema]:
             kinds = _kinds(kind)
             is_text = all(one is str for one in kinds)
             yield OptionSchema(action.dest, action.help or "", action.default, _choices(kinds), is_text)
+
+
+def accepted(parser: ArgumentParser, key: str, arguments: Mapping[str, object]) -> dict[str, object]:
+    """Those of a class's arguments that a parser of another class accepts, by the rule of a later ``--config``.
+
+    Args:
+        parser: parser of the other class's arguments, below ``key``.
+        key: option that takes the class.
+        arguments: arguments by name.
+    """
+    found: dict[str, object] = {}
+    for name, value in arguments.items():
+        action = next((one for one in parser._actions if one.dest == f"{key}.{name}"), None)
+        if action is None:
+            continue
+        with parser_context(lenient_check=False, load_value_mode=parser.parser_mode):
+            try:
+                parser._check_value_key(action, value, f"{key}.{name}", Namespace())
+            except Exception:  # what jsonargparse itself catches there, too
+                continue
+        found[name] = value
+    return found
 
 
 def _kinds(kind: object) -> list[object]:

@@ -141,6 +141,28 @@ def test_a_port_in_use_is_an_error_with_its_fix(servers: list[Server]) -> None:
         run_command(["board", "--port", str(servers[0].port)])
 
 
+def put_on_top(page: Page, name: str) -> None:
+    page.click("fragments")
+    page.part("fragments").send_keys(name)
+    offered = ".q-menu .q-item"
+    page.wait(lambda: [one.text for one in page.browser.find_elements(By.CSS_SELECTOR, offered)] == [name])
+    page.part("fragments").send_keys(Keys.ARROW_DOWN, Keys.ENTER, Keys.ESCAPE)
+    page.wait(lambda: f"recipes/{name}.yaml" in page.text("command"))
+
+
+def test_fragments_are_further_configs_and_other_changes_stay(page: Page) -> None:
+    page.open("/new")
+    page.write("data.micro_batch_size", "8")
+    page.wait(lambda: "--data.micro_batch_size 8" in page.text("command"))
+    put_on_top(page, "tuning/ia3")
+    put_on_top(page, "precision/bf16_true")
+    files = ("quickstart", "tuning/ia3", "precision/bf16_true")
+    configs = " ".join(f"--config recipes/{file}.yaml" for file in files)
+    assert page.text("command") == f"python -m lit_ft fit {configs} --data.micro_batch_size 8"
+    yaml = page.part("yaml").get_attribute("value")
+    assert all(text in yaml for text in ("class_path: peft.IA3Config", "precision: bf16-true", "micro_batch_size: 8"))
+
+
 def test_form_yaml_and_command_follow_each_other(page: Page) -> None:
     page.open("/new")
     page.write("data.micro_batch_size", "8")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("nicegui", reason="the extra `board` is not installed")
+from lit_ft.board.board import Board
 from lit_ft.board.command_line import fit_arguments
 from lit_ft.board.recipe_text import RecipeText, as_text, from_text
 from lit_ft.board.schema import GROUPS, PRESETS, Schema, matching_preset
@@ -76,7 +77,7 @@ def test_code_that_is_not_allowed_is_not_imported(schema: Schema, tmp_path: Path
 def test_a_preset_is_accepted_and_recognized(parser: Any, recipe: RecipeText, key: str, name: str) -> None:
     recipe.set(key, PRESETS[key][name])
     assert matching_preset(key, recipe.get(key)) == name
-    arguments = fit_arguments(recipe, RecipeText(QUICKSTART.read_text(encoding="utf-8")), str(QUICKSTART))
+    arguments = fit_arguments(recipe, RecipeText(QUICKSTART.read_text(encoding="utf-8")), [str(QUICKSTART)])
     parser.parse_args(arguments)
 
 
@@ -180,7 +181,7 @@ def test_the_command_stands_for_the_recipe(parser: Any, recipe: RecipeText, tmp_
     base = RecipeText(recipe.text)
     for key, value in CHANGES[name].items():
         recipe.set(key, value)
-    arguments = fit_arguments(recipe, base, str(QUICKSTART))
+    arguments = fit_arguments(recipe, base, [str(QUICKSTART)])
     file = tmp_path / "recipe.yaml"
     file.write_text(recipe.text, encoding="utf-8")
     assert arguments is not None
@@ -195,4 +196,25 @@ def test_a_text_that_a_command_line_would_read_otherwise_needs_a_file(recipe: Re
     base = RecipeText(recipe.text)
     recipe.set("data.system", text)
     assert recipe.get("data.system") == text
-    assert fit_arguments(recipe, base, str(QUICKSTART)) is None
+    assert fit_arguments(recipe, base, [str(QUICKSTART)]) is None
+
+
+FRAGMENTS = Board([Path("runs")], Path("recipes"), fit_parser).fragments()
+
+
+def test_recipes_without_a_model_are_fragments() -> None:
+    assert {"tuning/dora.yaml", "precision/bf16_true.yaml", "strategies/ddp.yaml"} <= set(FRAGMENTS)
+    assert not {"quickstart.yaml", "examples/qlora_24gb.yaml", "data/tasks/quickstart.yaml"} & set(FRAGMENTS)
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_a_fragment_on_top_is_a_second_config(
+    parser: Any, schema: Schema, recipe: RecipeText, tmp_path: Path, name: str
+) -> None:
+    both = recipe.with_fragment(RecipeText(FRAGMENTS[name].read_text(encoding="utf-8")), schema.kept)
+    files = [str(QUICKSTART), str(FRAGMENTS[name])]
+    arguments = fit_arguments(both, RecipeText(both.text), files)
+    assert arguments == ["--config", files[0], "--config", files[1]]
+    file = tmp_path / "recipe.yaml"
+    file.write_text(both.text, encoding="utf-8")
+    assert parsed(parser, ["--config", str(file)]) == parsed(parser, arguments)

@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Path:
     rows = folder / "rows.jsonl"
     rows.write_text('{"instruction": "red book", "output": "blue cup"}\n' * 8)
     arguments = recipe(folder, model_folder, str(rows), max_steps=2)
-    done = run_forked(*arguments, "--run_dir", str(folder / "run"), "--optimizer.lr", "3")
+    done = run_forked(*arguments, "--run_dir", str(folder / "run"), "--optimizer.lr", "3", "--model.dtype", "float32")
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -58,6 +58,26 @@ def test_a_run_its_adapter_and_its_merged_model_answer_alike(run: Path, tmp_path
     with both.without_adapter():
         assert answer(both) == untrained
     assert answer(both) == wanted
+
+
+def test_an_adapter_s_base_is_read_in_the_dtype_of_training(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = shutil.copytree(run / "adapter", tmp_path / "adapter")
+    (adapter / "manifest.json").unlink()
+    recorded = json.loads((adapter / "base.json").read_text())
+    assert recorded["dtype"] == "float32"
+    for dtype in ("bfloat16", "float32"):
+        (adapter / "base.json").write_text(json.dumps(recorded | {"dtype": dtype}))
+        assert open_model(str(adapter)).base.dtype == getattr(torch, dtype)
+    assert list(open_together([str(run), str(adapter)])) == ["base", "run", adapter.parent.name]
+    (adapter / "base.json").write_text(json.dumps(recorded | {"dtype": "int8"}))
+    with pytest.raises(RecipeError, match="dtype='int8' must be one of auto, float32"):
+        open_model(str(adapter))
+    (adapter / "base.json").unlink()
+    caplog.clear()
+    assert open_model(str(adapter)).base.dtype == torch.float32
+    assert "does not record the dtype of its training" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_each_fault_is_found_and_nothing_else(
         if fault is unchanged:
             with pytest.raises(RecipeError, match=r"has no model 'other'; give --model one of run"):
                 compared(trained, url, "--model", "other")
-            with pytest.raises(RecipeError, match="answers 401: .*--api_key"):
+            with pytest.raises(RecipeError, match="answers 401: .*--api_key_file"):
                 compared(trained, url, "--api_key", "wrong")
             with pytest.raises(RecipeError, match=r"neither data\.val_path nor data\.val_fraction"):
                 compared(trained, url, "--split", "val")
@@ -142,6 +142,7 @@ def test_each_fault_is_found_and_nothing_else(
 
 def check_report_table(run: Path, url: str) -> None:
     """The table for the run's report is the last comparison's, without the key."""
+    assert "Parity: " in (run / "report.html").read_text(encoding="utf-8")
     table = read_table(newest_tables(run)["parity"])
     assert table.columns == ["turn", "prompt", "log-probability: largest", "mean", "greedy answer"]
     assert [len(table.rows), table.rows[0][1], table.rows[0][4]] == [5, "same", "same"]

@@ -92,6 +92,7 @@ class RunReport(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Write the first batch that holds tokens; a resumed run keeps that of its first start."""
+        self._times.leave(BEFORE, TRAINING)  # resumed within an epoch, whose start Lightning does not announce again
         if not self._awaits_batch or (holds_tokens(batch) and batch["input_ids"].numel() == 0):
             return
         self._awaits_batch = False
@@ -177,6 +178,11 @@ class _PartTimes:
     def __init__(self, began: float) -> None:
         self.seconds: dict[str, float] = {}
         self._part, self._since = START, began
+
+    def leave(self, part: str, following: str) -> None:
+        """Begin another part if a certain one goes on."""
+        if self._part == part:
+            self.switch(following)
 
     def switch(self, part: str) -> None:
         """End the current part and begin another."""

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,25 @@ def test_a_resumed_run_keeps_its_first_batch_and_another_writes_none(tmp_path: P
     assert (tmp_path / "first_batch.json").read_text() == '{"step": "kept"}'
     fit(tmp_path / "none", [RunReport(first_batch=False)], CSVLogger(tmp_path / "none"))
     assert not (tmp_path / "none" / "first_batch.json").exists()
+
+
+class Slow(Plain):
+    """Takes a fifth of a second for a step."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        time.sleep(0.2)
+        return super().training_step(batch, batch_idx)
+
+
+def test_training_that_goes_on_within_an_epoch_is_timed_as_training(tmp_path: Path) -> None:
+    options = {**QUIET, "default_root_dir": tmp_path, "logger": CSVLogger(tmp_path)}
+    begin = Trainer(**options, max_steps=1)
+    begin.fit(Plain(), data())
+    begin.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = Trainer(**options, max_steps=4, callbacks=[RunReport()])
+    resumed.fit(Slow(), data(), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    seconds = json.loads((tmp_path / "environment.json").read_text())["seconds"]
+    assert seconds["training"] > 0.6
 
 
 class Texts(LightningDataModule):

@@ -9,7 +9,7 @@ from fastapi import Request
 from nicegui import ui
 
 from lit_ft.board.board import NAME, Board, shown
-from lit_ft.board.command_line import fit_arguments
+from lit_ft.board.command_line import differences, fit_arguments
 from lit_ft.board.pages.form import Form
 from lit_ft.board.pages.frame import POLL_SECONDS, address_of, frame, shown_errors, tag, texts_of
 from lit_ft.board.processes import log_tail
@@ -40,7 +40,7 @@ class _NewRun:
 
     def __init__(self, board: Board, texts: Texts, chosen: str) -> None:
         self._board, self._texts = board, texts
-        self._files = board.recipes()
+        self._files, self._fragments = board.recipes(), board.fragments()
         self._recipe, self._base = RecipeText(), RecipeText()
         self._file: Path | None = None
         with ui.element("div").classes("bar").style("margin: 1rem 0"):
@@ -48,6 +48,10 @@ class _NewRun:
             chosen = chosen if chosen in self._files else next(iter(self._files), _EMPTY)
             self._select = ui.select(options, value=chosen, label=texts("choose recipe"), with_input=True)
             self._select.props('outlined data-mark="recipe"').style("flex: 1 1 14rem").on_value_change(self._load)
+            fragments = {name: name.removesuffix(".yaml") for name in self._fragments}
+            self._on_top = ui.select(fragments, value=[], label=texts("fragments"), multiple=True, with_input=True)
+            self._on_top.props('outlined use-chips data-mark="fragments"').style("flex: 1 1 14rem")
+            self._on_top.on_value_change(self._put_on_top)
             self._name = ui.input(label=texts("name")).props('outlined data-mark="name"').style("flex: 1 1 10rem")
         with ui.element("div").classes("halves sticky"):
             self._form = Form(board.schema, texts, self._form_changed)
@@ -81,11 +85,33 @@ class _NewRun:
         name = str(self._select.value or _EMPTY)
         with shown_errors():
             self._file = self._files.get(name)
-            text = "" if self._file is None else self._file.read_text(encoding="utf-8")
-            self._recipe, self._base = RecipeText(text), RecipeText(text)
+            self._base = self._of_files()
+            self._recipe = RecipeText(self._base.text)
             self._name.value = self._file.stem if self._file is not None else "run"
             self._show_text()
             self._form.show(self._recipe)
+
+    def _put_on_top(self) -> None:
+        """Take the chosen fragments in place of earlier ones; what else was changed stays."""
+        with shown_errors():
+            base = self._of_files()
+            recipe = RecipeText(base.text)
+            for name, value in differences(self._recipe, self._base):
+                recipe.set(name, value)
+            self._base, self._recipe = base, RecipeText(recipe.text)
+            self._show_text()
+            self._form.show(self._recipe)
+
+    def _chosen_files(self) -> list[Path]:
+        """Files that the recipe begins with, in order."""
+        return [file for file in (self._file, *map(self._fragments.get, self._on_top.value)) if file is not None]
+
+    def _of_files(self) -> RecipeText:
+        recipe = RecipeText() if self._file is None else RecipeText(self._file.read_text(encoding="utf-8"))
+        for name in self._on_top.value:
+            fragment = RecipeText(self._fragments[name].read_text(encoding="utf-8"))
+            recipe = recipe.with_fragment(fragment, self._board.schema.kept)
+        return recipe
 
     def _form_changed(self) -> None:
         self._show_text()
@@ -107,7 +133,7 @@ class _NewRun:
         self._show_command()
 
     def _arguments(self) -> list[str] | None:
-        return fit_arguments(self._recipe, self._base, None if self._file is None else shown(self._file))
+        return fit_arguments(self._recipe, self._base, [shown(file) for file in self._chosen_files()])
 
     def _show_command(self) -> None:
         self._error.text = ""

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -111,23 +111,16 @@ class Chat:
     def _ask_both(self, question: str, is_interrupted: Callable[[], bool]) -> None:
         texts, notes = dict.fromkeys(self.conversations, ""), dict.fromkeys(self.conversations, "")
 
-        def view() -> Table:
-            table = Table.grid(expand=True)
-            for _ in texts:
-                table.add_column(ratio=1)
-            table.add_row(*(Panel(Text(texts[name] or "..."), title=name, subtitle=notes[name]) for name in texts))
-            return table
-
-        with Live(view(), console=self.console, refresh_per_second=10) as live:
+        with Live(side_by_side(texts, notes), console=self.console, refresh_per_second=10) as live:
             for name, conversation in self.conversations.items():
 
                 def show(piece: str, name: str = name) -> None:
                     texts[name] += printable(piece)
-                    live.update(view())
+                    live.update(side_by_side(texts, notes))
 
                 answer = self._answer(name, conversation, question, show, is_interrupted)
                 notes[name] = self._figures(answer)
-                live.update(view())
+                live.update(side_by_side(texts, notes))
 
     def _answer(
         self,
@@ -137,6 +130,10 @@ class Chat:
         show: Callable[[str], None],
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> StreamedAnswer:
+        try:
+            question.encode()
+        except UnicodeEncodeError as error:
+            raise RecipeError(f"the question is no UTF-8 text ({error.reason}); convert it") from error
         prompt = self.opened.template.render(conversation.asked(question), generation=True)
         with self.opened.without_adapter() if name == "base" else nullcontext():
             answer = stream_answer(self.opened, prompt, self.decoding, show, is_interrupted)
@@ -215,6 +212,17 @@ def _read() -> str | None:
             lines.append(line[:-1])
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def side_by_side(texts: Mapping[str, str], notes: Mapping[str, str]) -> Table:
+    """Answers beside each other, each with its name above and its note below."""
+    table = Table.grid(expand=True)
+    for _ in texts:
+        table.add_column(ratio=1)
+    # Folded: by default rich cuts a line of a cell that has no space to break at, as Chinese has none.
+    answers = {name: Text(text or "...", overflow="fold") for name, text in texts.items()}
+    table.add_row(*(Panel(answer, title=name, subtitle=notes[name]) for name, answer in answers.items()))
+    return table
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from lit_callbacks.output.printable import printable
 from rich.console import Console
 from rich.table import Table
 
+from lit_ft.commands.keys import API_KEY, JUDGE_API_KEY, given_key
 from lit_ft.errors import RecipeError
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_tokenizer
@@ -80,7 +81,8 @@ def _parser() -> RecipeParser:
     add("--model", type=str | None, default=None, help="name of the model there")
     add("--base_model", type=str | None, default=None, help="name of the base there; by default `base`, if it has one")
     add("--api", choices=("completions", "chat"), default="completions", help="interface that is asked there")
-    add("--api_key", type=str | None, default=None, help="key that the server asks for")
+    add("--api_key_file", type=str | None, default=None, help=f"file with the key that it asks for; or {API_KEY}")
+    add("--api_key", type=str | None, default=None, help="the key itself")
     add("--data.path", type=str | None, default=None, help="data set whose loss and exact match are measured")
     add("--data.format", type=str | None, default=None, help="its format, in place of the run's")
     add("--data.columns", type=dict[str, str] | None, default=None, help="its columns, in place of the run's")
@@ -88,7 +90,8 @@ def _parser() -> RecipeParser:
     add("--questions", type=str | None, default=None, help="data set of questions whose answers a judge compares")
     add("--judge_url", type=str | None, default=None, help="address of the judge, with OpenAI's interface")
     add("--judge_model", type=str | None, default=None, help="name of the judge there")
-    add("--judge_api_key", type=str | None, default=None, help="key that the judge's server asks for")
+    add("--judge_api_key_file", type=str | None, default=None, help=f"file with its key; or {JUDGE_API_KEY}")
+    add("--judge_api_key", type=str | None, default=None, help="the key itself")
     add("--judge_prompt", type=str | None, default=None, help="file with {question}, {answer_a}, {answer_b}")
     return parser
 
@@ -172,7 +175,7 @@ class Found:
         tokenizer, template = open_tokenizer(options.path, options.chat_template)
         if options.apply_chat_template is False:
             template = None
-        client = OpenAIClient(options.url, options.api_key)
+        client = OpenAIClient(options.url, given_key("api_key", options.api_key, options.api_key_file, API_KEY))
         served = client.models()
         name = client.chosen(options.model, Path(options.path).resolve().name)
         base = options.base_model or ("base" if "base" in served and name != "base" else None)
@@ -265,7 +268,8 @@ def _check_data(options: Namespace) -> None:
 def _judge(options: Namespace) -> judging.Judge | None:
     if options.judge_url is None:
         return None
-    client = OpenAIClient(options.judge_url, options.judge_api_key, timeout=600)
+    key = given_key("judge_api_key", options.judge_api_key, options.judge_api_key_file, JUDGE_API_KEY)
+    client = OpenAIClient(options.judge_url, key, timeout=600)
     model = client.chosen(options.judge_model, option="--judge_model")
     return judging.Judge.with_prompt(client, model, options.judge_prompt, options.batch_size)
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 from lit_callbacks.output.printable import printable
+from lit_callbacks.report.run_report import write_report
 from lit_callbacks.report.tables import ReportTable
 from rich.console import Console
 from rich.table import Table
 
+from lit_ft.commands.keys import API_KEY, given_key
 from lit_ft.errors import RecipeError
 from lit_ft.inference.answered_turns import AnsweredTurns, answered_turns
 from lit_ft.inference.openai.client import OpenAIClient
@@ -33,7 +35,13 @@ def run(arguments: list[str]) -> None:
     parser.add_argument(
         "--model", type=str | None, default=None, help="its name there; by default the only one, or the run's folder"
     )
-    parser.add_argument("--api_key", type=str | None, default=None, help="key that the server asks for")
+    parser.add_argument(
+        "--api_key_file",
+        type=str | None,
+        default=None,
+        help=f"file with the key that the server asks for; or {API_KEY}",
+    )
+    parser.add_argument("--api_key", type=str | None, default=None, help="the key itself")
     parser.add_argument("--ckpt_path", default=LAST, help="checkpoint of the run: last, best or a path")
     parser.add_argument("--split", choices=("train", "val"), default="train", help="data that is compared")
     parser.add_argument("--rows", type=int, default=20, help="conversations, from the beginning of the data")
@@ -54,7 +62,7 @@ def run(arguments: list[str]) -> None:
     folder = RunFolder(Path(options.path).expanduser())
     if not folder.config.is_file():
         raise RecipeError(f"{options.path!r} is no run: it has no config.yaml; name the folder that fit wrote")
-    client = OpenAIClient(options.url, options.api_key)
+    client = OpenAIClient(options.url, given_key("api_key", options.api_key, options.api_key_file, API_KEY))
     name = client.chosen(options.model, Path(options.path).resolve().name)
     opened = open_model(options.path, options.ckpt_path)
     answered = answered_turns(folder.recipe(), opened, options.split, options.rows)
@@ -63,6 +71,8 @@ def run(arguments: list[str]) -> None:
     notes = [*_notes(parity, answered), *_shown(faults)]
     _show(parity, title, notes)
     _table(parity, title, notes, _command(options, name), bool(faults)).write(folder.root, "parity")
+    if (folder.root / "report.html").is_file():
+        write_report(folder.root)
     if faults:
         raise SystemExit(1)
 

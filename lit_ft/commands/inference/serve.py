@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from lit_ft.commands.keys import API_KEY, given_key
 from lit_ft.commands.listening import LOOPBACK, address_of, listening
 from lit_ft.errors import RecipeError
 from lit_ft.inference.continuous_batching import Engine, batching_obstacle, cache_tokens_in, start_engine
@@ -35,7 +36,15 @@ def run(arguments: list[str]) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of the machine's")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--api_key", type=str | None, default=None, help="key that requests must carry")
+    parser.add_argument(
+        "--api_key_file",
+        type=str | None,
+        default=None,
+        help=f"file with the key that requests must carry; or {API_KEY}",
+    )
+    parser.add_argument(
+        "--api_key", type=str | None, default=None, help="the key itself, which other users of the machine see"
+    )
     parser.add_argument(
         "--max_model_len",
         type=int | None,
@@ -47,13 +56,14 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--cache_gib", type=float, default=1.0, help="KV cache of all models together")
     options = parser.parse_args(arguments[1:])
     _check(options.max_requests, options.max_body_mib, options.cache_gib)
+    api_key = given_key("api_key", options.api_key, options.api_key_file, API_KEY)
     with listening(options.host, options.port) as listener:
         opened = open_together(options.paths, options.ckpt_path, options.base, options.chat_template)
         cache_tokens, max_model_len = _lengths(opened, options.cache_gib, options.max_model_len)
 
         from lit_ft.inference.openai.application import GracefulServer, Limits, application
 
-        limits = Limits(max_model_len, options.max_requests, int(options.max_body_mib * 2**20), options.api_key)
+        limits = Limits(max_model_len, options.max_requests, int(options.max_body_mib * 2**20), api_key)
         # No more than all answers together can fill.
         most = (max_model_len + 64) * options.max_requests
         with _engines(opened, {name: min(most, size) for name, size in cache_tokens.items()}, limits) as engines:
@@ -124,6 +134,6 @@ def _print_start(
         f"waiting, {limits.max_body_bytes / 2**20:g} MiB of a body"
     )
     if host not in LOOPBACK and limits.api_key is None:
-        print(f"{host} can be reached from other machines, and there is no --api_key")
+        print(f"{host} can be reached from other machines, and there is no key: set {API_KEY}, or --api_key_file")
     print(f"for large loads: {vllm_command(opened, paths)}")
     print(f"listening on {address_of(host, listener)}/v1 (Ctrl-C stops)", flush=True)

@@ -23,8 +23,8 @@ Supervise = Literal["assistant", "last", "all"]
 
 def prompt_and_answer(chat: Chat, template: ChatTemplate) -> tuple[str, Message, Message]:
     """Prompt of the last answer as the model sees it, the turn before that answer, and the answer."""
+    chat = with_tools(chat, template, [])  # turns may become fewer, or more
     last = _answers(chat)[-1]
-    chat = with_tools(chat, template, [])
     prompt = _before(chat, last, template)
     return prompt, chat.messages[max(last - 1, 0)], chat.messages[last]
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_ft.inference.continuous_batching import Engine, Generation
 from lit_ft.inference.openai.requests import Ask, Json
+from lit_ft.inference.openai.tool_calls import ToolCalls
 from lit_ft.inference.stop_strings import StopStrings
 from lit_ft.inference.text_stream import AnswerText
 from lit_ft.inference.token_choice import TokenLogprob
@@ -26,12 +27,17 @@ class Delta:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    thinking: str = ""
+    calls: list[Json] = field(default_factory=list)
+    """Tool calls."""
 
     def add(self, other: "Delta") -> None:
         """Append a part."""
         self.text += other.text
         self.ids += other.ids
         self.logprobs += other.logprobs
+        self.thinking += other.thinking
+        self.calls += other.calls
         self.finish_reason = other.finish_reason or self.finish_reason
 
 
@@ -76,6 +82,20 @@ async def deltas(engine: Engine, generation: Generation, stops: Sequence[str]) -
         engine.cancel(generation)
 
 
+async def with_calls(parts: AsyncIterator[Delta], reader: ToolCalls) -> AsyncIterator[Delta]:
+    """Parts of an answer with the tool calls in their text taken out of it."""
+    async for part in parts:
+        found = [reader.add(part.text)]
+        if part.finish_reason is not None:
+            found.append(reader.end())
+        part.text = "".join(one.text for one in found)
+        part.thinking = "".join(one.thinking for one in found)
+        part.calls = [call for one in found for call in one.calls]
+        if part.finish_reason == "stop" and reader.count:
+            part.finish_reason = "tool_calls"
+        yield part
+
+
 async def merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
     """Parts of several answers with the number of their answer, as they come.
 
@@ -109,6 +129,17 @@ async def merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _message(answer: Delta) -> Json:
+    if not answer.calls:
+        return {"role": "assistant", "content": answer.text, **_thinking(answer)}
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in answer.calls]
+    return {"role": "assistant", "content": answer.text or None, **_thinking(answer), "tool_calls": calls}
+
+
+def _thinking(part: Delta) -> Json:
+    return {"reasoning_content": part.thinking} if part.thinking else {}
+
+
 class Format:
     """OpenAI's JSON of the answers to one request."""
 
@@ -127,7 +158,7 @@ class Format:
             choice: Json = {"index": index, "finish_reason": answer.finish_reason}
             choice["logprobs"] = self._logprobs(answer)
             if self._is_chat:
-                choice["message"] = {"role": "assistant", "content": answer.text}
+                choice["message"] = _message(answer)
             else:
                 choice["text"] = answer.text
             choices.append(choice | self._token_ids(index, answer, is_first=True))
@@ -146,7 +177,11 @@ class Format:
     def chunk(self, index: int, part: Delta, is_first: bool) -> Json:
         """Chunk of a stream."""
         choice: Json = {"index": index, "finish_reason": part.finish_reason, "logprobs": self._logprobs(part)}
-        choice |= {"delta": {"content": part.text}} if self._is_chat else {"text": part.text}
+        if self._is_chat:
+            calls = {"tool_calls": part.calls} if part.calls else {}
+            choice["delta"] = {"content": part.text, **_thinking(part), **calls}
+        else:
+            choice["text"] = part.text
         return self._chunk(choice | self._token_ids(index, part, is_first))
 
     def usage_chunk(self, answers: Sequence[Delta]) -> Json:

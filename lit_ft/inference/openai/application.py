@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lit_ft.inference.continuous_batching import Engine, Generation, score
-from lit_ft.inference.openai.answers import Delta, Format, deltas, merged
+from lit_ft.inference.openai.answers import Delta, Format, deltas, merged, with_calls
 from lit_ft.inference.openai.requests import (
     Ask,
     Fields,
@@ -28,6 +28,7 @@ from lit_ft.inference.openai.requests import (
     read_completion,
     text_prompts,
 )
+from lit_ft.inference.openai.tool_calls import ToolCalls, response_template
 from lit_ft.inference.token_choice import TokenChoice
 from lit_ft.model.generation import stop_ids
 
@@ -52,6 +53,7 @@ class Service:
 
     def __init__(self, engines: Mapping[str, Engine], limits: Limits, roots: Mapping[str, str]) -> None:
         self._engines, self._limits, self._roots = engines, limits, roots
+        self._forms = {name: response_template(engine.opened) for name, engine in engines.items()}
         self._running = 0
 
     async def health(self, request: Request) -> Response:
@@ -84,7 +86,7 @@ class Service:
         if (text := fields.find("prompt", str)) is not None:
             (ids,) = text_prompts(text, engine.opened.tokenizer, add_special_tokens)
         else:
-            ids = chat_prompt(fields, engine.opened)
+            ids, _ = chat_prompt(fields, engine.opened)
         fields.end()
         return JSONResponse({"count": len(ids), "max_model_len": self._limits.max_model_len, "tokens": ids})
 
@@ -113,6 +115,8 @@ class Service:
                 raise RequestError(f"the body has more than {limit:,} bytes", 413)
         try:
             values = json.loads(body)
+            if b"\\ud" in body.lower():
+                json.dumps(values, ensure_ascii=False).encode()  # refuses halves of pairs, which are no characters
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is no JSON: {error}") from error
         if not isinstance(values, dict):
@@ -146,13 +150,17 @@ class Service:
         opened = engine.opened
         config = ask.decoding.generation_config(opened)
         stops = stop_ids(opened.base, opened.tokenizer)
-        seed, streams = ask.decoding.seed, []
+        seed, form, streams = ask.decoding.seed, self._forms[ask.model], []
         for index in range(len(ask.prompts) * ask.n):
             prompt = ask.prompts[index // ask.n]
             # The first answer has the request's own seed, so that it is the one that it is alone.
             choice = TokenChoice(prompt, config, None if seed is None else seed + index % ask.n, ask.top_logprobs)
             generation = Generation(f"{id}-{index}", prompt, ask.decoding.max_new_tokens, stops, choice)
-            streams.append(deltas(engine, generation, ask.stops))
+            parts = deltas(engine, generation, ask.stops)
+            if ask.tools and form is not None:
+                text = opened.tokenizer.decode(prompt, skip_special_tokens=False)
+                parts = with_calls(parts, ToolCalls(form, text, ask.tools))
+            streams.append(parts)
         return merged(streams)
 
     async def _whole(self, engine: Engine, ask: Ask, id: str) -> list[Delta]:
@@ -235,7 +243,9 @@ def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[st
         async def handle(request: Request) -> Response:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if limits.api_key is not None and not hmac.compare_digest(given.encode(), limits.api_key.encode()):
-                raise RequestError("the request carries another key than --api_key", 401, "invalid_api_key")
+                raise RequestError(
+                    "the request carries no key, or another one than the server's", 401, "invalid_api_key"
+                )
             return await handler(request)
 
         return handle

@@ -311,7 +311,10 @@ class OpenAIClient:
         return found
 
 
-_ADVICE = {401: "; give its key with --api_key", 403: "; give its key with --api_key"}
+_ADVICE = {
+    401: "; give its key (--api_key_file, --judge_api_key_file)",
+    403: "; give its key (--api_key_file, --judge_api_key_file)",
+}
 
 
 def _list_of(answer: Json, name: str) -> list[object]:

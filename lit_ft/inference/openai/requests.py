@@ -1,12 +1,13 @@
 """Bodies of requests, read and checked: what is not supported is refused by name, never ignored."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text import formats
+from lit_ft.data.text.formats import JsonObject
 from lit_ft.data.text.rendering import prompt_and_answer
 from lit_ft.errors import BadRow, RecipeError
 from lit_ft.inference.opening import OpenedModel
@@ -115,6 +116,8 @@ class Ask:
     return_token_ids: bool
     echo: bool = False
     """Whether the answer begins with the prompt."""
+    tools: list[JsonObject] | None = None
+    """Tools that the model may call."""
     is_scored_only: bool = False
     """Whether nothing is generated (``max_tokens=0``)."""
 
@@ -125,7 +128,7 @@ def read_chat(fields: Fields, model: str, opened: OpenedModel, max_model_len: in
     Raises:
         RequestError: a field is missing, wrong or not supported.
     """
-    prompt = chat_prompt(fields, opened)
+    prompt, tools = chat_prompt(fields, opened)
     limit = fields.find("max_completion_tokens", int)
     older = fields.find("max_tokens", int)
     top = fields.find("top_logprobs", int)
@@ -135,7 +138,7 @@ def read_chat(fields: Fields, model: str, opened: OpenedModel, max_model_len: in
     else:
         top = top or 0
     limit = older if limit is None else limit
-    return _ask(fields, model, [prompt], limit, max_model_len, top)
+    return replace(_ask(fields, model, [prompt], limit, max_model_len, top), tools=tools)
 
 
 def read_completion(fields: Fields, model: str, opened: OpenedModel, max_model_len: int) -> Ask:
@@ -191,7 +194,7 @@ def _ask(
         include_usage,
         fields.take("return_token_ids", bool, False),
         echo,
-        limit == 0,
+        is_scored_only=limit == 0,
     )
 
 
@@ -218,8 +221,8 @@ def _stops(value: object) -> list[str]:
     return stops
 
 
-def chat_prompt(fields: Fields, opened: OpenedModel) -> list[int]:
-    """Tokens of a conversation, rendered as in training, up to the opening of the assistant's turn.
+def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], list[JsonObject] | None]:
+    """Tokens of a conversation, rendered as in training, up to the opening of the assistant's turn; and its tools.
 
     Raises:
         RequestError: the conversation is malformed, or the template does not render it.
@@ -235,10 +238,11 @@ def chat_prompt(fields: Fields, opened: OpenedModel) -> list[int]:
     if tools and choice != "none":
         row["tools"] = tools
     try:
-        prompt, _, _ = prompt_and_answer(formats.messages(row), opened.template)
+        chat = formats.messages(row)
+        prompt, _, _ = prompt_and_answer(chat, opened.template)
     except (BadRow, RecipeError) as error:
         raise RequestError(f"messages: {error}") from error
-    return list(opened.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return list(opened.tokenizer(prompt, add_special_tokens=False)["input_ids"]), chat.tools
 
 
 def text_prompts(value: object, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True) -> list[list[int]]:

@@ -12,6 +12,8 @@ from lit_ft.errors import RecipeError, explained
 
 FILE = "base.json"
 """File name of a fingerprint, in an adapter's folder."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""Dtypes that a base can be read in, as ``model.dtype`` names them."""
 _SAMPLE_BYTES = 4096
 _DRAWN = "drawn with seed "
 
@@ -92,9 +94,21 @@ def check_same_base(recorded: Fingerprint | None, now: Fingerprint | None, what:
     )
 
 
-def write_fingerprint(base: Fingerprint, folder: Path) -> None:
-    """Write a fingerprint to an adapter's folder."""
-    (folder / FILE).write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
+def write_fingerprint(base: Fingerprint, folder: Path, dtype: str | None = None) -> None:
+    """Write a fingerprint to an adapter's folder, with the dtype in which the base was read for training."""
+    content = {**base, **({"dtype": dtype} if dtype is not None else {})}
+    (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_dtype(folder: Path) -> str | None:
+    """Dtype in which the base of an adapter was read for training; None where its folder does not record it."""
+    path = folder / FILE
+    if read_fingerprint(folder) is None:
+        return None
+    dtype = json.loads(path.read_text(encoding="utf-8")).get("dtype")
+    if dtype not in (None, *DTYPES):
+        raise RecipeError(f"{path}: dtype={dtype!r} must be one of {', '.join(DTYPES)}; put back the file")
+    return dtype
 
 
 def read_fingerprint(folder: Path) -> Fingerprint | None:

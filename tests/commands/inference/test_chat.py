@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from command_line import run
 from peft import LoraConfig, get_peft_model
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from lit_ft.cli import main
+from lit_ft.commands.inference.chat import side_by_side
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +38,11 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: Any, question: str, *options: s
         main(["chat", *options, "--max_new_tokens", "6", "--temperature", "0"])
     assert end.value.code == 0
     return str(capsys.readouterr().out)
+
+
+def test_a_question_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, model_folder: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors="surrogateescape"))
+    assert "the question is no UTF-8 text" in run(capsys, "chat", model_folder, code=2)
 
 
 def test_a_pipe_gets_the_answer_alone(
@@ -82,6 +89,15 @@ class Terminal:
     def say(self, line: str, until: str = "> ") -> str:
         os.write(self.file, f"{line}\n".encode())
         return self.read(until)
+
+
+def test_long_answers_without_spaces_are_shown_whole() -> None:
+    console = Console(width=60, record=True, file=io.StringIO())
+    answers = {"base": "红" * 70, "adapter": " is 大卫 in it. cup 布 in it. end"}
+    console.print(side_by_side(answers, {"base": "3 tokens", "adapter": ""}))
+    shown = console.export_text()
+    assert shown.count("红") == 70
+    assert "…" not in shown
 
 
 def test_a_conversation_in_a_terminal(adapter: str, tmp_path: Path) -> None:
