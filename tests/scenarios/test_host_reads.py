@@ -142,4 +142,5 @@ def test_two_ranks(
     for found in live_ranks(2, on_two, strategy, model_folder, sources, str(tmp_path), guard):
         assert found["lit_callbacks/lifecycle/graceful_stop.py"] == 1
         assert found.pop(GUARD, 0) == guard
+        assert found["lit_ft/training/metrics.py"] == 2
         assert not set(found) - set(EXPECTED) - set(ON_RANKS)
