@@ -46,6 +46,8 @@ class PackedBatch(TypedDict, total=False):
     """``(n of the full batch,)``, bool: targets on this rank, where the tokens are sharded across ranks."""
     window_tokens: int
     """Supervised tokens of this rank in the window, over all its micro-batches."""
+    window_sources: Sequence[int]
+    """Sources with supervised tokens in the window, on any rank, as indices into ``source_names``."""
 
 
 def pack_samples(

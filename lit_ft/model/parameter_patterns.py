@@ -28,6 +28,6 @@ def matching(patterns: Iterable[str], names: Sequence[str], option: str) -> dict
 def layers_by_wildcard(name: str) -> str:
     """A module's name as Hugging Face's plans write it: ``model.layers.3.mlp`` is ``model.layers.*.mlp``.
 
-    As transformers does it, in a module that 5.17 lacks (``parallel_utils.replace_layer_number_by_wildcard``).
+    As transformers does it, in a private module (``parallel_utils.replace_layer_number_by_wildcard``).
     """
     return re.sub(r"\.\d+(\.|$)", r".*\1", name)

@@ -19,8 +19,10 @@ _DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
 first forward pass (compressed-tensors), or also round activations, which gives wrong gradients."""
 _CALIBRATED = ("gptq", "awq", "auto-round")
 """Methods that need data to quantize: only their checkpoints can be used."""
-_ON_CPU = ("bitsandbytes", "torchao", "quanto", "gptq", "awq", *_DEQUANTIZED)
+_ON_CPU = ("gptq", "awq", *_DEQUANTIZED)
 """Methods whose layers are created on the CPU and moved to the device with the rest of the model."""
+_WHERE_BUILT = ("bitsandbytes", "torchao", "quanto")
+"""Methods that quantize on the device that the model is built for, one weight at a time: a CPU or CUDA."""
 _GPTQMODEL = (
     "pip install optimum defuser device-smi logbar pypcre tokenicer threadpoolctl && pip install --no-deps gptqmodel"
 )
@@ -156,6 +158,10 @@ def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMi
 
 
 def _device_map(method: str) -> dict[str, object]:
+    if method in _WHERE_BUILT:
+        # Lightning builds models in the context of the run's device; without one the default is the CPU.
+        device = torch.get_default_device()
+        return {"": device if device.type == "cuda" else "cpu"}
     on_cpu = method in _ON_CPU or not torch.cuda.is_available()
     return {"": "cpu" if on_cpu else torch.cuda.current_device()}
 

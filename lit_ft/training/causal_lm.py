@@ -34,7 +34,7 @@ from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.guarded_steps import GuardedStepsModule
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
-from lit_ft.training.metrics import ExpertLoad, StageMetrics
+from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics
 from lit_ft.training.optimizers.configure import configure_optimizers
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.saved_state import SavedState
@@ -144,7 +144,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         """Takes ids, tokens' losses, tokens and sources of a batch's samples; ``lit_callbacks.LossLedger``'s."""
         self.train_metrics = StageMetrics(has_router_loss=router_aux_loss is not None)
         self.val_metrics, self.test_metrics = StageMetrics(), StageMetrics()
-        self._window = TokenWindow()
+        self._window, self._bar_metrics = TokenWindow(), BarMetrics()
         self._fp32_buffers: dict[str, Tensor] = {}
         self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
 
@@ -233,10 +233,11 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         return loss
 
     def _log_step(self) -> None:
-        loss = self.train_metrics.log(self, "train", prog_bar=True)
+        loss = self.train_metrics.log(self, "train")
         # A number would be copied to the device, for which the host waits.
         rate = torch.as_tensor(self.trainer.optimizers[0].param_groups[0]["lr"], dtype=torch.float32)
-        self.log("train/learning_rate", rate, prog_bar=True)
+        self.log("train/learning_rate", rate)
+        self._bar_metrics.show(self.trainer, {"train/loss": loss, "train/learning_rate": rate})
         self._finite.watch(self.trainer, "train/loss", self._window.mean(loss))
 
     # --- evaluate --------------------------------------------------------------------------------

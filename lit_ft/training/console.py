@@ -63,7 +63,10 @@ class ConsoleSummary(Callback):
         is_due = trainer.global_step != self._said and trainer.global_step % every == 0
         if is_due or self._is_quiet():
             self._said = trainer.global_step
-            self._say(trainer, describe_metrics(trainer.progress_bar_metrics, "train"))
+            # Those for the bar are of the step before where a GPU trains.
+            on_bar = trainer.progress_bar_metrics
+            of_step = {name: value for name, value in trainer.callback_metrics.items() if name in on_bar}
+            self._say(trainer, describe_metrics({**on_bar, **of_step}, "train"))
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Print how far a long validation is, at least every 30 s."""

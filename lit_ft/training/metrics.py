@@ -1,12 +1,13 @@
 """Metrics that average a quantity over supervised tokens, and the load of experts."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from lightning.pytorch import LightningModule, Trainer
+from lit_callbacks.distributed.host_copy import HostCopy
+from torch import Tensor, distributed, nn
 from torchmetrics import Metric
 
 from lit_ft.internals.transformers import GroupedExperts
@@ -19,6 +20,16 @@ def metric_names(split: str) -> list[str]:
     names = [f"{split}/{name}" for name in ("loss", "perplexity", "token_accuracy", "router_aux_loss")]
     of_steps = ["train/learning_rate", "train/grad_norm", "train/regularization", "train/expert_load_max_over_mean"]
     return [*names, *of_steps] if split == "train" else names
+
+
+def gather(state: Tensor, group: distributed.ProcessGroup | None = None) -> list[Tensor]:
+    """State of a metric on each rank, which has the same shape on all; the host does not wait for a GPU.
+
+    torchmetrics' own function begins with a barrier, in which NCCL blocks the host, and reads the shapes of all ranks.
+    """
+    gathered = [torch.empty_like(state) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(gathered, state.contiguous(), group=group)
+    return gathered
 
 
 class TokenMean(Metric):
@@ -36,7 +47,7 @@ class TokenMean(Metric):
     tokens: Tensor
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(dist_sync_fn=gather)
         self._add_states(())
 
     def _add_states(self, shape: tuple[int, ...]) -> None:
@@ -71,7 +82,7 @@ class SourceMeans(TokenMean):
         Args:
             names: names of the sources.
         """
-        Metric.__init__(self)
+        Metric.__init__(self, dist_sync_fn=gather)
         self.names = tuple(names)
         self._add_states((len(names),))
 
@@ -85,10 +96,36 @@ class SourceMeans(TokenMean):
         self.total.index_add_(0, of_token, per_token.to(self.total.dtype))
         self.tokens.index_add_(0, of_token, torch.ones_like(of_token))
 
-    def compute(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """Mean per token, scalar fp32, of each source that had tokens."""
+    def compute(self, present: Iterable[int] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        """Mean per token, scalar fp32, of each source that had tokens.
+
+        Args:
+            present: indices of those sources, of all ranks; None reads them from the device, for which the host waits.
+        """
         means = (self.total / self.tokens).float()
-        return {name: means[i] for i, name in enumerate(self.names) if self.tokens[i] > 0}
+        if present is None:
+            present = self.tokens.nonzero().flatten().tolist()
+        return {self.names[i]: means[i] for i in sorted(present)}
+
+
+class BarMetrics:
+    """Metrics of a step for the progress bar, for which the host does not wait for a GPU.
+
+    With ``prog_bar=True`` Lightning reads them after each micro-batch. Values of a GPU are shown one step later, when
+    they have reached the host; those of a CPU at once.
+    """
+
+    def __init__(self) -> None:
+        """Start without a step."""
+        self._before: dict[str, HostCopy] = {}
+
+    def show(self, trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
+        """Hand a step's metrics, scalars, to whatever bar the trainer has."""
+        now = {name: HostCopy(value) for name, value in metrics.items()}
+        is_on_gpu = any(value.device.type == "cuda" for value in metrics.values())
+        for name, copy in ((self._before or now) if is_on_gpu else now).items():
+            trainer.progress_bar_metrics[name] = float(copy.value())
+        self._before = now
 
 
 class ExpertLoad(Metric):
@@ -107,7 +144,7 @@ class ExpertLoad(Metric):
         Args:
             layers: layers whose experts are called with the indices of each token's experts.
         """
-        super().__init__()
+        super().__init__(dist_sync_fn=gather)
         self.names = [f"layer_{re.findall(r'[0-9]+', layer.name)[0]}" for layer in layers]
         experts = max(layer.count for layer in layers)
         self.add_state("counts", torch.zeros(len(layers), experts, dtype=torch.int64), dist_reduce_fx="sum")
@@ -157,6 +194,8 @@ class StageMetrics(nn.Module):
         self.loss, self.token_accuracy = TokenMean(), TokenMean()
         self.router_aux_loss = TokenMean() if has_router_loss else None
         self.sources: SourceMeans | None = None
+        self._present: set[int] | None = set()
+        """Sources that have tokens, as the batches say of their windows; None where one of them does not say it."""
         self.expert_load: ExpertLoad | None = None
 
     def add(self, result: TokenLoss, batch: PackedBatch) -> None:
@@ -168,6 +207,8 @@ class StageMetrics(nn.Module):
             if self.sources is None or self.sources.names != tuple(names):
                 self.sources = SourceMeans(names).to(result.per_token.device)
             self.sources.update(result.per_token, batch["target_sources"])
+            told = batch.get("window_sources")
+            self._present = None if self._present is None or told is None else self._present.union(told)
 
     def add_router_loss(self, loss: Tensor, tokens: int) -> None:
         """Add the router's auxiliary loss of a batch with ``tokens`` supervised tokens."""
@@ -180,7 +221,7 @@ class StageMetrics(nn.Module):
         Args:
             module: module that logs.
             prefix: first part of the logged names.
-            prog_bar: whether the progress bar shows the loss.
+            prog_bar: whether Lightning hands the loss to the progress bar; it reads it after each micro-batch.
         """
         loss = self.loss.compute()
         module.log(f"{prefix}/loss", loss, prog_bar=prog_bar)
@@ -188,7 +229,7 @@ class StageMetrics(nn.Module):
         module.log(f"{prefix}/token_accuracy", self.token_accuracy.compute())
         if self.router_aux_loss is not None:
             module.log(f"{prefix}/router_aux_loss", self.router_aux_loss.compute())
-        for name, mean in ({} if self.sources is None else self.sources.compute()).items():
+        for name, mean in ({} if self.sources is None else self.sources.compute(self._present)).items():
             module.log(f"{prefix}/loss/{name}", mean)
         if self.expert_load is not None:
             loads = self.expert_load.compute()
@@ -197,4 +238,5 @@ class StageMetrics(nn.Module):
                 module.log(f"{prefix}/expert_load_max_over_mean/{name}", load)
         for metric in self.children():
             metric.reset()  # type: ignore[operator]
+        self._present = set()
         return loss

@@ -3,16 +3,18 @@
 Legend: T tokens, I inputs and O outputs of a layer; M, N, K dimensions of a matrix product.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import ScalingType, linear, pad, scaled_mm
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
@@ -31,16 +33,18 @@ class Float8Precision(Precision):
     merging use the weights in their own dtype, like the exported model.
     """
 
-    def __init__(self, scaling: Scaling = "tensorwise", mixed: bool = False) -> None:
-        """Set the scaling, and the dtype of all other operators.
+    def __init__(self, scaling: Scaling = "tensorwise", mixed: bool = False, keep_rounded: bool = True) -> None:
+        """Set the scaling, the dtype of all other operators, and what is kept in memory.
 
         Args:
             scaling: tensorwise uses one scale per tensor (fastest); rowwise uses one per matrix row (closer to
                 bfloat16 if a few values are far larger than the others).
             mixed: compute all other operators in bfloat16, for full fine-tuning of float32 weights.
+            keep_rounded: round frozen weights once, when training starts, and keep them in 8 bits for the forward and
+                for the backward pass, 2 bytes for each weight beside the weight itself; false rounds them in each pass.
         """
         self.scaling: Scaling = scaling
-        self.mixed = mixed
+        self.mixed, self.keep_rounded = mixed, keep_rounded
         self._device = "cpu"
 
     def convert_module(self, module: Any) -> nn.Module:
@@ -68,6 +72,22 @@ class Float8Precision(Precision):
             said += "; on a CPU this is slower than without"
         rank_zero_info(said)
         return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Round frozen weights; Lightning calls it after it has moved the model to the device.
+
+        Args:
+            model: model, in its strategy's wrapper.
+            optimizers: optimizers of a fit; none in evaluation, which computes with the weights in their own dtype.
+            lr_schedulers: schedules of a fit.
+        """
+        if self.keep_rounded and optimizers:
+            kept = sum(part.round_frozen() for part in model.modules() if isinstance(part, Float8Linear))
+            if kept:
+                rank_zero_info(f"float8: frozen weights are rounded once; {kept / 2**20:,.0f} MiB beside the weights")
+        return super().connect(model, optimizers, lr_schedulers)
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Autocast context for all other operators."""
@@ -106,6 +126,15 @@ def _fits(layer: nn.Linear) -> bool:
     return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
 
 
+class Rounded(NamedTuple):
+    """Matrix in 8-bit floats."""
+
+    values: Tensor
+    """``(M, K)``, float8."""
+    scale: Tensor
+    """Factor that the values must be multiplied by, fp32: ``(M, 1)`` or a scalar."""
+
+
 class Float8Linear(nn.Linear):
     """Linear layer whose matrix products are computed in 8-bit floats during training.
 
@@ -117,6 +146,26 @@ class Float8Linear(nn.Linear):
     def __init__(self, layer: nn.Linear, scaling: Scaling) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight, self.bias, self.scaling = layer.weight, layer.bias, scaling
+        self._rounded: tuple[Tensor, ...] = ()
+
+    def round_frozen(self) -> int:
+        """Round the weight for all forward and backward passes to come, unless it is trainable or sharded.
+
+        Returns:
+            Bytes of the result.
+        """
+        if self.weight.requires_grad or isinstance(self.weight, DTensor):
+            return 0
+        by_row, weight_OI = self.scaling == "rowwise", self.weight.detach()
+        both = [to_float8(factor, torch.float8_e4m3fn, by_row) for factor in (weight_OI, weight_OI.t())]
+        # As parameters they are weights for activation_offload, which leaves those on the device. In a tuple they are
+        # no parameters of the module: not saved, not broadcast by DDP.
+        self._rounded = tuple(nn.Parameter(part, requires_grad=False) for one in both for part in one)
+        return sum(part.nbytes for part in self._rounded)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._rounded = ()  # of a weight that is moved or cast now
+        return super()._apply(fn, recurse)
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer, ``(..., I) -> (..., O)``, in the dtype of ``input`` or of autocast."""
@@ -124,35 +173,39 @@ class Float8Linear(nn.Linear):
             return linear(input, self.weight, self.bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        flat: Tensor = _Float8Products.apply(input.reshape(-1, self.in_features), self.weight, self.scaling)
+        rounded = () if self.weight.requires_grad else self._rounded
+        flat: Tensor = _Float8Products.apply(input.reshape(-1, self.in_features), self.weight, self.scaling, *rounded)
         output = flat.reshape(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class _Float8Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_TI: Tensor, weight_OI: Tensor, scaling: Scaling) -> Tensor:
-        ctx.save_for_backward(input_TI if weight_OI.requires_grad else None, weight_OI)
+    def forward(ctx: Any, input_TI: Tensor, weight_OI: Tensor, scaling: Scaling, *rounded: Tensor) -> Tensor:
+        """``rounded`` is empty, or values and scale of the weight, then of the transposed weight."""
+        ctx.save_for_backward(input_TI if weight_OI.requires_grad else None, *(rounded[2:] or (weight_OI,)))
         ctx.scaling = scaling
-        return float8_product(input_TI, weight_OI, scaling, is_forward=True)
+        right = Rounded(*rounded[:2]) if rounded else weight_OI
+        return float8_product(input_TI, right, scaling, is_forward=True)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        input_TI, weight_OI = ctx.saved_tensors
+        input_TI, weight, *scale = ctx.saved_tensors
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_input = float8_product(grad_TO, weight_OI.t(), ctx.scaling)
+            right = Rounded(weight, *scale) if scale else weight.t()
+            grad_input = float8_product(grad_TO, right, ctx.scaling)
         if ctx.needs_input_grad[1]:
-            grad_weight = float8_product(grad_TO.t(), input_TI.t(), ctx.scaling).to(weight_OI.dtype)
-        return grad_input, grad_weight, None
+            grad_weight = float8_product(grad_TO.t(), input_TI.t(), ctx.scaling).to(weight.dtype)
+        return grad_input, grad_weight, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
-def float8_product(left: Tensor, right: Tensor, scaling: Scaling, *, is_forward: bool = False) -> Tensor:
+def float8_product(left: Tensor, right: Tensor | Rounded, scaling: Scaling, *, is_forward: bool = False) -> Tensor:
     """Product ``left @ right.T`` of factors rounded to 8-bit floats, in the dtype of ``left``.
 
     Args:
         left: first factor, ``(M, K)``; a gradient in the backward pass.
-        right: second factor, ``(N, K)``.
+        right: second factor, ``(N, K)``, or the same in 8-bit floats, with K a multiple of 16.
         scaling: scaling of tensors, see :class:`Float8Precision`.
         is_forward: whether it is a product of the forward pass, whose factors have 3 mantissa bits (e4m3). Gradients
             with one scale per tensor have the larger range instead (e5m2).
@@ -161,7 +214,9 @@ def float8_product(left: Tensor, right: Tensor, scaling: Scaling, *, is_forward:
     spare = -left.shape[1] % _MULTIPLE  # padding tokens: the gradient of a weight is a sum over tokens
     left_dtype = torch.float8_e4m3fn if is_forward or by_row else torch.float8_e5m2
     left_8, left_scale = to_float8(pad(left, (0, spare)), left_dtype, by_row)
-    right_8, right_scale = to_float8(pad(right, (0, spare)), torch.float8_e4m3fn, by_row)
+    if not isinstance(right, Rounded):
+        right = to_float8(pad(right, (0, spare)), torch.float8_e4m3fn, by_row)
+    right_8, right_scale = right
     recipe = ScalingType.RowWise if by_row else ScalingType.TensorWise
     product = scaled_mm(
         left_8,
@@ -176,17 +231,14 @@ def float8_product(left: Tensor, right: Tensor, scaling: Scaling, *, is_forward:
     return product.to(left.dtype)
 
 
-def to_float8(tensor: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
-    """Round a matrix to 8-bit floats.
+def to_float8(tensor: Tensor, dtype: torch.dtype, by_row: bool) -> Rounded:
+    """Round a matrix to 8-bit floats, one scale for all of it or for each row.
 
     Args:
         tensor: matrix ``(M, K)``.
         dtype: one of torch's float8 dtypes.
         by_row: whether each matrix row has its own scale.
-
-    Returns:
-        The rounded matrix, and the scale that it must be multiplied by, fp32: ``(M, 1)`` or a scalar.
     """
     peak = tensor.abs().amax(-1, keepdim=True) if by_row else tensor.abs().amax()
     scale = peak.float().clamp(min=1e-12) / torch.finfo(dtype).max
-    return (tensor.float() / scale).to(dtype).contiguous(), scale
+    return Rounded((tensor.float() / scale).to(dtype).contiguous(), scale)

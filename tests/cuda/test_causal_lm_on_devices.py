@@ -1,5 +1,6 @@
 """Losses, gradients and resumed runs on a device, against references on a CPU."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from one_process import Losses
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from quantized_checkpoints import dense_of, give_adapter
-from transformers import AutoConfig, BitsAndBytesConfig
+from transformers import AutoConfig, BitsAndBytesConfig, Qwen2Config, Qwen2ForCausalLM
 
 from lit_ft import CausalLM, TextDataModule
+from lit_ft.model.loading import load_base
 from lit_ft.packed_batch import PackedBatch, pack_samples
 from lit_ft.training.precision import float8_product
 
@@ -163,18 +165,18 @@ def test_checkpointing_recomputes_attention_unless_it_is_selective(
 
 
 class WithoutWaiting(Callback):
-    """Callback for which waiting for the device is an error, from forward to backward, in all steps but the first."""
+    """Callback for which waiting for the device is an error from the end of a step to that of the next, after two."""
 
     def __init__(self, device: str) -> None:
         self.device, self.steps = device, 0
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.context = synchronizations_are_errors(self.device if trainer.global_step > 1 else "cpu")
-        self.context.__enter__()
+        self.context: Any = nullcontext()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.context.__exit__(None, None, None)
         self.steps += 1
+        is_followed = 1 < trainer.global_step < trainer.max_steps
+        self.context = synchronizations_are_errors(self.device if is_followed else "cpu")
+        self.context.__enter__()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -254,6 +256,26 @@ def test_a_quantized_base_trains_as_the_dense_weights_that_it_stands_for(
     got, wanted = losses(TINY, quantization=quantization), losses(dense)
     assert len(wanted) == 10
     assert got == pytest.approx(wanted, abs=tolerance)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("scheme", [FOUR_BIT, {"load_in_8bit": True}], ids=["nf4", "int8"])
+def test_reading_a_quantized_base_takes_its_memory_and_that_of_a_weight(
+    device: str, scheme: dict[str, Any], tmp_path: Path
+) -> None:
+    """tests/model/test_quantization_devices.py has the order of events on a CPU."""
+    tokenizer = CausalLM(TINY).tokenizer
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "dtype": "float32", "tie_word_embeddings": True}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device(device, 0):
+        base = load_base(str(tmp_path), quantization=BitsAndBytesConfig(**scheme))
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    assert {parameter.device.type for parameter in base.parameters()} == {device}
+    assert peak < held + 3 * 4 * 1024 * 4096  # of 268 MB that the dense weights are, 17 are the largest of them
 
 
 @pytest.mark.parametrize("device", DEVICES)

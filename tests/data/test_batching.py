@@ -44,7 +44,7 @@ def test_every_sample_once_and_windows_agree(packing: Any, replicas: int, accumu
             window = [micro_batches[start : start + accumulate] for micro_batches in dealt]
             for share in window:
                 supervised = sum(int(samples.supervised[batch].sum()) for batch, _, _ in share if batch)
-                assert {tokens for _, tokens, _ in share} == {supervised}
+                assert {said.tokens for _, said, _ in share} == {supervised}
             computes = [[compute for _, _, compute in share] for share in window]
             assert all(row == computes[0] for row in computes)  # all ranks skip the same micro-batches
             assert computes[0][-1]  # the one whose backward synchronizes gradients is never skipped
@@ -88,6 +88,27 @@ def test_rows_do_not_depend_on_the_number_of_workers(workers: int) -> None:
         return [(row["input_ids"].tolist(), row["target_sources"].tolist(), row["window_tokens"]) for row in loader]
 
     assert rows(workers) == rows(0)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_window_names_the_sources_that_any_rank_has_supervised_tokens_of(replicas: int, accumulate: int) -> None:
+    silent = collect(np.arange(3, 11, dtype=np.int32), np.full(8, -100), np.array([4, 4]))
+    few, many = (np.arange(3, 3 + 5 * samples, dtype=np.int32) for samples in (2, 9))
+    spoken = [collect(ids, ids, np.full(len(ids) // 5, 5)) for ids in (few, many)]
+    samples = join([*spoken, silent], ["few", "many", "silent"])
+    plan = BatchPlan(1, shuffle=True, seed=2, replicas=replicas)
+    loaders = [PackedBatchLoader(samples, plan, replica=r, accumulate=lambda: accumulate) for r in range(replicas)]
+    dealt = [list(loader) for loader in loaders]
+    named = set()
+    for start in range(0, len(loaders[0]), accumulate):
+        rows = [row for share in dealt for row in share[start : start + accumulate]]
+        wanted = {index for row in rows for index in row["target_sources"].tolist()}
+        assert {row["window_sources"] for row in rows} == {tuple(sorted(wanted))}
+        named.add(rows[0]["window_sources"])
+    assert (1,) in named
+    assert (0, 1) in named or (0,) in named
+    assert not any(2 in window for window in named)
 
 
 # --- packing ---------------------------------------------------------------------------------------

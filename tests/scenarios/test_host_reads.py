@@ -14,7 +14,7 @@ import torch
 from conftest import silent_trainer
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lit_callbacks import GracefulStop, LossLedger, ThroughputMonitor
+from lit_callbacks import GracefulStop, LossLedger, SpikeGuard, ThroughputMonitor
 from peft import LoraConfig
 from ranks import LiveRanks
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_ft import CausalLM, TextDataModule
+from lit_ft.data.text.sources import Source
 from lit_ft.strategies import FSDPStrategy
 
 pytestmark = pytest.mark.processes
@@ -29,15 +30,19 @@ pytestmark = pytest.mark.processes
 READS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
 """Methods that copy to the host without an operator that shows it on a CPU. ``torch.tensor(number, device=...)`` copies
 from it, and waits too."""
-WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "aten::equal")
-"""Parts of the names of operators whose result or shape the host reads."""
+WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "aten::equal", "c10d::barrier")
+"""Parts of the names of operators whose result or shape the host reads; NCCL's barrier blocks it."""
 EXPECTED = {
     "lit_ft/training/finite.py": "on a CPU at once; from a GPU it is copied meanwhile, and read one step later",
     "lit_ft/packed_batch.py": "batches are collated in host memory",
+    "lit_ft/training/metrics.py": "for the progress bar, as in finite.py",
     "torch/optim/optimizer.py": "counters of steps are in host memory, also those of weights on a GPU",
 }
 ON_RANKS = {"lit_callbacks/lifecycle/graceful_stop.py": "as in finite.py"}
 """Files that read a value, with the reason why no GPU is waited for."""
+GUARD = "lit_callbacks/stability/spike_guard.py"
+"""File that waits once in a step, before the optimizer: it decides whether the step is taken."""
+Found = dict[str, int]
 
 
 class Reads:
@@ -59,7 +64,8 @@ class Reads:
     def _note(self) -> None:
         files = [frame.filename for frame in traceback.extract_stack() if frame.filename != __file__]
         place = next(name for name in reversed(files) if "/torch/" not in name or "/torch/optim/" in name)
-        self.files["/".join(Path(place).parts[-3:])] += 1
+        parts = Path(place).parts[-3:]
+        self.files["/".join(parts[1:] if parts[1] == "lit_ft" else parts)] += 1
 
     def _function_mode(self) -> TorchFunctionMode:
         note = self._note
@@ -86,42 +92,55 @@ class Reads:
 
 
 class CountReads(Callback):
-    """Counts the reads of the third optimizer step, of two micro-batches."""
+    """Counts the reads from the end of the second optimizer step to that of the third, of two micro-batches."""
 
     def __init__(self) -> None:
         self.reads = Reads()
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            self.reads.enter()
-
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (4, 5):
+        if batch_idx == 3:
+            self.reads.enter()
+        elif batch_idx == 5:
             self.reads.leave()
 
 
-def reads_of_a_warm_step(folder: str, data: str, out: str, **options: Any) -> dict[str, int]:
+def reads_of_a_warm_step(folder: str, data: list[Source], out: str, guard: bool = False, **options: Any) -> Found:
     count = CountReads()
     callbacks = [GracefulStop(), ThroughputMonitor(), LossLedger(Path(out) / "ledger"), count]
+    callbacks += [SpikeGuard()] if guard else []
     run = {"max_steps": 4, "accumulate_grad_batches": 2, "log_every_n_steps": 50, "gradient_clip_val": 1.0}
     trainer = silent_trainer(**run, callbacks=callbacks, default_root_dir=out, **options)
     model = CausalLM(folder, peft=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    trainer.fit(model, TextDataModule(data, micro_batch_size=2))
+    trainer.fit(model, TextDataModule(sources=data, micro_batch_size=2))
+    assert {"train/loss/one", "train/loss/two"} <= trainer.callback_metrics.keys()
     return dict(count.reads.files)
 
 
-def on_two(strategy: Any, *folders: str) -> dict[str, int]:
-    return reads_of_a_warm_step(*folders, strategy=strategy(), devices=2)
+def on_two(strategy: Any, *arguments: Any) -> Found:
+    return reads_of_a_warm_step(*arguments, strategy=strategy(), devices=2)
 
 
-def test_one_device(model_folder: str, write_rows: Any, tmp_path: Path) -> None:
-    found = reads_of_a_warm_step(model_folder, write_rows(), str(tmp_path))
-    assert found.pop("lit_ft/training/finite.py") == 2  # the counter counts
+@pytest.fixture
+def sources(write_rows: Any) -> list[Source]:
+    """Two sources, each with a loss curve of its own."""
+    return [Source(write_rows(name=f"{name}.json"), name=name) for name in ("one", "two")]
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_one_device(guard: bool, model_folder: str, sources: list[Source], tmp_path: Path) -> None:
+    found = reads_of_a_warm_step(model_folder, sources, str(tmp_path), guard)
+    assert found.pop("lit_ft/training/finite.py", 0) == (0 if guard else 2)  # the counter counts
+    assert found.pop(GUARD, 0) == guard
+    assert found["lit_ft/training/metrics.py"] == 2  # loss and learning rate
     assert not set(found) - set(EXPECTED)
 
 
-@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy])
-def test_two_ranks(strategy: Any, live_ranks: LiveRanks, model_folder: str, write_rows: Any, tmp_path: Path) -> None:
-    for found in live_ranks(2, on_two, strategy, model_folder, write_rows(), str(tmp_path)):
+@pytest.mark.parametrize(("strategy", "guard"), [(DDPStrategy, True), (FSDPStrategy, False)])
+def test_two_ranks(
+    strategy: Any, guard: bool, live_ranks: LiveRanks, model_folder: str, sources: list[Source], tmp_path: Path
+) -> None:
+    for found in live_ranks(2, on_two, strategy, model_folder, sources, str(tmp_path), guard):
         assert found["lit_callbacks/lifecycle/graceful_stop.py"] == 1
+        assert found.pop(GUARD, 0) == guard
+        assert found["lit_ft/training/metrics.py"] == 2
         assert not set(found) - set(EXPECTED) - set(ON_RANKS)

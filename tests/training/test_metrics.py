@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch import nn
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.data.text.sources import Source
+from lit_ft.packed_batch import TokenLoss
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lit_ft.training.metrics import ExpertLoad, SourceMeans, TokenMean
+from lit_ft.training.metrics import ExpertLoad, SourceMeans, StageMetrics, TokenMean
 from lit_ft.tuning.experts import expert_layers
 
 CASTS: dict[str, Any] = {
@@ -56,6 +58,26 @@ def test_metrics_follow_to_another_device() -> None:
     mean = TokenMean().to("meta")
     assert mean.total.device.type == mean.tokens.device.type == "meta"
     assert (mean.total.dtype, mean.tokens.dtype) == (torch.float64, torch.int64)
+
+
+def test_what_a_window_says_is_what_the_device_would_be_asked() -> None:
+    losses, sources = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0, 2])
+
+    def logged(**batch: Any) -> dict[str, float]:
+        metrics, found = StageMetrics(), {}
+        row = {"targets": sources, "target_sources": sources, "source_names": ("a", "b", "c"), **batch}
+        for _ in range(2):
+            metrics.add(TokenLoss(losses.sum(), torch.tensor(1), losses), row)
+        metrics.log(SimpleNamespace(log=lambda name, value, **_: found.update({name: float(value)})), "train")
+        assert metrics.sources.tokens.tolist() == [0, 0, 0]
+        return found
+
+    asked = logged()
+    assert {name: value for name, value in asked.items() if name.count("/") == 2} == {
+        "train/loss/a": 2.0,
+        "train/loss/c": 2.5,
+    }
+    assert logged(window_sources=(0, 2)) == asked
 
 
 STRATEGIES: dict[str, tuple[int, Any]] = {

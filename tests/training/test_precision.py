@@ -10,6 +10,7 @@ import torch
 from one_process import Losses
 from peft import LoraConfig
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -92,6 +93,80 @@ def test_a_frozen_weight_keeps_no_inputs() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         Float8Linear(layer, "tensorwise")(inputs)
     assert [tensor.shape for tensor in kept] == [layer.weight.shape]
+
+
+class Products(TorchDispatchMode):
+    """Context manager that counts products in float8, and the matrices that are rounded for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+        self.rounded: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += "scaled_mm" in func._schema.name
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and output.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            self.rounded.append(output.shape)
+        return output
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_frozen_weight_is_rounded_once_with_the_same_result(scaling: Any) -> None:
+    layer, inputs, grad = case(torch.bfloat16)
+    layer.requires_grad_(False)
+    each_time, once = Float8Linear(layer, scaling), Float8Linear(layer, scaling)
+    with Products() as before:
+        wanted = each_time(inputs)
+        wanted_grad = torch.autograd.grad(wanted, inputs, grad)[0]
+    assert before.rounded == [(32, 64), (48, 64), (32, 48), (64, 48)]
+    assert once.round_frozen() == 2 * 48 * 64 + 4 * {"tensorwise": 2, "rowwise": 48 + 64}[scaling]
+    with Products() as seen:
+        for _ in range(2):
+            got = once(inputs)
+            (got_grad,) = torch.autograd.grad(got, inputs, grad)
+            assert torch.equal(got, wanted)
+            assert torch.equal(got_grad, wanted_grad)
+    assert seen.rounded == [(32, 64), (32, 48)] * 2
+    assert once.state_dict().keys() == layer.state_dict().keys()
+    layer.requires_grad_(True)  # what is kept is not that of a weight that trains
+    assert sum(shape in ((48, 64), (64, 48)) for shape in rounded_by(once, inputs, grad)) == 2
+    layer.requires_grad_(False)
+    once.to(torch.float32)
+    assert (48, 64) in rounded_by(once, inputs.float(), grad.float())
+
+
+def rounded_by(layer: nn.Module, inputs: torch.Tensor, grad: torch.Tensor) -> list[torch.Size]:
+    with Products() as seen:
+        torch.autograd.grad(layer(inputs), inputs, grad)
+    return seen.rounded
+
+
+def test_compiled_it_is_one_graph() -> None:
+    layer, inputs, grad = case()
+    layer.requires_grad_(False)
+    eager = Float8Linear(layer, "tensorwise")
+    eager.round_frozen()
+    compiled = torch.compile(eager, backend="aot_eager", fullgraph=True)
+    got = compiled(inputs)
+    assert torch.equal(got, eager(inputs))
+    assert torch.equal(torch.autograd.grad(got, inputs, grad)[0], torch.autograd.grad(eager(inputs), inputs, grad)[0])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_run_rounds_one_factor_of_each_product(
+    make_trainer: Any, model_folder: str, write_rows: Any, keep: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    module = CausalLM(model_folder, peft=LORA, activation_offload=True)
+    plugin = Float8Precision(keep_rounded=keep)
+    with Products() as seen:
+        make_trainer(max_steps=3, plugins=[plugin]).fit(module, TextDataModule(write_rows(), micro_batch_size=2))
+    layers = [part for part in module.modules() if isinstance(part, Float8Linear)]
+    assert seen.products > 3 * len(layers)
+    assert len(seen.rounded) == (seen.products + 2 * len(layers) if keep else 2 * seen.products)
+    assert ("float8: frozen weights are rounded once; 0 MiB beside the weights" in caplog.text) == keep
+    assert not any(part._rounded for part in layers)  # memory is given back with the end of the run
 
 
 def losses_of(

@@ -1,7 +1,15 @@
-"""Copy of a device's tensor in host memory that does not make the host wait until it is read."""
+"""Copies between host and device for which the host does not wait; one to the host waits where it is read."""
 
 import torch
 from torch import Tensor
+
+
+def queued_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor in host memory to a device, behind the work that is queued there.
+
+    ``torch.tensor(numbers, device=...)`` waits for a GPU.
+    """
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class HostCopy:

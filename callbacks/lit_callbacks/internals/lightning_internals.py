@@ -24,14 +24,17 @@ def disable_signal_handlers(trainer: Trainer) -> None:
     """Keep Lightning from installing its signal handlers.
 
     Its SIGTERM handler broadcasts, whatever the other ranks do at that moment, and its handler of SLURM's signal saves
-    within an optimizer step. There is no public way to disable them.
+    within an optimizer step. There is no public way to disable them. What its SIGTERM handler has noted, each rank
+    broadcasts before each micro-batch, and the host waits for a GPU to read it: that is left out too.
     """
     trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
 
 
 def enable_signal_handlers(trainer: Trainer) -> None:
     """Undo ``disable_signal_handlers``."""
     vars(trainer._signal_connector).pop("register_signal_handlers", None)
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
 def save_and_requeue(trainer: Trainer, signal_number: int) -> None:
@@ -40,4 +43,4 @@ def save_and_requeue(trainer: Trainer, signal_number: int) -> None:
 
 
 def _nothing() -> None:
-    """Replacement of the registration of signal handlers; does nothing."""
+    """Replacement of what is disabled; does nothing."""

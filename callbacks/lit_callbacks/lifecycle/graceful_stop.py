@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from lit_callbacks.distributed.all_reduce import all_reduce
 from lit_callbacks.distributed.host_copy import HostCopy
 from lit_callbacks.internals import lightning_internals
 from lit_callbacks.protocols import WritesToFolder
@@ -191,7 +192,7 @@ class GracefulStop(Callback):
             return self._received or 0
         device = trainer.strategy.root_device
         received = torch.full((), self._received or 0, device=device)  # filled there: torch.tensor would copy, and wait
-        agreed = HostCopy(torch.as_tensor(trainer.strategy.reduce(received, reduce_op="max")))
+        agreed = HostCopy(all_reduce(trainer, received, "max"))
         before, self._agreed = self._agreed, agreed
         if device.type != "cuda":
             return int(agreed.value())

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from lit_callbacks.batch_ids import PerSample, batch_ids, batch_sources
+from lit_callbacks.distributed.host_copy import queued_copy
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.loss_ledger.ledger_files import Visits, forget, get_ready, read_visits, write_part
 from lit_callbacks.loss_ledger.ledger_summary import Summary, summarize
@@ -119,8 +120,9 @@ class LossLedger(Callback):
         source_names: list[object] = [""] * len(names) if sources is None else _listed(sources)
         losses = losses.detach().flatten()
         counts = [1] * len(names) if tokens is None else tokens.flatten() if isinstance(tokens, Tensor) else tokens
-        expected = sum(_numbers(counts)) if per_token else len(names)
-        if len(losses) != expected or not len(names) == len(counts) == len(source_names):
+        expected = sum(numbers := _numbers(counts)) if per_token else len(names)
+        is_negative = per_token and min(numbers, default=0) < 0
+        if len(losses) != expected or is_negative or not len(names) == len(counts) == len(source_names):
             rank_zero_warn(
                 f"LossLedger.record got {len(names)} ids, {len(losses)} losses, {len(counts)} token counts and "
                 f"{len(source_names)} sources, and leaves them out; give one of each for each sample"
@@ -281,8 +283,10 @@ def _sample_means(losses: Tensor, counts: _Counts, per_token: bool) -> Tensor:
     """Mean loss of each sample in nats, ``(samples,)``, fp32; 0 for a sample without supervised tokens."""
     if not per_token:
         return losses.float()
-    lengths = torch.tensor(counts, device=losses.device)
-    return torch.segment_reduce(losses.float(), "mean", lengths=lengths, initial=0)
+    lengths = torch.as_tensor(counts)
+    lengths = queued_copy(lengths, losses.device) if lengths.device.type == "cpu" else lengths
+    # The numbers add up to that of the losses: checked where they were recorded. A second check would wait for a GPU.
+    return torch.segment_reduce(losses.float(), "mean", lengths=lengths, initial=0, unsafe=True)
 
 
 def _returned(outputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None:

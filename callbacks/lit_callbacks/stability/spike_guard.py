@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_callbacks.batch_ids import PerSample, batch_ids
+from lit_callbacks.distributed.all_reduce import all_reduce
 from lit_callbacks.distributed.gradient_norms import norms_by_name, parameters_of, squared_norm
 from lit_callbacks.internals import torch_internals
 from lit_callbacks.output.log_figures import log_figures
@@ -93,11 +94,13 @@ class SpikeGuard(Callback):
     schedules and ``global_step`` advance. Logged: ``spike_guard/skipped_steps``, the number of skipped steps so far,
     whenever it has changed.
 
-    It costs one all-reduce of four numbers and one synchronization with the device per optimizer step (the host
-    decides), none per micro-batch. A module that computes its gradient norm itself can provide a method
-    ``measured_gradient_norm(optimizer)``, so that it is computed once: it returns the norm over all ranks, a scalar, or
-    None if it has none. Under fp16 with a gradient scaler, infinite gradients are left to the scaler, which expects
-    them.
+    It costs one all-reduce of four numbers and one synchronization with the device per optimizer step, none per
+    micro-batch: the host decides before the optimizer runs. One step later, without waiting, would be too late: a NaN
+    or a spike would be in the weights, and in checkpoints that are written meanwhile.
+
+    A module that computes its gradient norm itself can provide a method ``measured_gradient_norm(optimizer)``, so that
+    it is computed once: it returns the norm over all ranks, a scalar, or None if it has none. Under fp16 with a
+    gradient scaler, infinite gradients are left to the scaler, which expects them.
     """
 
     def __init__(
@@ -190,18 +193,19 @@ class SpikeGuard(Callback):
         scaler = grad_scaler(trainer)
         scale = 1.0 if scaler is None else scaler.get_scale()
         has_norm, norm = _norm(trainer, module, optimizer)
-        if trainer.world_size == 1:
-            loss = None if self._loss is None else float(self._loss) / scale
-            return loss, float(norm) if has_norm else None
-        device = trainer.strategy.root_device
-        has = torch.tensor([self._loss is not None, has_norm], dtype=torch.float32, device=device)
-        local = torch.zeros(2, device=device)
-        if self._loss is not None:
-            local[0] = self._loss
-        local[1] = norm**2
+        alone = trainer.world_size == 1
+        dtype = torch.promote_types(torch.float32, self._loss.dtype) if alone and self._loss is not None else None
+        # Filled there and read once: torch.tensor would copy to the device, and each copy and each read waits for it.
+        local = torch.zeros(4, dtype=dtype or torch.float32, device=trainer.strategy.root_device)
+        for place, value in enumerate((self._loss is not None, has_norm, self._loss, norm)):
+            if value is not None:
+                local[place] = value
+        if alone:
+            has_loss, norms, total, found = local.tolist()
+            return total / scale if has_loss else None, found if norms else None
+        local[3] **= 2
         # One collective, so that all ranks see the same numbers and decide alike.
-        sums = trainer.strategy.reduce(torch.cat([has, local]), reduce_op="sum")
-        has_loss, norms, total, summed = sums.tolist()
+        has_loss, norms, total, summed = all_reduce(trainer, local, "sum").tolist()
         return total / has_loss / scale if has_loss else None, math.sqrt(summed) if norms else None
 
     def _wrong(self, trainer: Trainer, name: str, value: float | None) -> str | None:

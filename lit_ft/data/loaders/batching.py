@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -111,8 +111,17 @@ def _spread(share: list[MicroBatch], count: int) -> list[MicroBatch]:
     return share
 
 
-Piece = tuple[MicroBatch, int, bool]
-"""Sample indices of a micro-batch, supervised tokens of its window on this rank, and whether any rank computes."""
+class Window(NamedTuple):
+    """What each micro-batch of a window says of all of it."""
+
+    tokens: int
+    """Supervised tokens on this rank."""
+    sources: tuple[int, ...]
+    """Sources with supervised tokens on any rank."""
+
+
+Piece = tuple[MicroBatch, Window, bool]
+"""Sample indices of a micro-batch, its window, and whether any rank computes."""
 
 
 def micro_batches(
@@ -127,8 +136,11 @@ def micro_batches(
     for window in plan.windows(units, samples.lengths, accumulate, fill_last_window):
         mine = window[replica]
         tokens = int(sum(samples.supervised[members].sum() for members in mine if members))
+        everywhere = [i for share in window for members in share for i in members]
+        sources = np.unique(samples.source[everywhere][samples.supervised[everywhere] > 0])
+        said = Window(tokens, tuple(sources.tolist()))
         for i, members in enumerate(mine):
-            yield members, tokens, any(share[i] for share in window)
+            yield members, said, any(share[i] for share in window)
 
 
 def batch_geometry(plan: BatchPlan, accumulate: int) -> dict[str, int]:
@@ -162,7 +174,7 @@ def position_under(state: LoaderState, plan: BatchPlan, accumulate: int) -> int:
 
 def lay_out(piece: Piece, samples: Samples) -> PackedBatch:
     """Build the packed batch of a micro-batch."""
-    members, window_tokens, compute = piece
+    members, window, compute = piece
     if members:
         batch = pack_samples([samples[i] for i in members], samples.source[members])
     elif compute:
@@ -171,7 +183,7 @@ def lay_out(piece: Piece, samples: Samples) -> PackedBatch:
         batch = pack_samples([(ids[:1], labels[:1])])
     else:
         batch = empty_batch()
-    batch["window_tokens"] = window_tokens
+    batch["window_tokens"], batch["window_sources"] = window
     batch["source_names"] = samples.names
     return batch
 

@@ -1,6 +1,7 @@
 """Forward pass of a causal LM over a packed batch, in two halves: hidden states, and the loss of supervised tokens."""
 
 import torch
+from lit_callbacks.distributed.host_copy import queued_copy
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -112,9 +113,10 @@ class PackedForward:
         def with_noise(embedding: nn.Module, _: object, output: Tensor) -> Tensor:
             if not embedding.training:
                 return output
-            lengths = torch.tensor(self.segment_lengths, device=output.device)
-            bound = alpha / (lengths * output.shape[-1]).sqrt()  # per sample, as the paper has it
-            bound = bound.repeat_interleave(lengths)[None, :, None].to(output.dtype)
+            lengths = torch.tensor(self.segment_lengths)  # on the host, which would wait for a GPU to repeat by them
+            of_sample = alpha / (lengths * output.shape[-1]).sqrt()  # as the paper has it
+            of_token = queued_copy(of_sample.repeat_interleave(lengths), output.device)
+            bound = of_token[None, :, None].to(output.dtype)
             return output + torch.empty_like(output).uniform_(-1, 1) * bound
 
         self.base.get_input_embeddings().register_forward_hook(with_noise)

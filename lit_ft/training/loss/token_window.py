@@ -3,6 +3,7 @@
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.distributed.all_reduce import all_reduce
 from torch import Tensor
 
 from lit_ft import process
@@ -69,5 +70,4 @@ def _count(trainer: Trainer, batch: PackedBatch, accumulate: int) -> int | Tenso
         return tokens
     # Filled there: torch.tensor would copy, and wait.
     on_device = torch.full((), tokens, device=trainer.strategy.root_device)
-    everywhere = torch.as_tensor(trainer.strategy.reduce(on_device, reduce_op="sum"))
-    return everywhere // process.model_parallel_size(trainer)
+    return all_reduce(trainer, on_device, "sum") // process.model_parallel_size(trainer)
