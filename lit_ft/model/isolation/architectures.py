@@ -50,7 +50,7 @@ COMPARED = frozenset(
     """
     afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert bert-generation big_bird biogpt bitnet
     bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_v32
-    deepseek_v4 diffllama doge dots1 dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe
+    deepseek_v4 diffllama doge dots1 dots3_note dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe
     falcon falcon_h1 falcon_mamba flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4
     gemma4_text gemma4_unified gemma4_unified_text git glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3
     gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
