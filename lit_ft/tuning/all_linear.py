@@ -121,12 +121,12 @@ def check_groups(model: PeftModel, method: str) -> None:
     """
     base = model.get_base_model()
     for name, module in base.named_modules():
-        if isinstance(module, BaseTunerLayer) and not isinstance(module, ParamWrapper):
-            if type(module.get_base_layer()).__name__ in _GROUPED:
-                raise RecipeError(
-                    f"model.peft: {method} does not fit {name} of {type(base).__name__}, which multiplies groups of its "
-                    "inputs; leave it out of target_modules, or take peft.LoraConfig"
-                )
+        is_adapted = isinstance(module, BaseTunerLayer) and not isinstance(module, ParamWrapper)
+        if is_adapted and type(module.get_base_layer()).__name__ in _GROUPED:
+            raise RecipeError(
+                f"model.peft: {method} does not fit {name} of {type(base).__name__}, which multiplies groups of its "
+                "inputs; leave it out of target_modules, or take peft.LoraConfig"
+            )
 
 
 def _can_exclude(peft: PeftConfig) -> bool:

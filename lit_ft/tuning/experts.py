@@ -150,7 +150,7 @@ def resolve_targets(model: PreTrainedModel, peft: PeftConfig) -> None:
         peft: config of the tuning method, changed in place.
 
     Raises:
-        RecipeError: an option does not go together with parameters.
+        RecipeError: nothing is targeted, or an option does not go together with parameters.
     """
     layers = expert_layers(model)
     if not isinstance(peft, LoraConfig) or not layers or not peft.target_modules:
@@ -161,6 +161,12 @@ def resolve_targets(model: PreTrainedModel, peft: PeftConfig) -> None:
     else:
         known = {*linear_modules(model), *routers}
         named = [name for name, _ in model.named_modules() if name in known and check_target_module_exists(peft, name)]
+    if not named and not peft.target_parameters:
+        last = sorted({name.rsplit(".", 1)[-1] for name in linear_modules(model)})
+        raise RecipeError(
+            f"model.peft: target_modules={peft.target_modules!r} matches no linear layer of {type(model).__name__}, "
+            f"which are {last}; its experts train by {advice(model)}"
+        )
     moved = renamed_targets(model)
     grouped = grouped_layers(model)
     apart = [n for n in named if n in routers or n in grouped or n.rsplit(".", 1)[-1] in moved]

@@ -82,17 +82,22 @@ def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
-    """Refuse target modules if the model lacks any of them.
+    """Refuse target modules if the model lacks any of them, and a pattern that matches none of its modules.
 
     Raises:
-        RecipeError: a target module is missing; the message lists the model's linear layers.
+        RecipeError: a target module is missing; the message lists the model's linear layers, and what trains experts.
     """
-    targets = peft.to_dict().get("target_modules")
-    if not targets or isinstance(targets, str):
-        return  # a pattern, "all-linear" or PEFT's default for the architecture: PEFT raises where it matches nothing
+    options = peft.to_dict()
+    targets = options.get("target_modules")
+    if targets is None or targets == "all-linear" or (not targets and options.get("target_parameters")):
+        return  # PEFT's default for the architecture
     names = [name for name, _ in model.named_modules()]
-    unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))
-    if unmatched:
+    if isinstance(targets, str):
+        with explained("model.peft: target_modules", "correct the pattern", also=(re.error,)):
+            unmatched = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    else:
+        unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))
+    if unmatched or not targets:
         of_experts = f"; its experts train by {experts.advice(model)}" if experts.expert_layers(model) else ""
         raise RecipeError(
             f"model.peft target_modules {unmatched} match nothing in {type(model).__name__}; "

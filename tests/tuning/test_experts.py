@@ -100,6 +100,13 @@ WRONG = {
         {"target_modules": ["w1"]},
         r"\['w1'\] match nothing in .*; its experts train by target_parameters: \[",
     ),
+    "pattern": (
+        {"target_modules": ".*w1"},
+        r"\['.\*w1'\] match nothing in .*; its experts train by target_parameters: \[",
+    ),
+    "no_names": ({"target_modules": []}, r"target_modules \[\] match nothing in .*; its experts train by"),
+    "regex": ({"target_modules": "(w1"}, "target_modules: .*correct the pattern"),
+    "experts_as_modules": ({"target_modules": ".*experts"}, "matches no linear layer of .*; its experts train by"),
     "parameters": (
         {"target_modules": ["q_proj"], "target_parameters": ["experts.w1"]},
         r"target_parameters \['experts.w1'\] match nothing in MixtralForCausalLM; its experts are "
