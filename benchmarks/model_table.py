@@ -3,6 +3,7 @@
     python -m benchmarks.model_table --results model_table.jsonl # all architectures; prints docs/models.md
     python -m benchmarks.model_table --no-compile                # without that column, which takes most of the time
     python -m benchmarks.model_table lfm3 jamba                  # some, on the console
+    python -m benchmarks.model_table lfm3 jamba --write          # these rows of docs/models.md anew
 
 A results file takes each row when it is found. The same command then goes on where it was stopped: rows with the same
 columns and versions are not found again.
@@ -11,6 +12,7 @@ columns and versions are not found again.
 import argparse
 import dataclasses
 import json
+import re
 import time
 import warnings
 from collections.abc import Mapping
@@ -76,12 +78,26 @@ def markdown(rows: Mapping[str, Row]) -> str:
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items()), ""])
 
 
+def rows_in(table: str) -> dict[str, Row]:
+    """Rows of a table that ``markdown`` has printed."""
+    reasons = {f"no ({number})": reason for number, reason in re.findall(r"^(\d+)\. (.*)$", table, re.MULTILINE)}
+
+    def row(cells: str) -> Row:
+        values = [reasons.get(cell, cell) for cell in cells.split(" | ")]
+        return Row(**{name: value for name, value in zip(HEADINGS, values, strict=True) if value})
+
+    return {
+        name: row(cells) for name, cells in re.findall(r"^\| `((?!model_type)\S+)` \| (.*) \|$", table, re.MULTILINE)
+    }
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Compare architectures, all if none is named; then the page in docs is written too."""
     parser = argparse.ArgumentParser(description="Packed batches against single samples, for each causal LM.")
     parser.add_argument("names", nargs="*", metavar="model_type", help="default: all")
     parser.add_argument("--no-compile", action="store_true", help="leave that column out")
     parser.add_argument("--results", type=Path, help="file that keeps the rows; the same command goes on with it")
+    parser.add_argument("--write", action="store_true", help="also write the rows of the models that are named")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.names) - set(ARCHITECTURES)):
         parser.error(f"transformers {transformers.__version__} has no causal LM {unknown[0]!r}")
@@ -90,11 +106,15 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     results = ResultsFile(options.results, columns)
     rows = {name: _row(name, columns, results) for name in options.names or ARCHITECTURES}
+    page = DOCS / "models.md"
+    text = page.read_text(encoding="utf-8")
     if options.names:
         print(markdown(rows))
+        rows = rows_in(text) | rows
+    if options.write or not options.names:
+        page.write_text(with_table(text, markdown(rows), BEGIN), encoding="utf-8")
+    if options.names:
         return
-    page = DOCS / "models.md"
-    page.write_text(with_table(page.read_text(encoding="utf-8"), markdown(rows), BEGIN), encoding="utf-8")
     right = [name for name, row in rows.items() if row.packed == YES]
     print("compared:", " ".join(right))
     print("not in lit_ft.model.isolation.architectures:", sorted(set(right) ^ COMPARED))

@@ -103,6 +103,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "swa_head_dim": 24,
         **dict.fromkeys(["swa_q_lora_rank", "swa_kv_lora_rank", "swa_qk_nope_head_dim", "swa_v_head_dim"], 16),
     },
+    "dots3_note_vision_encoder": {
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "adapter_in_dim": 64,
+        "adapter_out_dim": 64,
+    },
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "gemma3n_text": {**_SIX_LAYERS, "num_kv_shared_layers": 0, "laurel_rank": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

@@ -5,7 +5,7 @@ does not reach it, ``target_parameters`` does.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lit_callbacks.distributed.gather import full_numel, full_shape
@@ -18,6 +18,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.peft import renamed_targets
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.quantization import is_quantized, linear_modules
+from lit_ft.tuning.all_linear import grouped_layers
 from lit_ft.tuning.expert_lora import wrapped_parameters
 
 MIB = 2**20
@@ -115,16 +116,25 @@ def check_target_parameters(model: nn.Module, peft: PeftConfig) -> None:
             f"model.peft target_parameters {unmatched} match nothing in {type(model).__name__}; its experts are "
             f"{short_names(model)}, its matrices {matrices}"
         )
-    if peft.lora_dropout:
-        raise RecipeError(
-            f"model.peft: lora_dropout={peft.lora_dropout} with target_parameters, whose products PEFT adds to the "
-            "weights, which see no dropout; set lora_dropout to 0"
-        )
+    _check_options_of_parameters(peft, "target_parameters")
     if peft.layers_to_transform is not None:
         raise RecipeError(
             f"model.peft: layers_to_transform={peft.layers_to_transform} does not limit target_parameters (peft 0.21); "
             f"give their full names, e.g. {next(n for n in names if any(n.endswith(t) for t in targets))}"
         )
+
+
+_OF_OUTPUTS: Mapping[str, float | bool] = {"lora_dropout": 0, "use_dora": False, "lora_bias": False}
+"""Options that a product which is added to the weights does not have, with the values that leave them out."""
+
+
+def _check_options_of_parameters(peft: LoraConfig, of: str, otherwise: str = "") -> None:
+    for name, without in _OF_OUTPUTS.items():
+        if (value := getattr(peft, name)) != without:
+            raise RecipeError(
+                f"model.peft: {name}={value} with {of}: PEFT adds their products to the weights, where it has no "
+                f"{name}; set {name} to {str(without).lower()}{otherwise}"
+            )
 
 
 def resolve_targets(model: PreTrainedModel, peft: PeftConfig) -> None:
@@ -133,11 +143,14 @@ def resolve_targets(model: PreTrainedModel, peft: PeftConfig) -> None:
     For models whose experts were linear layers in transformers 4, PEFT moves ``gate_proj``, ``up_proj`` and
     ``down_proj`` to the fused experts, away from the linear layers that still have these names (shared experts, dense
     layers), reads ``all-linear`` as experts and router too, and widens a pattern to all layers. Linear layers of these
-    names are given as parameters here, which PEFT leaves alone.
+    names are given as parameters here, which PEFT leaves alone; so are those that multiply groups of their inputs.
 
     Args:
         model: base model.
         peft: config of the tuning method, changed in place.
+
+    Raises:
+        RecipeError: nothing is targeted, or an option does not go together with parameters.
     """
     layers = expert_layers(model)
     if not isinstance(peft, LoraConfig) or not layers or not peft.target_modules:
@@ -148,8 +161,19 @@ def resolve_targets(model: PreTrainedModel, peft: PeftConfig) -> None:
     else:
         known = {*linear_modules(model), *routers}
         named = [name for name, _ in model.named_modules() if name in known and check_target_module_exists(peft, name)]
+    if not named and not peft.target_parameters:
+        last = sorted({name.rsplit(".", 1)[-1] for name in linear_modules(model)})
+        raise RecipeError(
+            f"model.peft: target_modules={peft.target_modules!r} matches no linear layer of {type(model).__name__}, "
+            f"which are {last}; its experts train by {advice(model)}"
+        )
     moved = renamed_targets(model)
-    apart = [name for name in named if name in routers or name.rsplit(".", 1)[-1] in moved]
+    grouped = grouped_layers(model)
+    apart = [n for n in named if n in routers or n in grouped or n.rsplit(".", 1)[-1] in moved]
+    if apart:
+        last = sorted({name.rsplit(".", 1)[-1] for name in apart})
+        of = f"{', '.join(last)} of {type(model).__name__}, which PEFT adapts as parameters"
+        _check_options_of_parameters(peft, of, f", or exclude_modules to [{', '.join(last)}]")
     if apart or (moved and isinstance(peft.target_modules, str)) or peft.target_modules == "all-linear":
         peft.target_modules = set(named) - set(apart)
         peft.target_parameters = (

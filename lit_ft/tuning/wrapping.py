@@ -7,7 +7,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
@@ -20,12 +19,11 @@ from transformers import (
 )
 
 from lit_ft.errors import RecipeError, explained
-from lit_ft.internals.peft import around_each_layer, refuses_target
+from lit_ft.internals.peft import around_each_layer
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.parameter_patterns import matching
-from lit_ft.model.quantization import linear_modules
-from lit_ft.tuning import compatibility, experts, prompt_learning
+from lit_ft.tuning import all_linear, compatibility, experts, prompt_learning
 
 
 def add_peft(
@@ -49,9 +47,12 @@ def add_peft(
     experts.check_target_parameters(model, peft)
     peft = copy.deepcopy(peft)
     peft.task_type = "CAUSAL_LM"
-    leave_out_unread(model, peft)
+    all_linear.leave_out_unread(model, peft)
+    all_linear.leave_out_choosing(model, peft)
+    shared = all_linear.shared_layers(model)
+    all_linear.leave_out_shared(peft, shared)
     experts.resolve_targets(model, peft)
-    name_all_linear(model, peft)
+    all_linear.name_layers(model, peft)
     in_float32 = adapter_dtype == "float32"
     wrap = partial(get_peft_model, model, peft, autocast_adapter_dtype=in_float32)
     names = f"fix its init_args; the linear layers of {type(model).__name__} are {linear_layers(model)}"
@@ -59,6 +60,8 @@ def add_peft(
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
     check_ranks(wrapped)
+    all_linear.check_shared(wrapped, shared)
+    all_linear.check_groups(wrapped, peft.peft_type.value)
     return wrapped.train()
 
 
@@ -79,17 +82,22 @@ def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
-    """Refuse target modules if the model lacks any of them.
+    """Refuse target modules if the model lacks any of them, and a pattern that matches none of its modules.
 
     Raises:
-        RecipeError: a target module is missing; the message lists the model's linear layers.
+        RecipeError: a target module is missing; the message lists the model's linear layers, and what trains experts.
     """
-    targets = peft.to_dict().get("target_modules")
-    if not targets or isinstance(targets, str):
-        return  # a pattern, "all-linear" or PEFT's default for the architecture: PEFT raises where it matches nothing
+    options = peft.to_dict()
+    targets = options.get("target_modules")
+    if targets is None or targets == "all-linear" or (not targets and options.get("target_parameters")):
+        return  # PEFT's default for the architecture
     names = [name for name, _ in model.named_modules()]
-    unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))
-    if unmatched:
+    if isinstance(targets, str):
+        with explained("model.peft: target_modules", "correct the pattern", also=(re.error,)):
+            unmatched = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    else:
+        unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))
+    if unmatched or not targets:
         of_experts = f"; its experts train by {experts.advice(model)}" if experts.expert_layers(model) else ""
         raise RecipeError(
             f"model.peft target_modules {unmatched} match nothing in {type(model).__name__}; "
@@ -214,48 +222,3 @@ def adapt_to_architecture(model: PreTrainedModel, peft: PeftConfig) -> None:
         TRANSFORMERS_MODEL_CONFIG[kind] = TRANSFORMERS_MODEL_CONFIG["llama"]
         return
     raise RecipeError(f"model.peft: LLaMA-Adapter does not fit {type(model).__name__}: {why}; take peft.LoraConfig")
-
-
-_MULTIPLIED_BY_THE_MIXER = {"dt_proj": frozenset({"falcon_mamba", "jamba", "mamba"})}
-"""Layers whose weight the module around them reads, past an adapter, and the architectures (transformers 5.23)."""
-
-
-def leave_out_unread(model: PreTrainedModel, peft: PeftConfig) -> None:
-    """Let ``target_modules: all-linear`` leave out layers of Mamba whose weights are read without an adapter.
-
-    PEFT refuses some of them, and would adapt the others to no effect.
-
-    Args:
-        model: base model.
-        peft: config of the tuning method, changed in place.
-    """
-    options = peft.to_dict()
-    if options.get("target_modules") != "all-linear" or "exclude_modules" not in options:
-        return
-    kind = model.config.model_type
-    unread = sorted(
-        name
-        for name in {name.rsplit(".", 1)[-1] for name in linear_modules(model)}
-        if refuses_target(peft, model, name) or kind in _MULTIPLIED_BY_THE_MIXER.get(name, ())
-    )
-    if not unread:
-        return
-    rank_zero_info(
-        f"model.peft: all-linear leaves out {', '.join(unread)}, whose weights {type(model).__name__} reads without an "
-        "adapter"
-    )
-    given = options["exclude_modules"]
-    pattern = rf"(.*\.)?({'|'.join(unread)})"
-    peft.exclude_modules = f"{given}|{pattern}" if isinstance(given, str) else [*(given or ()), *unread]
-
-
-def name_all_linear(model: PreTrainedModel, peft: PeftConfig) -> None:
-    """Replace ``target_modules: all-linear`` by the layers' names if PEFT would miss some: GPTQ's are no ``nn.Linear``.
-
-    Args:
-        model: base model.
-        peft: config of the tuning method, changed in place.
-    """
-    modules, requested = linear_modules(model), peft.to_dict().get("target_modules")
-    if requested == "all-linear" and not all(isinstance(module, nn.Linear) for module in modules.values()):
-        peft.target_modules = set(modules)

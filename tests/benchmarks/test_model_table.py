@@ -9,14 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import model_table
-from benchmarks.model_comparison import ARCHITECTURES, HEADINGS, YES, Results, Row, compare
-from benchmarks.model_table import ResultsFile, markdown
+from benchmarks import model_comparison, model_table
+from benchmarks.model_comparison import (
+    ARCHITECTURES,
+    HEADINGS,
+    YES,
+    Results,
+    Row,
+    Tiny,
+    _without_rounding,
+    compare,
+    one_by_one,
+)
+from benchmarks.model_table import ResultsFile, markdown, rows_in
+from benchmarks.support_tables import END
+from benchmarks.tiny_configs import tiny_config
 from lit_ft.model.isolation.architectures import COMPARED, REFUSED
 
 COLUMNS = frozenset({"lora", "checkpointing"})
-NOT_ALL_LINEAR = "deepseek_v4 phimoe gemma3n gemma3n_text".split()
-"""PEFT adapts some of their linear layers only; the last two's gradients differ by 1e-5, which is the tolerance."""
 
 
 def chosen() -> list[str]:
@@ -29,13 +39,13 @@ def chosen() -> list[str]:
 def test_a_packed_batch_equals_its_samples(name: str) -> None:
     row = compare(name, COLUMNS)
     assert row.packed == YES
-    assert row.lora.startswith(YES) or name in NOT_ALL_LINEAR
+    assert row.lora.startswith(YES)
+    assert row.merge == YES
     assert row.checkpointing in (YES, "transformers does not support it")
 
 
 def test_every_architecture_is_compared_or_refused_with_a_reason() -> None:
-    known = COMPARED | set(REFUSED) | {"dots3_note"}  # no tiny config of it is valid
-    assert set(ARCHITECTURES) <= known
+    assert set(ARCHITECTURES) <= COMPARED | set(REFUSED)
     assert not COMPARED & set(REFUSED)
 
 
@@ -53,6 +63,30 @@ def test_reasons_are_listed_below_the_table() -> None:
     assert a.startswith("| `a` | yes | packed attention | yes, 7 | not run |")
     assert b.startswith("| `b` | no (1) |  |  |")
     assert "1. has no end" in markdown(rows)
+
+
+def test_rows_that_are_named_are_written_among_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_table, "DOCS", tmp_path)
+    rows = {name: Row(packed=YES, lora=lora) for name, lora in {"bart": "no A", "bert": "no B"}.items()}
+    page = tmp_path / "models.md"
+    page.write_text(f"# Models\n{model_table.BEGIN}\n{markdown(rows)}\n{END}after\n")
+    assert rows_in(page.read_text()) == rows
+    model_table.main(["bart"])
+    assert rows_in(page.read_text()) == rows
+    model_table.main(["bart", "--write"])
+    assert rows_in(page.read_text()) == {"bart": Row(packed=REFUSED["bart"]), "bert": rows["bert"]}
+    assert page.read_text().endswith("after\n")
+
+
+def test_rounding_is_told_from_a_difference_by_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_comparison, "TOLERANCE", 1e-9)  # below single precision
+    tiny = Tiny(tiny_config("glm"))
+    model = tiny.reference()
+    reference = one_by_one(model)
+    assert tiny.packed().difference(reference) > 1e-9
+    assert _without_rounding(tiny, model, reference) < 1e-6
+    tiny.model.lm_head.weight.data[0, 0] += 1.0
+    assert _without_rounding(tiny, model, reference) > 1e-3
 
 
 def test_a_results_file_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

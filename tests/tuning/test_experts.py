@@ -100,12 +100,20 @@ WRONG = {
         {"target_modules": ["w1"]},
         r"\['w1'\] match nothing in .*; its experts train by target_parameters: \[",
     ),
+    "pattern": (
+        {"target_modules": ".*w1"},
+        r"\['.\*w1'\] match nothing in .*; its experts train by target_parameters: \[",
+    ),
+    "no_names": ({"target_modules": []}, r"target_modules \[\] match nothing in .*; its experts train by"),
+    "regex": ({"target_modules": "(w1"}, "target_modules: .*correct the pattern"),
+    "experts_as_modules": ({"target_modules": ".*experts"}, "matches no linear layer of .*; its experts train by"),
     "parameters": (
         {"target_modules": ["q_proj"], "target_parameters": ["experts.w1"]},
         r"target_parameters \['experts.w1'\] match nothing in MixtralForCausalLM; its experts are "
         r"\['mlp.experts.gate_up_proj', 'mlp.experts.down_proj'\], its matrices \['lm_head.weight', 'mlp.gate.weight'",
     ),
     "dropout": ({"target_parameters": FUSED, "lora_dropout": 0.1}, "lora_dropout=0.1 with .*; set lora_dropout to 0"),
+    "dora": ({"target_parameters": FUSED, "use_dora": True}, "use_dora=True with .*; set use_dora to false"),
     "layers": (
         {"target_modules": ["q_proj"], "target_parameters": FUSED, "layers_to_transform": [1]},
         r"layers_to_transform=\[1\] does not limit .* full names, e.g. model.layers.0.mlp.experts.gate_up_proj",
@@ -120,6 +128,17 @@ def test_what_is_refused(folder_of: Callable[[str], str], case: str) -> None:
     options, message = WRONG[case]
     with pytest.raises(RecipeError, match=message):
         adapted(folder_of("mixtral"), **options)
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+def test_options_that_shared_experts_do_not_have_are_refused_by_their_names(
+    folder_of: Callable[[str], str], options: dict[str, Any]
+) -> None:
+    folder, (name, value) = folder_of("deepseek_v3"), next(iter(options.items()))
+    message = f"{name}={value} with down_proj, gate_proj, up_proj of .*; set {name} to (0|false), or exclude_modules to"
+    with pytest.raises(RecipeError, match=message):
+        adapted(folder, target_modules="all-linear", **options)
+    adapted(folder, target_modules="all-linear", exclude_modules=["gate_proj", "up_proj", "down_proj"], **options)
 
 
 def test_a_quantized_base_keeps_its_experts_and_says_their_size(folder_of: Callable[[str], str]) -> None:

@@ -67,7 +67,7 @@ def check_weights(folder: Path, skeleton: PreTrainedModel, where: str) -> None:
             if (shape := shapes[name]) != (wanted := own.get(renamed, shape)):
                 raise RecipeError(
                     f"{where}: {name} is {shape} in {file.name}, and {wanted} by config.json; put back the file "
-                    "that was changed"
+                    "that was changed, or take the size out of model.config_overrides"
                 )
 
 

@@ -1,0 +1,153 @@
+"""Which layers ``target_modules: all-linear`` means, and layers that an adapter would not fit."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.tuners.lora import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers import PreTrainedModel
+
+from lit_ft.errors import RecipeError
+from lit_ft.internals.peft import refuses_target
+from lit_ft.model.quantization import linear_modules
+
+_MULTIPLIED_BY_THE_MIXER = {"dt_proj": frozenset({"falcon_mamba", "jamba", "mamba"})}
+"""Layers whose weight the module around them reads, past an adapter, and the architectures (transformers 5.23)."""
+
+
+_GROUPED = frozenset({"DeepseekV4GroupedLinear"})
+"""Classes derived from ``nn.Linear`` that multiply each group of their inputs by a part of their weight, whose outputs
+PEFT would add to those of the whole weight (transformers 5.23)."""
+
+
+def grouped_layers(model: PreTrainedModel) -> list[str]:
+    """Names of layers that multiply groups of their inputs, which LoRA changes as parameters."""
+    return [name for name, module in linear_modules(model).items() if type(module).__name__ in _GROUPED]
+
+
+def leave_out_unread(model: PreTrainedModel, peft: PeftConfig) -> None:
+    """Let ``target_modules: all-linear`` leave out layers whose weights are read without an adapter.
+
+    PEFT refuses some of Mamba's, and would adapt the others to no effect. Layers of groups are left out too, unless
+    the method is LoRA.
+
+    Args:
+        model: base model.
+        peft: config of the tuning method, changed in place.
+    """
+    if not _can_exclude(peft):
+        return
+    kind = model.config.model_type
+    of_groups = set() if isinstance(peft, LoraConfig) else {name.rsplit(".", 1)[-1] for name in grouped_layers(model)}
+    unread = sorted(
+        name
+        for name in {name.rsplit(".", 1)[-1] for name in linear_modules(model)}
+        if name in of_groups or refuses_target(peft, model, name) or kind in _MULTIPLIED_BY_THE_MIXER.get(name, ())
+    )
+    if unread:
+        why = f"whose weights {type(model).__name__} reads without an adapter"
+        _leave_out(peft, unread, f"{', '.join(unread)}, {why}")
+
+
+def leave_out_choosing(model: PreTrainedModel, peft: PeftConfig) -> None:
+    """Let ``target_modules: all-linear`` leave out indexers: a choice of tokens has no gradient, so they do not train.
+
+    Args:
+        model: base model.
+        peft: config of the tuning method, changed in place.
+    """
+    names = [name for name in linear_modules(model) if "indexer" in name.split(".")]
+    if names and _can_exclude(peft):
+        last = sorted({name.rsplit(".", 1)[-1] for name in names})
+        _leave_out(peft, names, f"{', '.join(last)} of indexers, which choose tokens and get no gradient")
+
+
+def leave_out_shared(peft: PeftConfig, shared: Mapping[str, str]) -> None:
+    """Let ``target_modules: all-linear`` leave out layers that share their weight with another layer.
+
+    Args:
+        peft: config of the tuning method, changed in place.
+        shared: what ``shared_layers`` gives for the base model.
+    """
+    if shared and _can_exclude(peft):
+        _leave_out(peft, list(shared), f"{len(shared)} layers ({_example(shared)}), which could not be merged: {_WHY}")
+
+
+_WHY = "each would get an adapter of its own, and their one weight can take one change only"
+
+
+def shared_layers(model: PreTrainedModel) -> dict[str, str]:
+    """Names of linear layers whose weight is that of another layer too, and one of these; without the head."""
+    named: dict[int, list[str]] = {}
+    for name, module in linear_modules(model).items():
+        if isinstance(weight := getattr(module, "weight", None), nn.Parameter):
+            named.setdefault(id(weight), []).append(name)
+    return {name: next(n for n in names if n != name) for names in named.values() if len(names) > 1 for name in names}
+
+
+def _example(shared: Mapping[str, str]) -> str:
+    return " and ".join(next(iter(shared.items())))
+
+
+def check_shared(model: PeftModel, shared: Mapping[str, str]) -> None:
+    """Refuse adapters on layers that share their weight with another layer.
+
+    Args:
+        model: model with its adapter.
+        shared: what ``shared_layers`` gave for its base model.
+
+    Raises:
+        RecipeError: there are such adapters; the message names two of the layers.
+    """
+    wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    changed = [name for name, module in model.get_base_model().named_modules() if isinstance(module, wrappers)]
+    found = {name: other for name, other in shared.items() if any(f"{name}.".startswith(f"{c}.") for c in changed)}
+    if found:
+        raise RecipeError(
+            f"model.peft: {_example(found)} share their weight, as {len(found)} layers that the config matches do: "
+            f"{_WHY}; leave them out (exclude_modules), or set target_modules to all-linear, which does"
+        )
+
+
+def check_groups(model: PeftModel, method: str) -> None:
+    """Refuse adapters on layers that multiply groups of their inputs, other than LoRA's on their weight.
+
+    Raises:
+        RecipeError: there is such an adapter.
+    """
+    base = model.get_base_model()
+    for name, module in base.named_modules():
+        is_adapted = isinstance(module, BaseTunerLayer) and not isinstance(module, ParamWrapper)
+        if is_adapted and type(module.get_base_layer()).__name__ in _GROUPED:
+            raise RecipeError(
+                f"model.peft: {method} does not fit {name} of {type(base).__name__}, which multiplies groups of its "
+                "inputs; leave it out of target_modules, or take peft.LoraConfig"
+            )
+
+
+def _can_exclude(peft: PeftConfig) -> bool:
+    options = peft.to_dict()
+    return options.get("target_modules") == "all-linear" and "exclude_modules" in options
+
+
+def _leave_out(peft: PeftConfig, names: Sequence[str], what: str) -> None:
+    rank_zero_info(f"model.peft: all-linear leaves out {what}")
+    given = peft.to_dict()["exclude_modules"]
+    pattern = rf"(.*\.)?({'|'.join(map(re.escape, names))})"
+    peft.exclude_modules = f"{given}|{pattern}" if isinstance(given, str) else [*(given or ()), *names]
+
+
+def name_layers(model: PreTrainedModel, peft: PeftConfig) -> None:
+    """Replace ``target_modules: all-linear`` by the layers' names if PEFT would miss some: GPTQ's are no ``nn.Linear``.
+
+    Args:
+        model: base model.
+        peft: config of the tuning method, changed in place.
+    """
+    modules, requested = linear_modules(model), peft.to_dict().get("target_modules")
+    if requested == "all-linear" and not all(isinstance(module, nn.Linear) for module in modules.values()):
+        peft.target_modules = set(modules)

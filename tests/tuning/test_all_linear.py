@@ -1,0 +1,88 @@
+"""What ``target_modules: all-linear`` reaches in models that share weights, or read some without an adapter."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoHaConfig, LoraConfig, PeftConfig
+from transformers import AutoModelForCausalLM
+
+from benchmarks.tiny_configs import tiny_config
+from lit_ft import RecipeError
+from lit_ft.tuning.wrapping import add_peft
+
+
+def adapted(architecture: str, exclude: str | list[str] | None = None, method: type[PeftConfig] = LoraConfig) -> Any:
+    """Last names of the layers that get an adapter; each has an effect on the logits."""
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture))
+    values: dict[str, Any] = {"init_lora_weights" if method is LoraConfig else "init_weights": False}
+    peft = method(r=2, target_modules="all-linear", exclude_modules=exclude, **values)
+    wrapped = add_peft(model, peft)
+    wrapped(input_ids=torch.arange(1, 300)[None]).logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in wrapped.parameters() if p.requires_grad)
+    names = [*wrapped.targeted_module_names, *wrapped.targeted_parameter_names]
+    return {name.removesuffix(".weight").rsplit(".", 1)[-1] for name in names}
+
+
+@pytest.mark.parametrize("exclude", [None, ["x_proj"], ".*x_proj"])
+def test_all_linear_leaves_out_what_mamba_reads_without_an_adapter(
+    exclude: str | list[str] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    assert adapted("mamba", exclude) == {"in_proj", "x_proj"} - ({"x_proj"} if exclude else set())
+    assert "all-linear leaves out dt_proj, out_proj, whose weights MambaForCausalLM reads without" in caplog.text
+
+
+def test_other_models_keep_all_linear_layers() -> None:
+    assert adapted("qwen2") == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("exclude", [None, ["out_proj"], ".*out_proj"])
+def test_all_linear_leaves_out_layers_that_share_a_weight(
+    exclude: str | list[str] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    assert adapted("zamba", exclude) == {"in_proj", "linear", "out_proj"} - ({"out_proj"} if exclude else set())
+    assert (
+        "all-linear leaves out 14 layers (model.layers.2.shared_transf.self_attn.q_proj and "
+        "model.layers.7.shared_transf.self_attn.q_proj), which could not be merged: each would get an adapter of "
+    ) in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["linear", "q_proj"]},
+        {"target_modules": r".*layers\.2\.shared_transf\..*q_proj"},
+        {"target_modules": ["linear"], "modules_to_save": ["q_proj"]},
+        {"target_modules": ["linear"], "modules_to_save": ["layers.2.shared_transf"]},
+    ],
+)
+def test_adapters_on_layers_that_share_a_weight_are_refused(options: dict[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("zamba"))
+    with pytest.raises(
+        RecipeError, match=r"layers\.2\..*q_proj and .*layers\.7\..*q_proj share their weight.*exclude_mod"
+    ):
+        add_peft(model, LoraConfig(r=2, **options))
+
+
+def test_a_layer_of_groups_is_adapted_as_a_parameter_by_lora_and_left_out_by_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    others = {"q_a_proj", "q_b_proj", "kv_proj", "o_b_proj", "gate_proj", "up_proj", "down_proj"}
+    assert others | {"o_a_proj"} == adapted("deepseek_v4")
+    caplog.set_level("INFO", "lightning.pytorch")
+    assert others == adapted("deepseek_v4", method=LoHaConfig)
+    assert "all-linear leaves out o_a_proj, whose weights DeepseekV4ForCausalLM reads without" in caplog.text
+    model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v4"))
+    with pytest.raises(
+        RecipeError, match="LOHA does not fit model.layers.0.self_attn.o_a_proj of .* take peft.LoraCon"
+    ):
+        add_peft(model, LoHaConfig(r=2, target_modules=["o_a_proj", "q_a_proj"]))
+
+
+def test_all_linear_leaves_out_what_chooses_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    mlp, attention = {"gate_proj", "up_proj", "down_proj"}, {"q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"}
+    assert adapted("deepseek_v32") == mlp | attention | {"kv_a_proj_with_mqa"}
+    assert "all-linear leaves out weights_proj, wk, wq_b of indexers, which choose tokens and get no" in caplog.text
