@@ -137,7 +137,8 @@ def _unknown_option(name: str, key: str, message: str, options: list[str]) -> st
         return _needs_class(name, part)
     if ours is not None:
         return f"{head}unknown option {shortened(name, 100)!r}; here it is {ours}"
-    near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
+    near = [option for option in options if option.startswith(name)]  # an abbreviation
+    near += [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
     advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
     return f"{head}unknown option {shortened(name, 100)!r}; {advice}"
 
