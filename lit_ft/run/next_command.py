@@ -29,13 +29,9 @@ def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> s
     found, _ = candidates(run.checkpoints)
     if not found:
         return None
-    best = best_known(run.checkpoints)
-    name = BEST if len(best) == 1 else LAST
-    if (
-        isinstance(module, CausalLM)
-        and _merges(module)
-        and not _is_merged(run, found, best[0] if name == BEST else None)
-    ):
+    known = best_known(run.checkpoints)
+    best, name = (known[0], BEST) if len(known) == 1 else (None, LAST)
+    if isinstance(module, CausalLM) and _merges(module) and not _is_merged(run, found, best):
         chosen = f" --ckpt_path {name}" if name != LAST else ""
         choice = " --quantized-base dequantize" if module.spec.base.is_quantized else ""
         return f"python -m lit_ft export --run {shlex.quote(str(run.root))}{chosen} --merge{choice}"
