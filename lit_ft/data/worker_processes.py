@@ -81,5 +81,5 @@ def _signals_wait() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number in waiting:
-            signal.raise_signal(number)
+        for received in waiting:
+            signal.raise_signal(received)
