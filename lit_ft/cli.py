@@ -222,8 +222,13 @@ _CHATTER = (
 def _did_you_mean(name: str) -> str:
     from difflib import get_close_matches
 
-    near = get_close_matches(name, COMMANDS, n=1)
+    if name.startswith("-"):
+        return "; the command is the first word, e.g. fit --config recipes/qwen.yaml"
+    near = ["fit"] if name.lower() in _WORDS_FOR_FIT else get_close_matches(name.lower(), COMMANDS, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+_WORDS_FOR_FIT = ("train", "finetune", "fine-tune", "sft", "tune")
 
 
 def _report(error: Exception) -> NoReturn:

@@ -307,7 +307,9 @@ def test_checkpoints_that_do_not_fit(
 
 
 def test_an_unknown_command(capsys: Any) -> None:
-    assert "did you mean fit?" in run(capsys, "fti", code=2)
+    for typed in ("fti", "FIT", "train"):
+        assert "did you mean fit?" in run(capsys, typed, code=2)
+    assert "; the command is the first word, e.g. fit" in run(capsys, "--config", "recipes/qwen.yaml", "fit", code=2)
 
 
 def test_debug_shows_the_traceback(capsys: Any) -> None:

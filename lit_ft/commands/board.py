@@ -9,6 +9,7 @@ from pathlib import Path
 from lit_ft.commands.keys import given_key
 from lit_ft.commands.listening import LOOPBACK, address_of, listening
 from lit_ft.errors import RecipeError
+from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.run.folder import RUNS
 
 TOKEN_VARIABLE = "LIT_FT_BOARD_TOKEN"
@@ -23,7 +24,7 @@ _DESCRIPTION = (
 def run(arguments: list[str]) -> None:
     """Parse the options and serve the board."""
     # Not with RecipeParser: it imports models, which takes seconds.
-    parser = argparse.ArgumentParser(prog="python -m lit_ft board", description=_DESCRIPTION, allow_abbrev=False)
+    parser = OptionParser(prog="python -m lit_ft board", description=_DESCRIPTION)
     parser.add_argument("runs", nargs="*", type=Path, default=[RUNS], metavar="RUNS", help=f"folders of runs ({RUNS})")
     parser.add_argument("--recipes", type=Path, help="folder of recipes (recipes, where it exists)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of the machine's")

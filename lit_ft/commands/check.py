@@ -54,7 +54,6 @@ def run(arguments: list[str]) -> None:
         prog="python -m lit_ft check",
         description="Look at the data of a recipe without training. Takes every option of fit "
         "(python -m lit_ft fit --help); exit code 1 when something would train wrong.",
-        allow_abbrev=False,
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report as a page")
     parser.add_argument("--samples", metavar="N", type=int, default=3, help="samples shown (default: 3)")

@@ -33,7 +33,7 @@ from lit_ft.model.files.fingerprint import read_dtype, write_fingerprint
 from lit_ft.model.files.text_part import text_class
 from lit_ft.model.spec import ModelSpec
 from lit_ft.recipe.parser import RecipeParser
-from lit_ft.run.folder import BEST, LAST, RunFolder
+from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.training.console import show_progress_on_terminals_only
 
 WeightType = Literal["f32", "f16", "bf16", "q8_0"]
@@ -247,8 +247,7 @@ def _destination(out: str | None, folder: RunFolder | None, kind: str, ckpt_path
         return Path(out)
     if folder is None:
         raise RecipeError("out is not set; say where to write with --out DIR")
-    path = folder.root / kind
-    return path.with_name(f"{path.name}-{BEST}") if ckpt_path == BEST else path
+    return folder.exported(kind, ckpt_path)
 
 
 def _of_run(folder: RunFolder, ckpt_path: str, check: Check | None) -> _Exported:

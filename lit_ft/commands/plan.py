@@ -45,7 +45,6 @@ def run(arguments: list[str]) -> None:
         prog="python -m lit_ft plan",
         description="Say what each rank of a recipe would hold and send, without starting any process or reading "
         "weights. Takes every option of fit (python -m lit_ft fit --help).",
-        allow_abbrev=False,
     )
     parser.add_argument("--devices", type=int, metavar="N", help="of each node, in place of trainer.devices")
     parser.add_argument("--num_nodes", type=int, metavar="N", help="in place of trainer.num_nodes")

@@ -64,7 +64,6 @@ def _parser() -> OptionParser:
         description="Train a recipe with several values of some options: each trial is a fit in a process and a run "
         "folder of its own. Takes every option of fit (python -m lit_ft fit --help). The same command again resumes "
         "the sweep: finished trials are kept, an unfinished one is resumed, failed ones start again.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--vary",

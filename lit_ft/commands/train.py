@@ -57,7 +57,7 @@ from lit_ft.recipe.files import check_files, expand_home, in_order
 from lit_ft.recipe.parse_errors import unwrap_class_error
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.recipe.run_options import add_predict_options, add_run_options
-from lit_ft.recipe.trainer_checks import explained_trainer
+from lit_ft.recipe.trainer_checks import check_strategy, explained_trainer
 from lit_ft.run import choice, predictions
 from lit_ft.run.choice import RunChoice
 from lit_ft.run.folder import RunFolder
@@ -281,6 +281,7 @@ class TrainingCLI(LightningCLI):
             if sys.stdout.isatty():
                 kwargs["callbacks"].append(RunProgressBar())
         kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
+        check_strategy(given.strategy)
         with explained_trainer(str(given.accelerator)):
             trainer = super().instantiate_trainer(**kwargs)
         if starts_ranks(trainer):

@@ -24,6 +24,8 @@ def in_order(arguments: Sequence[str]) -> list[str]:
     files: list[str] = []
     options: list[str] = []
     for argument in given:
+        if re.fullmatch(r"-[A-Za-z][\w.]{2,}(=.*)?", argument):  # argparse would take it for -c with a value
+            raise RecipeError(f"{argument!r} begins with one dash; write -{argument}")
         if argument in ("--config", "-c"):
             files += [argument, *([value] if (value := next(given, None)) is not None else [])]
         elif argument.startswith(("--config=", "-c=")):

@@ -87,8 +87,14 @@ def _of_command_line(message: str, parser: ArgumentParser) -> str | None:
         return f"{without[1]} has no value behind it; add one{example}"
     if (absent := re.search(r'Parser key "config": File does not exist: \'(.*)\'', message)) is not None:
         return f"--config {absent[1]}: there is no such file{_near_file(Path(absent[1]))}"
+    if (folder := re.search(r'Parser key "config": Path is not a file: \'(.*)\'', message)) is not None:
+        return f"--config {folder[1]}: is no file; name a recipe in it, e.g. recipes/qwen.yaml"
+    if (word := re.search(r"argument --(\w+)/--no_\w+: invalid _boolean_type value: '(.*)'", message)) is not None:
+        return f"{word[1]}={shortened(word[2], 100)!r} is neither true nor false"
     if (alone := re.match(r"unrecognized arguments: ([^-\s]\S*)", message)) is not None:
         value = shortened(alone[1], 100)
+        if (dashes := re.match("[\u2012-\u2015-]*", value)) and dashes[0]:
+            return f"{value!r} begins with another dash; write --{value[dashes.end() :]}"
         if value.endswith((".yaml", ".yml")):
             return f"{value!r} stands alone; write --config {value}"
         return f"{value!r} belongs to no option; write --OPTION {value}"
@@ -137,7 +143,8 @@ def _unknown_option(name: str, key: str, message: str, options: list[str]) -> st
         return _needs_class(name, part)
     if ours is not None:
         return f"{head}unknown option {shortened(name, 100)!r}; here it is {ours}"
-    near = [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
+    near = [option for option in options if option.startswith(name)]  # an abbreviation
+    near += [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
     advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
     return f"{head}unknown option {shortened(name, 100)!r}; {advice}"
 
@@ -190,7 +197,7 @@ def _several_classes(message: str, key: str) -> str | None:
 
 
 def _short_name(message: str, key: str) -> str | None:
-    short = re.search(r"Expected a dot import path string: (\w+)", message)
+    short = re.search(r"Expected a dot import path string: ([^\s.]+)", message)
     if short is None:
         return None
     if re.search(r"Expected a <class '(float|int)'>", message):  # PyTorch allows tensors as learning rates

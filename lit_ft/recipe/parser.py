@@ -63,7 +63,8 @@ class RecipeParser(LightningArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         allowed_code.enforce()
         set_loader("yaml", _load_yaml, (YAMLError,))
-        super().__init__(*args, **options)
+        # An abbreviation would become another option's as soon as a version has one more of this beginning.
+        super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def instantiate(self, namespace: Namespace, *args: object, **options: object) -> Namespace:
         """Build the classes that the recipe names.

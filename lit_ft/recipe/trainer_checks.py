@@ -23,8 +23,23 @@ def explained_trainer(accelerator: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError, MisconfigurationException) as error:
         is_absent = accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
-        advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu" if is_absent else ""
-        raise RecipeError(f"trainer: {shortened(str(error), 400)}{advice}") from error
+        advice = "; give a number of devices from 1 on, or auto" if "devices" in str(error) else ""
+        if is_absent:
+            advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu"
+        raise RecipeError(f"trainer: {shortened(str(error), 400).rstrip('.')}{advice}") from error
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse Lightning's own DeepSpeed, whose ranks would find out one by one, where there are no GPUs for it.
+
+    Raises:
+        RecipeError: it is named, and CUDA is not available.
+    """
+    if isinstance(strategy, str) and strategy.startswith("deepspeed") and not torch.cuda.is_available():
+        raise RecipeError(
+            f"trainer.strategy={strategy} is Lightning's own, for CUDA GPUs alone, and there is none; take "
+            "lit_ft.strategies.DeepSpeedStrategy: --config recipes/strategies/deepspeed_zero2.yaml"
+        )
 
 
 _OF_ANY_MACHINE = (

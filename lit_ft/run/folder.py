@@ -48,6 +48,15 @@ class RunFolder:
         """Folder of the exported merged model, for ``transformers.AutoModelForCausalLM.from_pretrained``."""
         return self.root / "merged"
 
+    def exported(self, kind: str, ckpt_path: str) -> Path:
+        """Folder where ``export`` writes by default.
+
+        Args:
+            kind: what is written, e.g. adapter or merged.
+            ckpt_path: checkpoint that is exported, as it was named.
+        """
+        return self.root / (f"{kind}-{BEST}" if ckpt_path == BEST else kind)
+
     @property
     def finished(self) -> Path:
         """File that marks the run as finished, with its last optimizer step."""

@@ -1,10 +1,13 @@
 """The command that makes something of a run that has ended: one that works for what the run has left."""
 
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
+from lit_callbacks.export.manifest import MANIFEST
 
-from lit_ft.checkpointing.selection import best_known
+from lit_ft.checkpointing.selection import Best, Candidate, best_known, candidates
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.process import datamodule_of
 from lit_ft.run.folder import BEST, LAST, RunFolder
@@ -23,10 +26,12 @@ def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> s
     Returns:
         Command line; None without a checkpoint, or where there is nothing to do with it.
     """
-    if not run.has_checkpoint:
+    found, _ = candidates(run.checkpoints)
+    if not found:
         return None
-    name = BEST if len(best_known(run.checkpoints)) == 1 else LAST
-    if isinstance(module, CausalLM) and not run.merged.exists() and _merges(module):
+    known = best_known(run.checkpoints)
+    best, name = (known[0], BEST) if len(known) == 1 else (None, LAST)
+    if isinstance(module, CausalLM) and _merges(module) and not _is_merged(run, found, best):
         chosen = f" --ckpt_path {name}" if name != LAST else ""
         choice = " --quantized-base dequantize" if module.spec.base.is_quantized else ""
         return f"python -m lit_ft export --run {shlex.quote(str(run.root))}{chosen} --merge{choice}"
@@ -35,6 +40,20 @@ def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> s
     if isinstance(module, CausalLM) and isinstance(data, TextDataModule):
         return f"python -m lit_ft predict {config}{'' if data.splits.has_questions else ' --data.test_path FILE'}"
     return f"python -m lit_ft validate {config}" if trainer.enable_validation else None
+
+
+def _is_merged(run: RunFolder, found: Sequence[Candidate], best: Best | None) -> bool:
+    """Whether a merged model has the weights of the best checkpoint, or without one of the newest: it is not older."""
+    newest = found[0]
+    of_best = next((one.position for one in found if best is not None and one.path == best.path), None)
+    folders = [(run.exported("merged", BEST), best.path)] if best is not None else []
+    if best is None or (of_best is not None and of_best[:2] == newest.position[:2]):
+        folders.append((run.merged, newest.path))
+    return any(_was_written_after(folder / MANIFEST, path) for folder, path in folders)
+
+
+def _was_written_after(file: Path, other: Path) -> bool:
+    return file.is_file() and other.exists() and file.stat().st_mtime_ns >= other.stat().st_mtime_ns
 
 
 def _merges(module: CausalLM) -> bool:

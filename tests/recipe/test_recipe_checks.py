@@ -53,6 +53,12 @@ CASES: dict[str, tuple[str, str]] = {
     "a strategy": ("trainer: {strategy: no-such}", "trainer: You selected an invalid strategy name"),
     "a profiler": ("trainer: {profiler: no}", "trainer"),
     "devices": ("trainer: {devices: '~'}", "trainer: "),
+    "no device": ("trainer: {devices: 0}", "using cpu accelerator; give a number of devices from 1 on, or auto"),
+    "Lightning's DeepSpeed without a GPU": (
+        "trainer: {strategy: deepspeed_stage_2, devices: 2}",
+        "for CUDA GPUs alone, and there is none; take lit_ft.strategies.DeepSpeedStrategy: --config recipes",
+    ),
+    "an empty path": ("data: {path: ''}", "data.path='' names nothing; give a file, a folder, a glob, or a data set"),
     "a class of another kind": ("model: {peft: {class_path: torch.nn.Linear}}", "model.peft: "),
     "a class with a list for a name": (
         "trainer: {plugins: [{class_path: [a]}]}",

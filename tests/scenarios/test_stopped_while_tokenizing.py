@@ -2,37 +2,15 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import ENVIRONMENT, recipe
 from conftest import make_rows
-from forked_commands import ForkedCommand
+from forked_commands import ForkedCommand, session_members, wait_until
 
 pytestmark = pytest.mark.processes
-
-
-def session_members(session: int) -> list[int]:
-    """Process ids of a session, without zombies."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has ended
-            continue
-        if int(its_session) == session and state != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """``--ckpt_path best`` is the best by the monitored metric, ``last`` the end of the run, in every command."""
 
 import json
+import os
 import re
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,7 @@ def test_every_command_takes_the_best(fit: Any, said: Any) -> None:
         assert f"| val/loss | {by_step[step]:.4g} |" in (run / folder / "README.md").read_text(), folder
     last = said("fit", *config[:2], "--ckpt_path", "last")
     assert f"done: nothing was left to train after {STEPS} optimizer steps; see {run}" in last
+    assert next_line(last) == ["predict", *config]  # the best is merged
     goes_on = said("fit", *config)
     assert named in goes_on
     assert f"done: {STEPS - best - 1} optimizer steps after {best + 1} earlier ones in " in goes_on
@@ -139,6 +142,21 @@ def test_a_run_without_checkpoints(fit: Any) -> None:
     assert not (run / "checkpoints").exists()
     assert (run / "adapter").is_dir()
     assert "next:" not in told
+
+
+def test_the_next_command_merges_the_best_where_it_is_not_merged(fit: Any, said: Any) -> None:
+    falls = ["--lr_scheduler", "null", "--optimizer.lr", "0.001", "--merge"]
+    run, told = fit(MONITORS, options=falls, val_check_interval=STEPS, check_val_every_n_epoch=None)
+    config = ["--config", str(run / "config.yaml"), "--ckpt_path"]
+    assert next_line(told) == ["predict", *config, "best"]  # the best is the end, which is merged
+    (best,) = best_known(run / "checkpoints")
+    exported = ["export", "--run", str(run), "--ckpt_path", "best", "--merge"]
+    (run / "merged" / "manifest.json").unlink()
+    assert next_line(said("fit", *config, "last", "--merge", "false")) == exported
+    said(*exported)
+    assert next_line(said("fit", *config, "last", "--merge", "false")) == ["predict", *config, "best"]
+    os.utime(best.path, (time.time() + 60,) * 2)  # a later one
+    assert next_line(said("fit", *config, "last", "--merge", "false")) == exported
 
 
 @pytest.mark.parametrize("merge", [True, False])

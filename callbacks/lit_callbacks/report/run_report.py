@@ -152,8 +152,9 @@ class RunReport(Callback):
         if not any(title == "loss" for title, _ in sort_into_charts(run.curves)):
             every, steps = trainer.log_every_n_steps, trainer.global_step - self._first_step  # type: ignore[attr-defined]
             advice = (
-                f"the run took {steps} steps and logs each {every}th; lower log_every_n_steps"
-                if 0 < steps < every
+                f"the run took {steps} steps and logs each {every}th; "
+                + ("lower log_every_n_steps" if every > 1 else "train longer")
+                if 0 < steps < 2 * every  # one point is no curve
                 else "log one as 'train/loss', say, with a CSVLogger"
             )
             rank_zero_warn(f"RunReport: no curve of a loss was logged; {advice}")

@@ -76,8 +76,9 @@ def data(count: int = 12) -> DataLoader:
     )
 
 
-def fit(folder: Path, callbacks: list[Any], logger: Any, module: Any = None) -> None:
-    run = Trainer(**QUIET, max_epochs=2, default_root_dir=folder, callbacks=callbacks, logger=logger)
+def fit(folder: Path, callbacks: list[Any], logger: Any, module: Any = None, **options: Any) -> None:
+    options = {**QUIET, "max_epochs": 2, **options}
+    run = Trainer(**options, default_root_dir=folder, callbacks=callbacks, logger=logger)
     run.fit(module or Plain(), data())
 
 
@@ -426,6 +427,11 @@ def test_a_run_without_a_loss_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no curve of a loss was logged; log one as 'train/loss', say"):
         fit(tmp_path, [RunReport()], False)
     assert (tmp_path / "report.html").exists()
+
+
+def test_a_loss_that_was_logged_once_is_no_curve(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="the run took 12 steps and logs each 12th; lower log_every_n"):
+        fit(tmp_path, [RunReport()], CSVLogger(tmp_path), log_every_n_steps=12)
 
 
 def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from lit_ft.data.loaders.mixing import Mixing
 from lit_ft.data.loaders.packing import best_fit
 from lit_ft.data.tokens.samples import Samples
+from lit_ft.data.worker_processes import batches_of
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import PackedBatch, empty_batch, pack_samples, sample_targets
 from lit_ft.protocols import LoaderState
@@ -316,7 +317,7 @@ class PackedBatchLoader:
         if self._position >= self.batches:
             self._epoch, self._position = self._epoch + 1, 0
         sampler = islice(self.micro_batches(self._epoch), self._position, None)
-        batches = iter(
+        batches = batches_of(
             DataLoader(
                 _PackedBatches(self.samples),
                 batch_size=None,

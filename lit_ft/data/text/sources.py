@@ -67,6 +67,8 @@ class Source:
     """Unit of text that is a row of a .txt or .md file: each line, or the full file."""
 
     def __post_init__(self) -> None:
+        if not self.path.strip():
+            raise RecipeError(f"data.path={self.path!r} names nothing; give a file, a folder, a glob, or a data set")
         if self.max_rows is not None and self.max_rows < 1:
             raise RecipeError(f"{self.path}: max_rows={self.max_rows} must be 1 or more; leave it out for all rows")
 

@@ -6,10 +6,6 @@ fingerprint from it.
 
 import gc
 import multiprocessing
-import os
-import signal
-import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -31,6 +27,7 @@ from lit_ft.data.text.rendering import Piece, Supervise, chat_samples, text_piec
 from lit_ft.data.text.sources import RawRow
 from lit_ft.data.tokens.segment_encoder import TextEncoder
 from lit_ft.data.tokens.truncation import Encoded, Overlong, fit_to_length
+from lit_ft.data.worker_processes import leave_signals_to_parent
 from lit_ft.errors import BadRow
 from lit_ft.model.render_limits import limited
 from lit_ft.packed_batch import IGNORE_INDEX
@@ -256,17 +253,7 @@ def _start_worker(tokenizations: Sequence[Tokenization], is_over: c_byte) -> Non
     global _tokenizations
     _tokenizations = tokenizations
     gc.freeze()  # objects of the parent need not be traversed in each collection
-    # A terminal sends Ctrl-C to all processes, `timeout` and schedulers SIGTERM: the parent ends the workers.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(), is_over), daemon=True).start()
-
-
-def _end_with_parent(parent: int, is_over: c_byte) -> None:
-    # A worker holds both ends of the pipe that it reads from, so it would never notice that the parent was killed.
-    while os.getppid() == parent and not is_over.value:
-        time.sleep(0.5)
-    os._exit(1)
+    leave_signals_to_parent(is_over)
 
 
 def _encode_in_worker(batch: list[tuple[int, RawRow | BadRow]]) -> list[Part]:
