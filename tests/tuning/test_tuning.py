@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,6 @@ NEED_DATA = ("CorDA", "LoRA-GA", "EVA")
 class Trained:
     """A method's fit of four steps on one process."""
 
-    method: str
     module: CausalLM
     halfway: dict[str, torch.Tensor]
     """Weights after two steps."""
@@ -108,9 +107,7 @@ ALONE = {"accumulate_grad_batches": 2, "max_steps": 4}
 
 
 @pytest.fixture(scope="module")
-def train_once(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: str, rows: str
-) -> Iterator[Callable[[str], Trained]]:
+def train_once(tmp_path_factory: pytest.TempPathFactory, model_folder: str, rows: str) -> Callable[[str], Trained]:
     """Function that trains a method on one process; each is trained once."""
     found: dict[str, Trained] = {}
 
@@ -121,11 +118,11 @@ def train_once(
             save = SaveHalfway(folder / "halfway.ckpt")
             make_trainer = partial(silent_trainer, default_root_dir=folder, callbacks=[save])
             module, _ = fitted(make_trainer, model_folder, rows, method, **ALONE)
-            found[method] = Trained(method, module, save.weights, weights_of(module), save.path)
+            os.environ.pop("PL_GLOBAL_SEED", None)
+            found[method] = Trained(module, save.weights, weights_of(module), save.path)
         return found[method]
 
-    yield train
-    os.environ.pop("PL_GLOBAL_SEED", None)
+    return train
 
 
 GROUPS = [list(METHODS)[::2], list(METHODS)[1::2]]
