@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ os.environ["LIT_FT_CACHE"] = tempfile.mkdtemp(prefix="lit_ft-tests-")  # started
 import pytest
 import torch
 import torch.utils.cpp_extension  # what every rank under DeepSpeed would import
+from lightning.fabric.utilities import registry
 from lightning.pytorch import Trainer, seed_everything
 from ranks import LiveRanks
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -28,6 +29,9 @@ from benchmarks.workload import train_tokenizer
 with contextlib.suppress(ImportError):
     # Before a test captures output: DeepSpeed speaks when it is imported, and its log stays with that stream.
     import deepspeed  # noqa: F401
+
+# Each Trainer would read the entry points of all installed packages, which do not change.
+registry.entry_points = cache(registry.entry_points)  # type: ignore[attr-defined]
 
 WORDS = "red green blue book cup lamp under over beside the a is was 红 绿 书 杯子 在 的".split()
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import json
 import os
 import re
 import resource
@@ -226,20 +227,26 @@ def _wait(process: int, deadline: float) -> int | None:
     return status
 
 
-def in_fork(function: Callable[[], str], seconds: float = 60) -> str:
-    """Result of a function in a forked process, or the way that the process ended."""
+def in_fork(results: Iterable[str], seconds: float = 60) -> list[str]:
+    """Results that are found in a forked process; if it does not reach the last, the way that it ended follows.
+
+    Args:
+        results: iterator that the process runs.
+        seconds: time limit of each result.
+    """
     reading, writing = os.pipe()
     if (process := os.fork()) == 0:
         gc.freeze()
         try:
             signal.alarm(int(seconds))
-            said = function()
+            for result in results:
+                os.write(writing, f"{json.dumps(result)}\n".encode())
+                signal.alarm(int(seconds))
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"[:2000]
-        os.write(writing, said.encode("utf-8", "backslashreplace"))
+            os.write(writing, f"{json.dumps(f'{type(error).__name__}: {error}'[:2000])}\n".encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, encoding="utf-8") as file:
-        said = file.read()
+        found = [json.loads(line) for line in file]
     _, status = os.waitpid(process, 0)
-    return said or f"ended with {os.waitstatus_to_exitcode(status)}"
+    return found if status == 0 else [*found, f"ended with {os.waitstatus_to_exitcode(status)}"]

@@ -7,6 +7,7 @@ its weights, and a LoRA adapter of rank 16 on its linear layers.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +64,28 @@ def state_bytes(optimizer: Optimizer) -> int:
     return sum(storages.values())
 
 
-def bytes_per_weight(make_optimizer: OptimizerCallable, lora: bool) -> float:
-    """Bytes of state per trainable parameter: of the full layer, or of a LoRA adapter on it."""
+@cache
+def layer_with_gradients(lora: bool) -> LightningModule:
+    """The decoder layer, or a LoRA adapter on it, with random gradients; all optimizers step it."""
     torch.manual_seed(0)
     module = LightningModule()
     layer: Any = Qwen2DecoderLayer(LAYER, 0)
     linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     module.layer = inject_adapter_in_model(LoraConfig(r=16, target_modules=linear), layer) if lora else layer
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    return module
+
+
+def bytes_per_weight(make_optimizer: OptimizerCallable, lora: bool) -> float:
+    """Bytes of state per trainable parameter: of the full layer, or of a LoRA adapter on it."""
+    module = layer_with_gradients(lora)
     optimizer: Any = configure_optimizers(module, make_optimizer)
     if hasattr(optimizer, "train"):
         optimizer.train()
-    trained = [p for p in module.parameters() if p.requires_grad]
-    for parameter in trained:
-        parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    return state_bytes(optimizer) / sum(p.numel() for p in trained)
+    return state_bytes(optimizer) / sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def main() -> None:

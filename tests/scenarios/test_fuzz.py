@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -491,16 +492,19 @@ FILES = ["a.json", "a.jsonl", "a.csv", "a.tsv", "a.txt", "a.parquet", "a.json.gz
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_files(tmp_path: Path, name: str, pytestconfig: pytest.Config) -> None:
     """Refused with the file's name, or read: in a process of its own, as C++ readers may end it."""
-    rng, tokenizer = random.Random(name), make_tokenizer()
-    verdicts = []
+    rng, tokenizer, whole = random.Random(name), make_tokenizer(), tmp_path / "whole"
+    whole.mkdir()
+    write_file(whole / name)
+    cases = []
     for number in range(pytestconfig.getoption("--rows") // 10):
-        path = tmp_path / str(number) / name
-        path.parent.mkdir()
-        write_file(path)
-        members = [p for p in sorted(path.parent.rglob("*")) if p.is_file()]
-        damage = damage_bytes(rng, rng.choice(members))
-        verdicts.append(verdict := in_fork(lambda path=path: read_damaged(path, tokenizer)))
-        assert verdict in ("reads", "refused"), f"{number}: {damage}: {verdict}"
+        folder = tmp_path / str(number)
+        shutil.copytree(whole, folder)
+        members = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+        cases.append((folder / name, damage_bytes(rng, rng.choice(members))))
+    verdicts = in_fork(read_damaged(path, tokenizer) for path, _ in cases)
+    for (path, damage), verdict in zip(cases, verdicts, strict=False):  # a process that dies reaches fewer
+        assert verdict in ("reads", "refused"), f"{path.parent.name}: {damage}: {verdict}"
+    assert len(verdicts) == len(cases)
     assert "refused" in verdicts
 
 

@@ -1,5 +1,6 @@
 """Means over tokens are exact to fp32, whatever the module is cast to and however many tokens there are."""
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,18 +113,27 @@ def trained_and_validated(
     }
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
+    folder = tmp_path_factory.mktemp("sources")
+    for seed, name in enumerate(("one", "two")):
+        (folder / f"{name}.json").write_text(json.dumps(make_rows(160, seed), ensure_ascii=False), encoding="utf-8")
+    return [Source(str(folder / f"{name}.json")) for name in ("one", "two")]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_half_precision_rounds_the_model_and_not_its_metrics(
-    make_trainer: Any, model_folder: str, write_rows: Any, strategy: str
+    make_trainer: Any, model_folder: str, sources: list[Source], kept: dict[str, Any], strategy: str
 ) -> None:
-    sources = [Source(write_rows(make_rows(160, seed), f"{name}.json")) for seed, name in enumerate(("one", "two"))]
-    wanted = trained_and_validated(make_trainer, model_folder, sources, "one process", "32-true")
-    arguments = make_trainer, model_folder, sources, strategy, "bf16-true"
-    for got in on_ranks(STRATEGIES[strategy][0], trained_and_validated, *arguments, timeout=100):
-        assert got.keys() == wanted.keys() >= {"val/loss/one", "val/loss/two", "val/token_accuracy"}
+    arguments = make_trainer, model_folder, sources
+    if not kept:
+        kept.update(trained_and_validated(*arguments, "one process", "32-true"))
+    world, _ = STRATEGIES[strategy]
+    for got in on_ranks(world, trained_and_validated, *arguments, strategy, "bf16-true", timeout=100):
+        assert got.keys() == kept.keys() >= {"val/loss/one", "val/loss/two", "val/token_accuracy"}
         for name, value in got.items():
-            assert value == pytest.approx(wanted[name], rel=0.02, abs=0.01), name
+            assert value == pytest.approx(kept[name], rel=0.02, abs=0.01), name
         assert got["of sources"] == pytest.approx(got["val/loss"], rel=1e-6)
 
 
