@@ -62,13 +62,15 @@ class Case:
     """Supervised tokens whose logits exist at a time; ranks then call the head unequally often."""
     data: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    validates: bool = False
+    """Whether a validation of 3 rows follows each epoch."""
     saves: bool = False
     """Whether it writes a checkpoint after its first epoch, at ``saved_by``."""
     resume: str | None = None
 
     @property
     def on_one_process(self) -> "Case":
-        return replace(self, strategy=partial(str, "auto"), world=1, local_world=None, saves=False)
+        return replace(self, strategy=partial(str, "auto"), world=1, local_world=None, validates=False, saves=False)
 
 
 def saved_by(folder: str, case: Case) -> str:
@@ -125,7 +127,8 @@ def fit(folder: str, case: Case) -> tuple[list[tuple[float, float]], dict[str, t
         plugins=[AnyCheckpointIO()],
     )
     module = CausalLM(folder, **case.model, optimizer=case.optimizer)
-    options = {"micro_batch_size": 2, "max_length": 96, "val_path": f"{folder}/val.json", **case.data}
+    val_path = f"{folder}/val.json" if case.validates else None
+    options = {"micro_batch_size": 2, "max_length": 96, "val_path": val_path, **case.data}
     trainer.fit(module, TextDataModule(f"{folder}/rows.json", **options), ckpt_path=case.resume)
     token_cross_entropy.LOGITS_PER_CHUNK = chunk
     os.environ.pop("PL_GLOBAL_SEED")
@@ -179,15 +182,17 @@ WAYS: dict[str, dict[str, Any]] = {"LoRA": {"peft": LORA}, "full": {}}
 STAGES = {f"zero{stage}": stage for stage in (1, 2, 3)}
 SAME: dict[str, Case] = {
     **{
-        f"{name}, {way}": Case(partial(zero, stage), WAYS[way], saves=True)
+        f"{name}, {way}": Case(partial(zero, stage), WAYS[way], validates=True, saves=True)
         for name, stage in STAGES.items()
         for way in WAYS
     },
     **{
-        f"zero3, {way}, own head, chunked logits": Case(partial(zero, 3), WAYS[way], untied=True, tokens_per_chunk=4)
+        f"zero3, {way}, own head, chunked logits": Case(
+            partial(zero, 3), WAYS[way], untied=True, tokens_per_chunk=4, validates=True
+        )
         for way in WAYS
     },
-    "zero3, full, tied head, chunked logits": Case(partial(zero, 3), tokens_per_chunk=4),
+    "zero3, full, tied head, chunked logits": Case(partial(zero, 3), tokens_per_chunk=4, validates=True),
     "zero3, LoRA on the head": Case(
         partial(zero, 3), {"peft": peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}, True, tokens_per_chunk=4
     ),
@@ -199,9 +204,11 @@ SAME: dict[str, Case] = {
     "zero2, drawn weights": Case(partial(zero, 2), {"init": "random", "peft": LORA}),
     "zero3, drawn weights": Case(partial(zero, 3), {"init": "random"}),
     "zero3, added tokens": Case(partial(zero, 3), {"added_tokens": ["<a>", "<b>"]}),
-    "zero2, offloaded": Case(partial(zero, 2, offload_optimizer={"device": "cpu"})),
+    "zero2, offloaded": Case(partial(zero, 2, offload_optimizer={"device": "cpu"}), validates=True),
     "zero3, offloaded": Case(
-        partial(zero, 3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}), {"peft": LORA}
+        partial(zero, 3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+        {"peft": LORA},
+        validates=True,
     ),
     "zero3, two copies on two nodes": Case(partial(zero, 3, zero_hpz_partition_size=2), world=4, local_world=2),
     "zero2, NF4 base": Case(partial(zero, 2), {"peft": LORA, "quantization": NF4}),
@@ -304,7 +311,7 @@ def test_resumes(
     def at(place: str, **options: Any) -> Case:
         return Case(PLACES[place], WAYS[way], optimizer=optimizer, world=2 - (place == "one process"), **options)
 
-    uninterrupted = at(before, saves=True)
+    uninterrupted = at(before, validates=True, saves=True)
     whole = fit_once(folders(), uninterrupted)
     rest = fit_once(folders(), at(after, resume=saved_by(folders(), uninterrupted)))
     steps, weights, _ = whole[0]
