@@ -77,11 +77,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def one_process(make_trainer: Any, model_folder: str, rows: str, kept: dict[str, Any]) -> Callable[..., Any]:
-    """``fit`` on one process, once for each way."""
+    """``fit`` on one process, once for each way and model folder."""
 
-    def fit_once(how: dict[str, Any]) -> Any:
-        if (key := repr(how)) not in kept:
-            kept[key] = fit(make_trainer, model_folder, rows, how)
+    def fit_once(how: dict[str, Any], folder: str = model_folder) -> Any:
+        if (key := f"{folder} {how}") not in kept:
+            kept[key] = fit(make_trainer, folder, rows, how)
         return kept[key]
 
     return fit_once
@@ -120,22 +120,33 @@ def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_recurrent_layers_compute_the_same(
-    make_trainer: Any, hybrid_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str, way: str
+    make_trainer: Any,
+    hybrid_folder: str,
+    rows: str,
+    one_process: Callable[..., Any],
+    live_ranks: LiveRanks,
+    strategy: str,
+    way: str,
 ) -> None:
     """Ranks have different numbers of samples in a packed batch, and compute each sample for itself."""
-    data, how = write_rows(count=13), {**WAYS[way], "epochs": 1}
-    one, weights = fit(make_trainer, hybrid_folder, data, how)
-    for steps, found in live_ranks(2, fit, make_trainer, hybrid_folder, data, how, strategy, timeout=140):
+    how = {**WAYS[way], "epochs": 1}
+    one, weights = one_process(how, hybrid_folder)
+    for steps, found in live_ranks(2, fit, make_trainer, hybrid_folder, rows, how, strategy, timeout=140):
         assert_same(steps, found, one, weights, 1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_new_weights_are_drawn_as_on_one_process(
-    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str
+    make_trainer: Any,
+    model_folder: str,
+    rows: str,
+    one_process: Callable[..., Any],
+    live_ranks: LiveRanks,
+    strategy: str,
 ) -> None:
-    data, how = write_rows(count=13), {"model": {"init": "random"}}
-    one, weights = fit(make_trainer, model_folder, data, how)
-    for steps, found in live_ranks(2, fit, make_trainer, model_folder, data, how, strategy):
+    how = {"model": {"init": "random"}}
+    one, weights = one_process(how)
+    for steps, found in live_ranks(2, fit, make_trainer, model_folder, rows, how, strategy):
         assert_same(steps, found, one, weights, 1e-5)
 
 
@@ -382,13 +393,18 @@ def test_quantized_base_in_shards(
 @pytest.mark.parametrize("strategy", ["one_process", "fsdp"])
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 def test_selective_checkpointing_changes_no_number(
-    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str, peft: Any
+    make_trainer: Any,
+    model_folder: str,
+    rows: str,
+    one_process: Callable[..., Any],
+    live_ranks: LiveRanks,
+    strategy: str,
+    peft: Any,
 ) -> None:
-    data = write_rows(count=13)
-    one, weights = fit(make_trainer, model_folder, data, {"model": {"peft": peft}})
+    one, weights = one_process({"model": {"peft": peft}})
     how = {"model": {"peft": peft, "gradient_checkpointing": "selective"}}
     world = STRATEGIES.get(strategy, (1,))[0]
-    for steps, found in live_ranks(world, fit, make_trainer, model_folder, data, how, strategy):
+    for steps, found in live_ranks(world, fit, make_trainer, model_folder, rows, how, strategy):
         assert_same(steps, found, one, weights, 1e-5)
 
 
@@ -412,13 +428,13 @@ OPTIMIZERS: dict[str, Any] = {
 
 def fit_all(make_trainer: Any, model_folder: str, data: str, strategy: str = "one_process") -> dict[str, Any]:
     return {
-        name: fit(make_trainer, model_folder, data, {"model": {}, "optimizer": optimizer}, strategy)
+        name: fit(make_trainer, model_folder, data, {"model": {}, "optimizer": optimizer, "epochs": 1}, strategy)
         for name, optimizer in OPTIMIZERS.items()
     }
 
 
 def test_optimizers_on_shards(make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks) -> None:
-    data = write_rows(count=13)
+    data = write_rows(count=21)
     one = fit_all(make_trainer, model_folder, data)
     for found in live_ranks(2, fit_all, make_trainer, model_folder, data, "fsdp"):
         for name, (steps, weights) in found.items():
