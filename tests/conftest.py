@@ -167,10 +167,11 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """File of 13 rows, which several ranks share unevenly."""
-    path = tmp_path_factory.mktemp("rows") / "rows.json"
-    path.write_text(json.dumps(make_rows(13), ensure_ascii=False), encoding="utf-8")
-    return str(path)
+    """File of 13 rows, which several ranks share unevenly; beside it, ``val.json`` with five others."""
+    folder = tmp_path_factory.mktemp("rows")
+    for name, count, seed in (("val.json", 5, 1), ("rows.json", 13, 0)):
+        (folder / name).write_text(json.dumps(make_rows(count, seed), ensure_ascii=False), encoding="utf-8")
+    return str(folder / "rows.json")
 
 
 @pytest.fixture(scope="module")

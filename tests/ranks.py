@@ -8,6 +8,7 @@ import pickle
 import random
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -145,7 +146,7 @@ def _serve(pipe: Connection, keep_process_group: bool) -> None:
             if not keep_process_group:
                 _leave_process_group()
         except BaseException:
-            answer = pickle.dumps((traceback.format_exc(), None))
+            answer = pickle.dumps((_traceback(), None))
         os.environ.clear()
         os.environ.update(environment)
         pipe.send_bytes(answer)
@@ -165,7 +166,7 @@ def _start(
         try:
             (folder / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
         except BaseException:
-            Path(folder / f"{rank}.error").write_text(traceback.format_exc())
+            Path(folder / f"{rank}.error").write_text(_traceback())
             raise
 
     return _fork(rank, world, local, port, run)
@@ -181,6 +182,8 @@ def _fork(rank: int, world: int, local: int, port: int, run: Callable[[], None])
         # A collection would visit, and so copy, all memory that this process shares with its parent.
         gc.freeze()
         end_with_parent(parent)
+        # DTensor looks up the lines of the whole call stack for each operator and shape that it meets first.
+        sys.tracebacklimit = 1
         os.environ |= {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -196,6 +199,15 @@ def _fork(rank: int, world: int, local: int, port: int, run: Callable[[], None])
         code = 0
     finally:
         os._exit(code)
+
+
+def _traceback() -> str:
+    """Whole traceback of the exception that is handled."""
+    limit, sys.tracebacklimit = sys.tracebacklimit, 1000
+    try:
+        return traceback.format_exc()
+    finally:
+        sys.tracebacklimit = limit
 
 
 def _wait(processes: list[int], deadline: float) -> list[int]:

@@ -190,11 +190,22 @@ def test_every_damage_to_a_folder_is_found(tmp_path: Path, background: bool) -> 
                 check_intact(path)
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Checkpoint folders of the first two steps."""
+    return {step: save_folder(tmp_path_factory.mktemp("folders") / "last.ckpt", step) for step in (1, 2)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("call", range(1, 8))
 @pytest.mark.parametrize(("earlier", "later"), [("folder", "folder"), ("folder", "file"), ("file", "folder")])
-def test_a_kill_within_a_replacement_loses_nothing(tmp_path: Path, call: int, earlier: str, later: str) -> None:
-    writers = {"file": save_file, "folder": save_folder}
+def test_a_kill_within_a_replacement_loses_nothing(
+    tmp_path: Path, folders: dict[int, Path], call: int, earlier: str, later: str
+) -> None:
+    def copy_folder(path: Path, step: int) -> Path:
+        return Path(shutil.copytree(folders[step], path))
+
+    writers = {"file": save_file, "folder": copy_folder}
     path = writers[earlier](tmp_path / "run" / "last.ckpt", 1)
     new = writers[later](tmp_path / "new.ckpt", 2)
     hidden = replacement.temporary_folder(path) if later == "folder" else replacement.temporary_file(path)

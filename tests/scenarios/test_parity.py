@@ -1,6 +1,7 @@
 """One loss and one gradient, however a step is split: the invariants of docs/numerics.md."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,39 +33,52 @@ def assert_same(got: Any, wanted: Any, tolerance: float = 1e-6) -> None:
         torch.testing.assert_close(got[1][name], wanted[1][name], atol=tolerance, rtol=tolerance, msg=name)
 
 
+@pytest.fixture
+def whole_steps(make_trainer: Any, model_folder: str, write_rows: Any, kept: dict[str, Any]) -> Callable[..., Any]:
+    """Fit with one micro-batch a step, which others are compared with; run once with an adapter and once without."""
+
+    def fit_once(peft: LoraConfig | None = None) -> Any:
+        if (key := "full" if peft is None else "LoRA") not in kept:
+            kept[key] = train(make_trainer, model_folder, write_rows(count=ROWS), peft=peft, micro_batch_size=STEP)
+        return kept[key]
+
+    return fit_once
+
+
 @pytest.mark.parametrize("peft", [None, lora()], ids=["full", "lora"])
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize(("size", "accumulate"), [(4, 2), (2, 4), (1, 8)])
 def test_batch_splits(
-    make_trainer: Any, model_folder: str, write_rows: Any, peft: Any, join: bool, size: int, accumulate: int
+    make_trainer: Any,
+    model_folder: str,
+    write_rows: Any,
+    whole_steps: Any,
+    peft: Any,
+    join: bool,
+    size: int,
+    accumulate: int,
 ) -> None:
-    path = write_rows(count=ROWS)
-    wanted = train(make_trainer, model_folder, path, peft=peft, micro_batch_size=STEP)
     data = {"micro_batch_size": size, "join_micro_batches": join, "max_length": 96}
-    assert_same(train(make_trainer, model_folder, path, peft=peft, accumulate=accumulate, **data), wanted)
+    got = train(make_trainer, model_folder, write_rows(count=ROWS), peft=peft, accumulate=accumulate, **data)
+    assert_same(got, whole_steps(peft))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_attention_implementations(make_trainer: Any, model_folder: str, write_rows: Any, attention: str) -> None:
-    path = write_rows(count=ROWS)
-    wanted = train(make_trainer, model_folder, path, micro_batch_size=STEP)
-    got = train(make_trainer, model_folder, path, micro_batch_size=STEP, model={"attn_implementation": attention})
-    assert_same(got, wanted)
+def test_attention_implementations(
+    make_trainer: Any, model_folder: str, write_rows: Any, whole_steps: Any, attention: str
+) -> None:
+    path, model = write_rows(count=ROWS), {"attn_implementation": attention}
+    assert_same(train(make_trainer, model_folder, path, micro_batch_size=STEP, model=model), whole_steps())
 
 
 @pytest.mark.parametrize("peft", [None, lora()], ids=["full", "lora"])
-def test_gradient_checkpointing(make_trainer: Any, model_folder: str, write_rows: Any, peft: Any) -> None:
-    path = write_rows(count=ROWS)
-    wanted = train(make_trainer, model_folder, path, peft=peft, micro_batch_size=STEP)
-    got = train(
-        make_trainer,
-        model_folder,
-        path,
-        peft=peft,
-        micro_batch_size=STEP,
-        model={"gradient_checkpointing": True},
+def test_gradient_checkpointing(
+    make_trainer: Any, model_folder: str, write_rows: Any, whole_steps: Any, peft: Any
+) -> None:
+    path, model = write_rows(count=ROWS), {"gradient_checkpointing": True}
+    assert_same(
+        train(make_trainer, model_folder, path, peft=peft, micro_batch_size=STEP, model=model), whole_steps(peft)
     )
-    assert_same(got, wanted)
 
 
 @pytest.mark.parametrize("peft", [None, lora()], ids=["full", "lora"])
@@ -119,10 +133,9 @@ def test_one_sample_does_not_move_another_samples_loss(model_folder: str) -> Non
 
 
 def test_chunks_of_the_head_do_not_change_anything(
-    make_trainer: Any, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+    make_trainer: Any, model_folder: str, write_rows: Any, whole_steps: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_rows(count=ROWS)
-    wanted = train(make_trainer, model_folder, path, micro_batch_size=STEP)
+    path, wanted = write_rows(count=ROWS), whole_steps()
     monkeypatch.setattr("lit_ft.training.loss.token_cross_entropy.LOGITS_PER_CHUNK", 384 * 7)
     assert_same(train(make_trainer, model_folder, path, micro_batch_size=STEP), wanted)
 

@@ -1,5 +1,6 @@
 """DeepSpeed's ZeRO computes what one process computes; what it cannot do is refused before anything starts."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -61,19 +62,27 @@ class Case:
     """Supervised tokens whose logits exist at a time; ranks then call the head unequally often."""
     data: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
-    epochs: int = 2
+    validates: bool = False
+    """Whether a validation of 3 rows follows each epoch."""
+    saves: bool = False
+    """Whether it writes a checkpoint after its first epoch, at ``saved_by``."""
     resume: str | None = None
-    save: str | None = None
 
     @property
     def on_one_process(self) -> "Case":
-        return replace(self, strategy=partial(str, "auto"), world=1, local_world=None)
+        return replace(self, strategy=partial(str, "auto"), world=1, local_world=None, validates=False, saves=False)
+
+
+def saved_by(folder: str, case: Case) -> str:
+    """Path of the checkpoint that a case writes."""
+    return f"{folder}/{hashlib.sha256(str(case).encode()).hexdigest()[:16]}.ckpt"
 
 
 class Record(Callback):
-    """Loss and gradient norm of each optimizer step; what each rank holds of the model."""
+    """Loss and gradient norm of each optimizer step; what each rank holds of the model; a checkpoint on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, save: str | None) -> None:
+        self.save = save
         self.steps: list[tuple[float, float]] = []
         self.held: dict[str, tuple[int, int, torch.dtype]] = {}
 
@@ -87,6 +96,10 @@ class Record(Callback):
             metrics = trainer.callback_metrics
             self.steps.append((float(metrics["train/loss"]), float(metrics["train/grad_norm"])))
 
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.save is not None and trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.save)
+
 
 def fit(folder: str, case: Case) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, Any]]:
     """Losses and norms of the steps, final weights, and what each rank held."""
@@ -95,13 +108,13 @@ def fit(folder: str, case: Case) -> tuple[list[tuple[float, float]], dict[str, t
         token_cross_entropy.LOGITS_PER_CHUNK,
         (case.tokens_per_chunk or 10**6) * 384,
     )
-    record = Record()
+    record = Record(saved_by(folder, case) if case.saves else None)
     trainer = Trainer(
         accelerator="cpu",
         devices=case.world,
         strategy=case.strategy(),
         precision=case.precision,
-        max_epochs=case.epochs,
+        max_epochs=2,
         accumulate_grad_batches=4 // case.world,
         gradient_clip_val=1.0,
         use_distributed_sampler=False,
@@ -114,10 +127,9 @@ def fit(folder: str, case: Case) -> tuple[list[tuple[float, float]], dict[str, t
         plugins=[AnyCheckpointIO()],
     )
     module = CausalLM(folder, **case.model, optimizer=case.optimizer)
-    options = {"micro_batch_size": 2, "max_length": 96, "val_path": f"{folder}/rows.json", **case.data}
+    val_path = f"{folder}/val.json" if case.validates else None
+    options = {"micro_batch_size": 2, "max_length": 96, "val_path": val_path, **case.data}
     trainer.fit(module, TextDataModule(f"{folder}/rows.json", **options), ckpt_path=case.resume)
-    if case.save is not None:
-        trainer.save_checkpoint(case.save)
     token_cross_entropy.LOGITS_PER_CHUNK = chunk
     os.environ.pop("PL_GLOBAL_SEED")
     return record.steps, full_weights(module, lambda _, p: p.requires_grad), record.held
@@ -125,7 +137,7 @@ def fit(folder: str, case: Case) -> tuple[list[tuple[float, float]], dict[str, t
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Callable[[bool], str]:
-    """The model of ``model_folder`` with some rows beside it, its head tied or untied."""
+    """The model of ``model_folder``, its head tied or untied; beside it rows, and others for validation."""
     tmp = tmp_path_factory.mktemp("deepspeed")
 
     def folder_of(untied: bool = False) -> str:
@@ -135,7 +147,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Call
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
-            (folder / "rows.json").write_text(json.dumps(make_rows(11), ensure_ascii=False), encoding="utf-8")
+            for name, count, seed in (("rows.json", 11, 0), ("val.json", 3, 1), ("test.json", 5, 2)):
+                (folder / name).write_text(json.dumps(make_rows(count, seed), ensure_ascii=False), encoding="utf-8")
         return str(folder)
 
     return folder_of
@@ -168,12 +181,18 @@ NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_
 WAYS: dict[str, dict[str, Any]] = {"LoRA": {"peft": LORA}, "full": {}}
 STAGES = {f"zero{stage}": stage for stage in (1, 2, 3)}
 SAME: dict[str, Case] = {
-    **{f"{name}, {way}": Case(partial(zero, stage), WAYS[way]) for name, stage in STAGES.items() for way in WAYS},
     **{
-        f"zero3, {way}, own head, chunked logits": Case(partial(zero, 3), WAYS[way], untied=True, tokens_per_chunk=4)
+        f"{name}, {way}": Case(partial(zero, stage), WAYS[way], validates=True, saves=True)
+        for name, stage in STAGES.items()
         for way in WAYS
     },
-    "zero3, full, tied head, chunked logits": Case(partial(zero, 3), tokens_per_chunk=4),
+    **{
+        f"zero3, {way}, own head, chunked logits": Case(
+            partial(zero, 3), WAYS[way], untied=True, tokens_per_chunk=4, validates=True
+        )
+        for way in WAYS
+    },
+    "zero3, full, tied head, chunked logits": Case(partial(zero, 3), tokens_per_chunk=4, validates=True),
     "zero3, LoRA on the head": Case(
         partial(zero, 3), {"peft": peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}, True, tokens_per_chunk=4
     ),
@@ -185,9 +204,11 @@ SAME: dict[str, Case] = {
     "zero2, drawn weights": Case(partial(zero, 2), {"init": "random", "peft": LORA}),
     "zero3, drawn weights": Case(partial(zero, 3), {"init": "random"}),
     "zero3, added tokens": Case(partial(zero, 3), {"added_tokens": ["<a>", "<b>"]}),
-    "zero2, offloaded": Case(partial(zero, 2, offload_optimizer={"device": "cpu"})),
+    "zero2, offloaded": Case(partial(zero, 2, offload_optimizer={"device": "cpu"}), validates=True),
     "zero3, offloaded": Case(
-        partial(zero, 3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}), {"peft": LORA}
+        partial(zero, 3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+        {"peft": LORA},
+        validates=True,
     ),
     "zero3, two copies on two nodes": Case(partial(zero, 3, zero_hpz_partition_size=2), world=4, local_world=2),
     "zero2, NF4 base": Case(partial(zero, 2), {"peft": LORA, "quantization": NF4}),
@@ -282,21 +303,17 @@ PAIRS = [("LoRA", sgd), ("full", adamw)], [("LoRA", adamw), ("full", sgd)]
 def test_resumes(
     fit_once: Any,
     folders: Any,
-    tmp_path_factory: pytest.TempPathFactory,
     before: str,
     after: str,
     way: str,
     optimizer: Callable[[Any], Any],
 ) -> None:
-    saved = str(tmp_path_factory.getbasetemp() / f"{before}-{way}-{optimizer.__name__}.ckpt")
-
     def at(place: str, **options: Any) -> Case:
-        case = Case(PLACES[place], WAYS[way], optimizer=optimizer, **options)
-        return case.on_one_process if place == "one process" else case
+        return Case(PLACES[place], WAYS[way], optimizer=optimizer, world=2 - (place == "one process"), **options)
 
-    whole = fit_once(folders(), at(before))
-    fit_once(folders(), at(before, epochs=1, save=saved))
-    rest = fit_once(folders(), at(after, resume=saved))
+    uninterrupted = at(before, validates=True, saves=True)
+    whole = fit_once(folders(), uninterrupted)
+    rest = fit_once(folders(), at(after, resume=saved_by(folders(), uninterrupted)))
     steps, weights, _ = whole[0]
     tolerance = 0 if before == after else 1e-5
     for again, own, _ in rest:
@@ -308,15 +325,14 @@ def test_resumes(
 
 
 @pytest.mark.processes
-def test_checkpoints_keep_what_bf16_would_round(fit_once: Any, folders: Any, tmp_path: Path) -> None:
-    saved = str(tmp_path / "saved.ckpt")
-    whole = Case(partial(zero, 3), optimizer=adamw, precision="bf16-mixed")
+def test_checkpoints_keep_what_bf16_would_round(fit_once: Any, folders: Any) -> None:
+    whole = Case(partial(zero, 3), optimizer=adamw, precision="bf16-mixed", saves=True)
     steps, weights, _ = fit_once(folders(), whole)[0]
-    fit_once(folders(), replace(whole, epochs=1, save=saved))
+    saved = saved_by(folders(), whole)
     checkpoint = torch.load(saved, weights_only=True)
     assert {tensor.dtype for tensor in checkpoint["state_dict"].values()} == {torch.float32}
     assert any((tensor != tensor.bfloat16()).any() for tensor in checkpoint["state_dict"].values())
-    again, own, _ = fit_once(folders(), replace(whole, resume=saved))[0]
+    again, own, _ = fit_once(folders(), replace(whole, saves=False, resume=saved))[0]
     assert again == steps[2:]
     for name, weight in weights.items():
         assert torch.equal(own[name], weight), name
@@ -338,17 +354,22 @@ def fit_and_answer(folder: str, strategy: Callable[[], Any], model: dict[str, An
         callbacks=[AdapterMerger(Path(out) / "adapter", Path(out) / "merged"), ExactMatch(6, batch_size=5)],
     )
     module = CausalLM(folder, **model, optimizer=sgd, max_new_tokens=6)
-    rows = TextDataModule(f"{folder}/rows.json", micro_batch_size=2, val_fraction=0.5, test_path=f"{folder}/rows.json")
+    rows = TextDataModule(f"{folder}/rows.json", micro_batch_size=2, val_fraction=0.5, test_path=f"{folder}/test.json")
     trainer.fit(module, rows)
     answers: Any = trainer.predict(module, rows)
     return [row["answer"] for batch in answers for row in batch]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("untied", "way"),
+    [
+        pytest.param(untied, way, id=f"{'untied' if untied else 'tied'}-{way}")
+        for untied, way in in_turn([False, True], WAYS)
+    ],
+)
 def test_answers_adapter_and_merged_model_are_those_of_ddp(
-    folders: Any, live_ranks: LiveRanks, tmp_path: Path, way: str, untied: bool
+    folders: Any, live_ranks: LiveRanks, tmp_path: Path, untied: bool, way: str
 ) -> None:
     folder = folders(untied)
     answers = {

@@ -41,7 +41,10 @@ LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 def fit(
     make_trainer: Any, model_folder: str, data: str, how: dict[str, Any], strategy: str = "one_process"
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Losses, norms and final weights of two epochs: 13 rows in steps of 8, the second of an epoch short."""
+    """Losses, norms and final weights of two epochs: 13 rows in steps of 8, the second of an epoch short.
+
+    With ``validates``, a validation of 5 rows follows each epoch.
+    """
     os.environ["PL_GLOBAL_SEED"] = "3"
     world, make = STRATEGIES.get(strategy, (1, lambda: "auto"))
     module = CausalLM(model_folder, **how.get("model", {"peft": LORA}), optimizer=how.get("optimizer", sgd))
@@ -58,7 +61,8 @@ def fit(
         use_distributed_sampler=False,
         plugins=[AnyCheckpointIO()],
     )
-    rows = TextDataModule(data, micro_batch_size=2, max_length=96, val_path=data)
+    val_path = str(Path(data).with_name("val.json")) if how.get("validates") else None
+    rows = TextDataModule(data, micro_batch_size=2, max_length=96, val_path=val_path)
     trainer.fit(module, rows, ckpt_path=how.get("resume"))
     if "save" in how and "save_after" not in how:
         trainer.save_checkpoint(how["save"])
@@ -73,11 +77,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def one_process(make_trainer: Any, model_folder: str, rows: str, kept: dict[str, Any]) -> Callable[..., Any]:
-    """``fit`` on one process, once for each way."""
+    """``fit`` on one process, once for each way and model folder."""
 
-    def fit_once(how: dict[str, Any]) -> Any:
-        if (key := repr(how)) not in kept:
-            kept[key] = fit(make_trainer, model_folder, rows, how)
+    def fit_once(how: dict[str, Any], folder: str = model_folder) -> Any:
+        if (key := f"{folder} {how}") not in kept:
+            kept[key] = fit(make_trainer, folder, rows, how)
         return kept[key]
 
     return fit_once
@@ -95,8 +99,9 @@ def test_same_numbers(
     way: str,
 ) -> None:
     one, weights = one_process(WAYS[way])
+    how = {**WAYS[way], "validates": True}
     for steps, found in live_ranks(
-        STRATEGIES[strategy][0], fit, make_trainer, model_folder, rows, WAYS[way], strategy, timeout=100
+        STRATEGIES[strategy][0], fit, make_trainer, model_folder, rows, how, strategy, timeout=100
     ):
         assert len(steps) == 4
         assert_same(steps, found, one, weights, 1e-5)
@@ -115,22 +120,33 @@ def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_recurrent_layers_compute_the_same(
-    make_trainer: Any, hybrid_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str, way: str
+    make_trainer: Any,
+    hybrid_folder: str,
+    rows: str,
+    one_process: Callable[..., Any],
+    live_ranks: LiveRanks,
+    strategy: str,
+    way: str,
 ) -> None:
     """Ranks have different numbers of samples in a packed batch, and compute each sample for itself."""
-    data, how = write_rows(count=13), {**WAYS[way], "epochs": 1}
-    one, weights = fit(make_trainer, hybrid_folder, data, how)
-    for steps, found in live_ranks(2, fit, make_trainer, hybrid_folder, data, how, strategy, timeout=140):
+    how = {**WAYS[way], "epochs": 1}
+    one, weights = one_process(how, hybrid_folder)
+    for steps, found in live_ranks(2, fit, make_trainer, hybrid_folder, rows, how, strategy, timeout=140):
         assert_same(steps, found, one, weights, 1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_new_weights_are_drawn_as_on_one_process(
-    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str
+    make_trainer: Any,
+    model_folder: str,
+    rows: str,
+    one_process: Callable[..., Any],
+    live_ranks: LiveRanks,
+    strategy: str,
 ) -> None:
-    data, how = write_rows(count=13), {"model": {"init": "random"}}
-    one, weights = fit(make_trainer, model_folder, data, how)
-    for steps, found in live_ranks(2, fit, make_trainer, model_folder, data, how, strategy):
+    how = {"model": {"init": "random"}}
+    one, weights = one_process(how)
+    for steps, found in live_ranks(2, fit, make_trainer, model_folder, rows, how, strategy):
         assert_same(steps, found, one, weights, 1e-5)
 
 
@@ -273,11 +289,11 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
     before: str,
     after: str,
 ) -> None:
-    data, how = write_rows(count=37), {**WAYS["LoRA"], "optimizer": adamw}
+    data, how = write_rows(count=37), {**WAYS["LoRA"], "optimizer": adamw, "epochs": 1}
     whole, weights = fit(make_trainer, model_folder, data, how)
     stopped = {"save_after": 2, "save": str(tmp_path / "saved.ckpt")}
     for steps, found in stop_and_resume(live_ranks, (make_trainer, model_folder, data), how, stopped, before, after):
-        assert len(steps) == 8
+        assert len(steps) == 3
         assert_same(steps, found, whole[2:], weights, 1e-4)
 
 
@@ -285,7 +301,7 @@ def test_a_place_within_the_new_steps_is_refused(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
 ) -> None:
     data, saved = write_rows(count=37), str(tmp_path / "saved.ckpt")
-    fit(make_trainer, model_folder, data, {**WAYS["LoRA"], "save_after": 1, "save": saved})
+    fit(make_trainer, model_folder, data, {**WAYS["LoRA"], "epochs": 1, "save_after": 1, "save": saved})
     trainer = make_trainer(max_epochs=2, accumulate_grad_batches=3)
     module = CausalLM(model_folder, peft=LORA, optimizer=sgd)
     with pytest.raises(RecipeError, match="8 samples into its epoch, .* = 6 does not end a step there"):
@@ -296,21 +312,21 @@ def fit_and_write(make_trainer: Any, model_folder: str, data: str, folder: str, 
     """Two steps, then what AdapterMerger writes; the answers to some prompts on the way."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     world, make = STRATEGIES[strategy]
-    module = CausalLM(model_folder, **WAYS[way]["model"], optimizer=sgd, max_new_tokens=12)
+    module = CausalLM(model_folder, **WAYS[way]["model"], optimizer=sgd, max_new_tokens=6)
     callbacks = [
         AdapterMerger(Path(folder) / "adapter", Path(folder) / "merged"),
-        ExactMatch(max_new_tokens=12, batch_size=5),
+        ExactMatch(max_new_tokens=6, batch_size=5),
     ]
     trainer = make_trainer(
         max_steps=2, devices=world, strategy=make(), use_distributed_sampler=False, callbacks=callbacks
     )
-    # 11 rows for validation: ranks do not have the same number of prompts.
+    # 7 rows for validation: ranks do not have the same number of prompts.
     rows = TextDataModule(data, micro_batch_size=2, val_fraction=0.5, test_path=data)
     trainer.fit(module, rows)
     answers = trainer.predict(module, rows)
     assert answers is not None
     own = sum(map(len, answers))
-    assert own == 22 // world
+    assert own == 14 // world
     if trainer.is_global_zero:
         lines = read_lines(Path(trainer.default_root_dir) / VALIDATION_ANSWERS)
         expected = [row["expected"].strip() for row in rows.splits.prompts("val")]
@@ -332,7 +348,7 @@ def test_validation_of_a_checkpoint(
     make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path, way: str
 ) -> None:
     data, saved = write_rows(count=13), str(tmp_path / "saved.ckpt")
-    live_ranks(2, fit, make_trainer, model_folder, data, {**WAYS[way], "save": saved}, "fsdp")
+    live_ranks(2, fit, make_trainer, model_folder, data, {**WAYS[way], "epochs": 1, "save": saved}, "fsdp")
     losses = [
         loss
         for strategy, world in (("one_process", 1), ("fsdp", 2), ("fsdp-hybrid", 4))
@@ -345,7 +361,7 @@ def test_validation_of_a_checkpoint(
 def test_adapter_and_merged_model_are_those_of_ddp(
     make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, tmp_path: Path, way: str
 ) -> None:
-    data = write_rows(count=22)
+    data = write_rows(count=14)
     for strategy in ("ddp", "fsdp"):
         live_ranks(2, fit_and_write, make_trainer, model_folder, data, str(tmp_path / strategy), strategy, way)
     for kind in ("adapter", "merged"):
@@ -377,13 +393,18 @@ def test_quantized_base_in_shards(
 @pytest.mark.parametrize("strategy", ["one_process", "fsdp"])
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 def test_selective_checkpointing_changes_no_number(
-    make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, strategy: str, peft: Any
+    make_trainer: Any,
+    model_folder: str,
+    rows: str,
+    one_process: Callable[..., Any],
+    live_ranks: LiveRanks,
+    strategy: str,
+    peft: Any,
 ) -> None:
-    data = write_rows(count=13)
-    one, weights = fit(make_trainer, model_folder, data, {"model": {"peft": peft}})
+    one, weights = one_process({"model": {"peft": peft}})
     how = {"model": {"peft": peft, "gradient_checkpointing": "selective"}}
     world = STRATEGIES.get(strategy, (1,))[0]
-    for steps, found in live_ranks(world, fit, make_trainer, model_folder, data, how, strategy):
+    for steps, found in live_ranks(world, fit, make_trainer, model_folder, rows, how, strategy):
         assert_same(steps, found, one, weights, 1e-5)
 
 
@@ -407,13 +428,13 @@ OPTIMIZERS: dict[str, Any] = {
 
 def fit_all(make_trainer: Any, model_folder: str, data: str, strategy: str = "one_process") -> dict[str, Any]:
     return {
-        name: fit(make_trainer, model_folder, data, {"model": {}, "optimizer": optimizer}, strategy)
+        name: fit(make_trainer, model_folder, data, {"model": {}, "optimizer": optimizer, "epochs": 1}, strategy)
         for name, optimizer in OPTIMIZERS.items()
     }
 
 
 def test_optimizers_on_shards(make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks) -> None:
-    data = write_rows(count=13)
+    data = write_rows(count=21)
     one = fit_all(make_trainer, model_folder, data)
     for found in live_ranks(2, fit_all, make_trainer, model_folder, data, "fsdp"):
         for name, (steps, weights) in found.items():
