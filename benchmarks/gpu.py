@@ -50,6 +50,13 @@ OWN = [
         None,
         {"arguments": [f"--model.quantization={NF4}"]},
     ),
+    Contestant(
+        "lit_ft_graphs",
+        "lit_ft, CUDA graphs, rows padded to multiples of 256 tokens",
+        "lit_ft_command",
+        None,
+        {"arguments": ["--model.compile=reduce-overhead", "--model.pad_rows_to=256"]},
+    ),
 ]
 """Contestants that are not in ``benchmarks.compare``."""
 
@@ -90,7 +97,7 @@ MEASUREMENTS = {
         640,
         16,
         LORA["target_modules"],
-        ["lit_ft", "lit_ft_compiled", "trainer", "trainer_best", "trl_best"],
+        ["lit_ft", "lit_ft_compiled", "lit_ft_graphs", "trainer", "trainer_best", "trl_best"],
     ),
     "long": Measurement(
         "Qwen2.5-0.5B shape, rows of 16,384 tokens",

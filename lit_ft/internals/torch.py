@@ -19,12 +19,15 @@ __all__ = [
     "OpOverload",
     "all_to_all_single_autograd",
     "clear_mesh_caches",
+    "compile_modes",
     "fake_store",
     "flatten_mesh",
     "forward_hooks",
+    "graph_breaks",
     "is_weight",
     "norms",
     "own_parameters",
+    "raise_recompile_limit",
     "scale",
     "tree_map",
     "wait_tensor",
@@ -93,6 +96,30 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module._forward_pre_hooks, module._forward_hooks = hooks
+
+
+# --- torch.compile -------------------------------------------------------------------------------------
+
+
+def compile_modes() -> dict[str, dict[str, bool]]:
+    """Modes of torch.compile's default backend: the options that each one sets, by its name."""
+    from torch._inductor import list_mode_options
+
+    return {name: options for name, options in list_mode_options().items() if name != "default"}
+
+
+def graph_breaks() -> tuple[type[Exception], ...]:
+    """Errors of torch.compile with ``fullgraph`` for code that is not one graph; raised before any of it has run."""
+    from torch._dynamo import exc
+
+    return exc.Unsupported, exc.UncapturedHigherOrderOpError, exc.UserError, exc.FailOnRecompileLimitHit
+
+
+def raise_recompile_limit(graphs: int) -> None:
+    """Let torch.compile make at least so many graphs of one function, which all layers of a model share."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, graphs)
 
 
 # --- process groups and device meshes -----------------------------------------------------------------

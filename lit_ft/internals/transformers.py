@@ -7,9 +7,10 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from torch.utils.checkpoint import checkpoint
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 def attention_implementation(config: PretrainedConfig) -> str:
     """Name of the attention function that a model uses; ``set_attn_implementation`` only sets it."""
     return str(config._attn_implementation)
+
+
+def set_checkpointing(layer: nn.Module, options: dict[str, Any]) -> None:
+    """Give ``torch.utils.checkpoint`` other options in one layer; ``gradient_checkpointing_enable`` sets all."""
+    if hasattr(layer, "_gradient_checkpointing_func"):
+        layer._gradient_checkpointing_func = partial(checkpoint, **options)  # type: ignore[assignment]
 
 
 def mark_expert_parallel(experts: nn.Module) -> None:

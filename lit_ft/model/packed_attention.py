@@ -3,7 +3,8 @@
 Registered with transformers' ``AttentionInterface`` under ``PACKED``, so that models stay unmodified.
 No mask is built: causal attention is computed within each sample (segment) of the packed batch. On CUDA several
 segments are one variable-length flash-attention call where it applies (``takes_varlen``). A single one, and each of
-them elsewhere, is an SDPA call, which chooses the fastest kernel of the device.
+them elsewhere, is an SDPA call, which chooses the fastest kernel of the device. In a graph of torch.compile the
+boundaries of the segments are a tensor (``compiled.attention.Segments``), and attention is one operator.
 
 Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, result ``(1, T, heads, head_dim)``.
 """
@@ -18,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from lit_ft.errors import RecipeError
+from lit_ft.model.compiled.attention import CPU_FP32_BELOW, Segments, attend, takes_segments
 from lit_ft.model.isolation import lengths as current_lengths
 
 PACKED = "lit_ft_packed"
 
-# The CPU flash kernel's bf16 backward is slow on short segments: 1.3 ms at 50 tokens and 14 heads against
-# 0.4 ms in fp32, casts included; from 256 tokens on bf16 wins (python -m benchmarks.speed.attention).
-_CPU_FP32_BELOW = 256
+_GROUPS_HEADS = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 does not
 
 
 @runtime_checkable
@@ -50,6 +51,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     segment_lengths: list[int] | None = None,
+    segments: Segments | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each segment of a packed batch.
@@ -57,6 +59,7 @@ def packed_attention(
     Args:
         segment_lengths: lengths of the samples in the packed batch, passed through the model's keyword arguments; some
             architectures do not pass them on, and then it is those that are set for the batch.
+        segments: their boundaries, for a compiled layer.
         sliding_window: number of tokens that a position attends to, itself included; None for its full segment.
 
     Raises:
@@ -68,6 +71,51 @@ def packed_attention(
             "does not compute; set model.attn_implementation to eager"
         )
     query, key, value = _in_one_dtype(query, key, value)
+    if torch.compiler.is_compiling() and segments is not None and attention_mask is None:
+        shards_tokens = hasattr(module, "context_mesh")
+        if not shards_tokens and _fits_a_graph(query, value, segments, dropout, sliding_window):
+            return _in_graph(query, key, value, segments, dropout, scaling, sliding_window), None
+    return _by_lengths(module, query, key, value, attention_mask, dropout, scaling, sliding_window, segment_lengths)
+
+
+def _fits_a_graph(query: Tensor, value: Tensor, segments: Segments, dropout: float, window: int | None) -> bool:
+    """Whether attention is an operator that torch.compile knows; else it is left out of the graph."""
+    is_plain = segments.ends is None and window is None
+    return is_plain or takes_varlen(query, value, dropout) or takes_segments(query, value, dropout)
+
+
+def _in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    if segments.ends is None and window is None:
+        return _segment(query, key, value, dropout, scaling, None).transpose(1, 2).contiguous()
+    ends = segments.ends
+    if ends is None:
+        ends = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
+    if query.device.type == "cpu":
+        return attend(query, key, value, ends, scaling, window).transpose(1, 2).contiguous()
+    return _varlen(query, key, value, (ends, ends), (segments.longest, segments.longest), scaling, window)
+
+
+# Excluded from torch.compile, which would recompile it for every list of lengths.
+@torch.compiler.disable
+def _by_lengths(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    segment_lengths: list[int] | None,
+) -> tuple[Tensor, None]:
     segment_lengths = segment_lengths or current_lengths.lengths_of(query.shape[2])
     if segment_lengths is None or attention_mask is not None:
         raise RecipeError(
@@ -81,8 +129,8 @@ def packed_attention(
     is_masked = sliding_window is not None and max(segment_lengths) > sliding_window
     if (len(segment_lengths) > 1 or is_masked) and takes_varlen(query, value, dropout):
         return attend_to_segments(query, key, value, segment_lengths, scaling, sliding_window), None
-    segments = zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    outputs = [_segment(q, k, v, dropout, scaling, sliding_window) for q, k, v in segments]
+    parts = zip(*(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = [_segment(q, k, v, dropout, scaling, sliding_window) for q, k, v in parts]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2).contiguous(), None
 
@@ -152,8 +200,13 @@ def takes_varlen(query: Tensor, value: Tensor, dropout: float = 0.0) -> bool:
         and width % 8 == 0
         and width <= 256
         and value.shape[-1] == width
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and _capability(query.device) >= (8, 0)
     )
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def own_ranges(tokens: int, ranks: int, rank: int) -> list[range]:
@@ -182,7 +235,7 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
     """Causal attention of a segment's last tokens to the full segment."""
     length, dtype = q.shape[2], q.dtype
     before = k.shape[2] - length
-    is_slow = q.device.type == "cpu" and dtype == torch.bfloat16 and length < _CPU_FP32_BELOW
+    is_slow = q.device.type == "cpu" and dtype == torch.bfloat16 and length < CPU_FP32_BELOW
     if is_slow and not torch.is_autocast_enabled("cpu"):  # which would cast them back
         q, k, v = q.float(), k.float(), v.float()
     groups = q.shape[1] // k.shape[1]
@@ -225,17 +278,28 @@ def attend_to_segments(
         window: number of tokens that a position attends to, itself included; None for its full segment.
         key_lengths: lengths of the segments, where it is not those of the queries.
     """
-    from torch.nn.attention.varlen import varlen_attn
+    ends = _ends(tuple(lengths), q.device), _ends(tuple(key_lengths or lengths), q.device)
+    return _varlen(q, k, v, ends, (max(lengths), max(key_lengths or lengths)), scaling, window)
 
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """``attend_to_segments`` with boundaries and the longest segment, of queries and of keys."""
     groups = q.shape[1] // k.shape[1]
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if groups > 1 and "enable_gqa" in signature(varlen_attn).parameters:
+    if groups > 1 and _GROUPS_HEADS:
         options["enable_gqa"] = True
-    elif groups > 1:  # torch 2.11
+    elif groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    ends_q, ends_k = (_ends(tuple(of), q.device) for of in (lengths, key_lengths or lengths))
     q_thd, k_thd, v_thd = (one[0].transpose(0, 1) for one in (q, k, v))
-    out = varlen_attn(q_thd, k_thd, v_thd, ends_q, ends_k, max(lengths), max(key_lengths or lengths), **options)
+    out = varlen_attn(q_thd, k_thd, v_thd, *ends, *longest, **options)
     assert isinstance(out, Tensor)
     return out[None]
 
@@ -247,5 +311,4 @@ def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return (ends.pin_memory() if device.type == "cuda" else ends).to(device, non_blocking=True)
 
 
-# Excluded from torch.compile, which would recompile it for every list of lengths.
-AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+AttentionInterface.register(PACKED, packed_attention)

@@ -25,6 +25,7 @@ from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
 from lit_ft.model.architecture import Decoder
+from lit_ft.model.compiled import layers as compiled_layers
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
 from lit_ft.model.loading import Dtype, Init
 from lit_ft.model.spec import ModelSpec
@@ -50,9 +51,9 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
     Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, each a mean over supervised tokens
     (train: of one optimizer step over all ranks; val and test: of the whole set), ``.../loss/<source>`` where
     the data has several sources (train: of those in the step), and ``train/grad_norm``, ``train/learning_rate``,
-    ``train/router_aux_loss`` (without its factor), and of mixture-of-experts models
-    ``train/expert_load_max_over_mean/layer_<n>``, a step's tokens of the layer's busiest expert over the mean of its
-    experts, and without ``layer_<n>`` the largest of these.
+    ``train/router_aux_loss`` (without its factor), ``train/padding_share`` with ``pad_rows_to``, and of
+    mixture-of-experts models ``train/expert_load_max_over_mean/layer_<n>``, a step's tokens of the layer's busiest
+    expert over the mean of its experts, and without ``layer_<n>`` the largest of these.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         gradient_checkpointing: bool | Literal["selective"] = False,
         activation_offload: bool = False,
         compile: bool | str = False,
+        pad_rows_to: int | None = None,
         liger: bool = False,
         fused_lora: bool = True,
         init_rows: int = 64,
@@ -105,8 +107,10 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
                 selective keeps the results of matrix products and attention: some more memory, little more time.
             activation_offload: keep activations in the host's memory until the backward pass; with
                 gradient_checkpointing only what it keeps, the layers' inputs. For CUDA.
-            compile: let torch.compile fuse each decoder layer, for rows of any length (attention stays as it is); the
-                first steps take a minute; a name is that of another backend than inductor.
+            compile: let torch.compile fuse each decoder layer, for rows of any length; the first steps take a minute. A
+                name is that of a mode (reduce-overhead records CUDA graphs, for small models) or of another backend.
+            pad_rows_to: compute packed batches with a multiple of this many tokens, e.g. 256, filled up by a sample
+                that predicts nothing, so that CUDA graphs are recorded for few numbers of tokens.
             liger: compute norms, rotary embeddings and MLPs with Liger's kernels (extra `liger`). For CUDA.
             fused_lora: compute plain LoRA on linear layers in one function, with products in the base's dtype and the
                 adapter's weights in theirs; false leaves it to PEFT, which computes all other methods and variants.
@@ -128,8 +132,8 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
             pretrained, tokenizer, *added, init, dtype, attn_implementation, quantization, config_overrides
         )
         tuning = TuningSpec(peft, adapter_dtype, trainable)
-        passes = gradient_checkpointing, activation_offload, compile, liger, fused_lora, neftune_alpha, router_aux_loss
-        self.spec = TrainingSpec(base, tuning, *passes)
+        passes = gradient_checkpointing, activation_offload, compile, pad_rows_to, liger, fused_lora
+        self.spec = TrainingSpec(base, tuning, *passes, neftune_alpha, router_aux_loss)
         self.init_rows, self.max_new_tokens, self.lr_factors = init_rows, max_new_tokens, lr_factors or {}
         self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-4)
         self.lr_scheduler = lr_scheduler
@@ -238,6 +242,8 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         rate = torch.as_tensor(self.trainer.optimizers[0].param_groups[0]["lr"], dtype=torch.float32)
         self.log("train/learning_rate", rate)
         self._bar_metrics.show(self.trainer, {"train/loss": loss, "train/learning_rate": rate})
+        if (padding := self._packed.take_padding_share()) is not None:
+            self.log("train/padding_share", torch.tensor(padding))
         self._finite.watch(self.trainer, "train/loss", self._window.mean(loss))
 
     # --- evaluate --------------------------------------------------------------------------------
@@ -289,6 +295,14 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         """Take the step; the tuning method may look at its gradients before they are gone."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         method_hooks.after_optimizer_step(self.model, self.trainer.global_step + 1)
+
+    def on_after_backward(self) -> None:
+        """Keep gradients of one micro-batch from the memory of CUDA graphs, where the next one is computed."""
+        super().on_after_backward()
+        if compiled_layers.records_graphs(self.spec.compile) and self.trainer.accumulate_grad_batches > 1:
+            for parameter in self.trainable_parameters().values():
+                if parameter.grad is not None and parameter.grad.is_cuda:
+                    parameter.grad = parameter.grad.clone()
 
     def on_fit_end(self) -> None:
         """Leave the trainer as it was given, where nothing was left to train on."""

@@ -16,6 +16,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.model import liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.activations import offload as activation_offload
+from lit_ft.model.compiled import layers as compiled_layers
 from lit_ft.model.files.fingerprint import Fingerprint
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.spec import ModelSpec
@@ -41,6 +42,7 @@ class TrainingSpec:
     gradient_checkpointing: bool | Literal["selective"] = False
     activation_offload: bool = False
     compile: bool | str = False
+    pad_rows_to: int | None = None
     liger: bool = False
     fused_lora: bool = True
     neftune_alpha: float | None = None
@@ -60,8 +62,12 @@ class TrainingSpec:
             raise RecipeError("model.liger and model.compile both fuse norms and MLPs; set one of them to false")
         if self.neftune_alpha is not None and not self.neftune_alpha > 0:
             raise RecipeError(f"model.neftune_alpha={self.neftune_alpha} must be above 0, e.g. 5; null adds no noise")
-        if isinstance(self.compile, str) and self.compile not in (names := _compile_backends()):
-            raise RecipeError(f"model.compile={self.compile!r} is no backend of torch.compile; use true or {names}")
+        compiled_layers.check(self.compile, self.pad_rows_to)
+        if self.pad_rows_to is not None and peft is not None and peft.is_prompt_learning:
+            raise RecipeError(
+                f"model.pad_rows_to={self.pad_rows_to} with {type(peft).__name__}, which adds virtual tokens to each "
+                "sample: rows would have other lengths all the same; leave it out"
+            )
         if self.router_aux_loss is not None and self.compile:
             raise RecipeError(
                 "model.router_aux_loss looks into layers, which model.compile fuses; leave one of them out"
@@ -127,20 +133,16 @@ class TrainingSpec:
         token_mixers.keep_samples_apart(base)
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
-        forward = PackedForward(model, self.activation_offload, self.router_aux_loss)
+        options = self.activation_offload, self.router_aux_loss
+        forward = PackedForward(model, *options, is_compiled=bool(self.compile), pad_rows_to=self.pad_rows_to)
         if self.neftune_alpha is not None:
             forward.add_embedding_noise(self.neftune_alpha)
         if self.fused_lora:
             fused_lora.fuse(model, keeps_products=self.gradient_checkpointing == "selective")
         if self.compile:
-            for layer in loading.decoder_layers(forward.base):
-                layer.compile(dynamic=True, backend="inductor" if self.compile is True else self.compile)
+            layers = loading.decoder_layers(forward.base)
+            compiled_layers.compile_layers(layers, self.compile, self.gradient_checkpointing)
         return forward, start
-
-
-def _compile_backends() -> list[str]:
-    """Backends of torch.compile on this machine: all but those for debugging, and ``eager``, which fuses nothing."""
-    return ["eager", "aot_eager", *torch.compiler.list_backends()]
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from collections import Counter
 from typing import Any
 
@@ -21,6 +22,9 @@ from lit_ft.model.activations import checkpointing
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.tuning.fused_lora import FusedLinear, fuse
 
+IN_EVERY_CASE = pytest.mark.skipif(
+    not os.environ.get("LIT_FT_EVERY_CASE"), reason="25 s of a C++ compiler; LIT_FT_EVERY_CASE=1 runs it"
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"lora_dropout": 0.3},
@@ -161,11 +165,19 @@ def test_selective_checkpointing_recomputes_no_large_product() -> None:
     assert torch.equal(x.grad, wanted["x"])
 
 
-@pytest.mark.parametrize("options", ["plain", "bias of B", "bias of the base"])
-def test_compiles_as_one_graph(options: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ("plain", "aot_eager"),
+        ("bias of B", "aot_eager"),
+        ("bias of the base", "aot_eager"),
+        pytest.param("plain", "inductor", marks=IN_EVERY_CASE),
+    ],
+)
+def test_compiles_as_one_graph(options: str, backend: str) -> None:
     model = fused(lora_net(**OPTIONS[options]))
     torch._dynamo.reset()
-    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(copy.deepcopy(model), backend=backend, fullgraph=True, dynamic=True)
     wanted, found = numbers(model, inputs()), numbers(compiled, inputs())
     for tensor, other in zip(wanted.values(), found.values(), strict=True):
         assert distance(other, tensor) < 1e-6

@@ -22,21 +22,32 @@ _ATTENTION = (
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
-def options(checkpointing: Checkpointing) -> dict[str, object]:
+def options(checkpointing: Checkpointing, in_graph: bool = False) -> dict[str, object]:
     """Keyword arguments that transformers' ``gradient_checkpointing_enable`` passes to ``torch.utils.checkpoint``.
 
     ``selective`` keeps the results of matrix products and attention, which are expensive, and recomputes norms, rotary
     embeddings and activation functions, which are cheap and as large (Korthikanti et al. 2022, arXiv:2205.05198,
     section 5).
+
+    Args:
+        checkpointing: what is recomputed.
+        in_graph: whether both passes are in a graph of torch.compile, which takes no other contexts than torch's.
     """
-    return {"use_reentrant": False, "context_fn": partial(_contexts, _kept() if checkpointing == "selective" else [])}
+    kept = _kept() if checkpointing == "selective" else []
+    if not in_graph:
+        return {"use_reentrant": False, "context_fn": partial(_contexts, kept)}
+    selection = {"context_fn": partial(create_selective_checkpoint_contexts, kept)} if kept else {}
+    return {"use_reentrant": False, **selection}
 
 
 def _kept() -> list[OpOverload]:
     from torch.nn.attention import varlen  # noqa: F401  # registers the operator of attention to several samples
 
+    from lit_ft.model.compiled import attention  # noqa: F401  # and that of compiled layers on a CPU
+
     operations = [getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION)]
-    return [*operations, torch.ops.torch_attn._varlen_attn.default]
+    own = torch.ops.lit_ft.attend_to_segments.default
+    return [*operations, torch.ops.torch_attn._varlen_attn.default, own]
 
 
 def _contexts(

@@ -130,8 +130,8 @@ class _Part:
         if type(value) in (tuple, list):
             return type(value)(self.of(item) for item in value)
         if type(value) is dict:
-            of_lengths = {"segment_lengths": [self.slice.stop - self.slice.start]} if "segment_lengths" in value else {}
-            return {key: self.of(item) for key, item in value.items()} | of_lengths
+            of_lengths = {"segment_lengths": [self.slice.stop - self.slice.start], "segments": None}
+            return {key: of_lengths[key] if key in of_lengths else self.of(item) for key, item in value.items()}
         return value
 
     def _of_tensor(self, tensor: Tensor) -> Tensor:

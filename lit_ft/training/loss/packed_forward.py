@@ -10,8 +10,9 @@ from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model import loading
 from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.architecture import Decoder
+from lit_ft.model.compiled.attention import segments_of
 from lit_ft.model.isolation.lengths import samples_of
-from lit_ft.packed_batch import PackedBatch, TokenLoss
+from lit_ft.packed_batch import PackedBatch, TokenLoss, pad_to_multiple
 from lit_ft.training.loss import router_loss
 from lit_ft.training.loss.token_cross_entropy import token_cross_entropy, tokens_per_chunk
 from lit_ft.training.metrics import StageMetrics
@@ -31,6 +32,8 @@ class PackedForward:
         model: PreTrainedModel | PeftModel,
         activation_offload: bool = False,
         router_aux_loss: router_loss.RouterAuxLoss = None,
+        is_compiled: bool = False,
+        pad_rows_to: int | None = None,
     ) -> None:
         """Prepare the pass.
 
@@ -38,7 +41,10 @@ class PackedForward:
             model: model that is trained.
             activation_offload: keep activations in host memory until the backward pass.
             router_aux_loss: coefficient of the router's auxiliary loss, or ``config``; None for none.
+            is_compiled: whether the layers are compiled.
+            pad_rows_to: number that the tokens of a computed batch are a multiple of; None for any number.
         """
+        self.is_compiled, self.pad_rows_to = is_compiled, pad_rows_to
         self.model, self.base = model, base_model_of(model)
         self.head = loading.head_of(self.base)
         self.offload = activation_offload
@@ -47,18 +53,20 @@ class PackedForward:
         """The router's auxiliary loss of the last batch, a scalar without its coefficient."""
         self.segment_lengths: list[int] = []
         """Lengths of the samples of the last batch."""
+        self.computed_tokens, self.padding_tokens = 0, 0
 
     def __call__(self, batch: PackedBatch) -> TokenLoss:
         """Summed loss and number of right predictions over the batch's supervised tokens."""
         return self.token_loss(self.hidden_states(batch), batch)
 
     def hidden_states(self, batch: PackedBatch, decoder: Decoder | None = None) -> Tensor:
-        """Final hidden states of a batch's tokens, ``(1, T, H)``.
+        """Final hidden states of a batch's tokens, ``(1, T, H)``, and of the tokens that pad it.
 
         Args:
             batch: packed batch of T tokens.
             decoder: in place of the base model's, where a strategy has only a part of its layers here.
         """
+        batch = self._padded(batch)
         self.segment_lengths = lengths = batch["segment_lengths"]
         decoder = decoder or loading.decoder_of(self.base)
         if self.offload:
@@ -67,6 +75,9 @@ class PackedForward:
         options: dict[str, object] = {}
         if attention_implementation(self.base.config) == loading.PACKED:
             options["segment_lengths"] = with_virtual
+            if self.is_compiled:
+                device, is_padded = batch["input_ids"].device, self.pad_rows_to is not None
+                options["segments"] = segments_of(with_virtual, device, has_few_shapes=is_padded)
         with samples_of(with_virtual):
             if prompt_learning.method_of(self.model) is not None:
                 return prompt_learning.hidden_states(self.model, decoder, batch, **options)
@@ -78,6 +89,27 @@ class PackedForward:
         self.router_loss = router_loss.router_loss(self.base, output) if reads_router else None
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    def _padded(self, batch: PackedBatch) -> PackedBatch:
+        """The batch with a last sample that predicts nothing, if its number of tokens would be one of many."""
+        if self.pad_rows_to is None:
+            return batch
+        padded = pad_to_multiple(batch, self.pad_rows_to)
+        tokens, computed = batch["input_ids"].numel(), padded["input_ids"].numel()
+        if self.model.training:
+            self.computed_tokens += computed
+            self.padding_tokens += computed - tokens
+        # Each micro-batch may take the memory of the one before, whose backward pass is over.
+        torch.compiler.cudagraph_mark_step_begin()
+        return padded
+
+    def take_padding_share(self) -> float | None:
+        """Part of the computed tokens of training, since the last call, that is padding; None where rows have none."""
+        if self.pad_rows_to is None:
+            return None
+        share = self.padding_tokens / max(self.computed_tokens, 1)
+        self.computed_tokens, self.padding_tokens = 0, 0
+        return share
 
     def token_loss(self, hidden: Tensor, batch: PackedBatch) -> TokenLoss:
         """Summed loss and number of right predictions, from a batch's final hidden states ``(1, T, H)``."""

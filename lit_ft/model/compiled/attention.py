@@ -1,0 +1,173 @@
+"""Attention to the samples of a packed batch as one operator, which torch.compile keeps in a layer's graph.
+
+The boundaries of the samples are a tensor there, so that a graph serves any number of samples of any lengths. On CUDA
+the operator is torch's own variable-length attention. This one is for CPUs: it reads the boundaries, which are in host
+memory, and calls the kernel that SDPA takes for each sample, forward and backward. Its results are those of SDPA.
+
+Shapes: q ``(1, heads, T, head_dim)``, k and v ``(1, kv_heads, T, head_dim)``, result ``(1, heads, T, head_dim)``.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# The kernel's bf16 backward is slow on short segments: 1.3 ms at 50 tokens and 14 heads against 0.4 ms in fp32, casts
+# included; from 256 tokens on bf16 wins (python -m benchmarks.speed.attention).
+CPU_FP32_BELOW = 256
+
+
+class Segments(NamedTuple):
+    """Boundaries of the samples of a packed batch, as a compiled layer takes them."""
+
+    ends: Tensor | None
+    """Where samples end, after a 0, ``(samples + 1,)``, int32, on the device of the batch; None for a single sample."""
+    longest: int
+    """Tokens of the longest sample, or more."""
+
+
+def segments_of(lengths: Sequence[int], device: torch.device, has_few_shapes: bool = False) -> Segments:
+    """Boundaries of samples, on the device of the batch.
+
+    Args:
+        lengths: lengths of the samples.
+        device: device of the batch.
+        has_few_shapes: whether the number of samples and the longest one are raised to powers of two. Samples that are
+            added are empty. CUDA graphs are recorded once for each shape and number.
+    """
+    longest, ends = max(lengths), [0, *accumulate(lengths)]
+    if has_few_shapes:
+        longest = min(_power_of_two(longest), ends[-1])
+        ends += ends[-1:] * (_power_of_two(len(lengths)) - len(lengths))
+    elif len(lengths) == 1:
+        return Segments(None, longest)
+    on_host = torch.tensor(ends, dtype=torch.int32)
+    return Segments((on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True), longest)
+
+
+def _power_of_two(number: int) -> int:
+    """Smallest power of two that is not below ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+def takes_segments(q: Tensor, v: Tensor, dropout: float) -> bool:
+    """Whether ``attend`` computes these inputs: on a CPU, without dropout, with values as wide as the keys."""
+    return q.device.type == "cpu" and not dropout and q.shape[-1] == v.shape[-1]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Causal attention within each segment, on a CPU.
+
+    Args:
+        q: queries of the segments.
+        k: keys of the segments.
+        v: values of the segments.
+        ends: ``Segments.ends``.
+        scaling: factor on attention logits; None for 1 / sqrt(head_dim).
+        window: number of tokens that a position attends to, itself included; None for its full segment.
+    """
+    out, _ = _attend(q, k, v, ends, scaling, window)
+    return out
+
+
+@torch.library.custom_op("lit_ft::attend_to_segments", mutates_args=(), device_types="cpu")
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attention, and the logarithms of the sums in its softmax, ``(1, heads, T)``, fp32."""
+    out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    for part, mask in _parts(ends, window, q.dtype):
+        computed_in = _dtype_of(part, q.dtype)
+        result, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(one[:, :, part].to(computed_in) for one in (q, k, v)),
+            0.0,
+            mask is None,
+            attn_mask=None if mask is None else mask.to(computed_in),
+            scale=scaling,
+        )
+        out[:, :, part], log_sums[:, :, part] = result, log_sum
+    return out, log_sums
+
+
+@_attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("lit_ft::attend_to_segments_backward", mutates_args=(), device_types="cpu")
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    ends: Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for part, mask in _parts(ends, window, q.dtype):
+        computed_in = _dtype_of(part, q.dtype)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(one[:, :, part].to(computed_in) for one in (grad, q, k, v, out)),
+            log_sums[:, :, part].transpose(1, 2).contiguous().transpose(1, 2),  # the layout that the kernel returns
+            0.0,
+            mask is None,
+            attn_mask=None if mask is None else mask.to(computed_in),
+            scale=scaling,
+        )
+        for gradient, of_part in zip(gradients, found, strict=True):
+            gradient[:, :, part] = of_part
+    return gradients
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    ends: Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _parts(ends: Tensor, window: int | None, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor | None]]:
+    """Tokens of each segment, and the mask to add to its attention logits; None for all tokens before."""
+    for start, end in pairwise(ends.tolist()):
+        if (length := end - start) == 0:
+            continue
+        mask = None
+        if window is not None and length > window:
+            back = torch.arange(length)[:, None] - torch.arange(length)
+            mask = torch.zeros(length, length, dtype=dtype).masked_fill((back < 0) | (back >= window), -torch.inf)
+        yield slice(start, end), mask
+
+
+def _dtype_of(part: slice, dtype: torch.dtype) -> torch.dtype:
+    is_slow = dtype == torch.bfloat16 and part.stop - part.start < CPU_FP32_BELOW
+    return torch.float32 if is_slow and not torch.is_autocast_enabled("cpu") else dtype
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ends, ctx.scaling, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output, ends)
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, log_sums, ends = ctx.saved_tensors
+    found = _backward(grad, q, k, v, out, log_sums, ends, ctx.scaling, ctx.window)
+    return *found, None, None, None
+
+
+_attend.register_autograd(_gradients, setup_context=_keep)

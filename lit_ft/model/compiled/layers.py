@@ -1,0 +1,122 @@
+"""Decoder layers compiled by torch.compile, each as one graph where its architecture allows it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lit_ft.errors import RecipeError
+from lit_ft.internals.torch import compile_modes, graph_breaks, raise_recompile_limit
+from lit_ft.internals.transformers import set_checkpointing
+from lit_ft.model.activations.checkpointing import Checkpointing
+from lit_ft.model.activations.checkpointing import options as checkpoint_options
+
+VARIANTS = 64
+"""Graphs that torch may make of one layer's code, e.g. for the first layer, in validation, for kinds of attention."""
+
+
+def check(compiled: bool | str, pad_rows_to: int | None) -> None:
+    """Refuse what is neither a backend of torch.compile nor a mode of inductor, and CUDA graphs of rows of any length.
+
+    Args:
+        compiled: true, or the name of a mode of inductor or of another backend.
+        pad_rows_to: number that the tokens of a row are a multiple of; None leaves rows as they are.
+
+    Raises:
+        RecipeError: the name is unknown, or one of the options needs the other.
+    """
+    if isinstance(compiled, str) and compiled not in (names := [*compile_modes(), *_backends()]):
+        raise RecipeError(f"model.compile={compiled!r} is no mode and no backend of torch.compile; use true or {names}")
+    if pad_rows_to is None:
+        if records_graphs(compiled):
+            raise RecipeError(
+                f"model.compile={compiled} records CUDA graphs, one for each number of tokens in a row; set "
+                "model.pad_rows_to, e.g. to 256, so that there are few"
+            )
+        return
+    if pad_rows_to < 1:
+        raise RecipeError(f"model.pad_rows_to={pad_rows_to} must be a number of tokens, e.g. 256; null pads nothing")
+    if not compiled:
+        raise RecipeError(
+            f"model.pad_rows_to={pad_rows_to} only costs time without CUDA graphs; set model.compile to "
+            "reduce-overhead, or leave it out"
+        )
+
+
+def records_graphs(compiled: bool | str) -> bool:
+    """Whether ``model.compile`` names a mode of inductor that records CUDA graphs."""
+    return isinstance(compiled, str) and bool(compile_modes().get(compiled, {}).get("triton.cudagraphs"))
+
+
+def _backends() -> list[str]:
+    """Backends of torch.compile on this machine: all but those for debugging, and ``eager``, which fuses nothing."""
+    return ["eager", "aot_eager", *torch.compiler.list_backends()]
+
+
+def compile_layers(layers: Iterable[nn.Module], compiled: bool | str, checkpointing: Checkpointing = False) -> None:
+    """Compile decoder layers for packed batches of any length; changed in place.
+
+    A layer whose code cannot be one graph becomes several when it is first called, with activation checkpointing none,
+    and a notice gives the reason.
+
+    Args:
+        layers: decoder layers.
+        compiled: true, or the name of a mode of inductor or of another backend.
+        checkpointing: what layers compute again in their backward pass.
+    """
+    raise_recompile_limit(VARIANTS)
+    options: dict[str, Any] = {"dynamic": True}
+    if isinstance(compiled, str):
+        options["mode" if compiled in compile_modes() else "backend"] = compiled
+    reported: set[str] = set()
+    for layer in layers:
+        if checkpointing:
+            set_checkpointing(layer, checkpoint_options(checkpointing, in_graph=True))
+        # Without hooks, which run before and after the graph: those of FSDP gather weights there.
+        layer.forward = _OneGraph(layer, options, checkpointing, reported)
+
+
+class _OneGraph:
+    """Compiled forward pass of a layer: one graph, or what is left from the first call on that cannot be one."""
+
+    def __init__(
+        self, layer: nn.Module, options: dict[str, Any], checkpointing: Checkpointing, reported: set[str]
+    ) -> None:
+        """Compile a layer's forward pass.
+
+        Args:
+            layer: decoder layer.
+            options: of torch.compile.
+            checkpointing: what the layer computes again in its backward pass.
+            reported: notices that were printed; all layers of a model share it.
+        """
+        self._layer, self._plain, self._options = layer, layer.forward, options
+        self._checkpointing, self._reported = checkpointing, reported
+        self._compiled = torch.compile(self._plain, fullgraph=True, **options)
+        self._is_whole = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._compiled(*args, **kwargs)
+        except graph_breaks() as reason:  # found while the code is read, before any of it is computed
+            if not self._is_whole:
+                raise
+            self._report(str(reason).strip().splitlines()[0].rstrip("."))
+        self._is_whole = False
+        if self._checkpointing:  # torch compiles nothing of a checkpoint that is not whole
+            set_checkpointing(self._layer, checkpoint_options(self._checkpointing))
+            self._compiled = self._plain
+        else:
+            self._compiled = torch.compile(self._plain, **self._options)
+        return self._compiled(*args, **kwargs)
+
+    def _report(self, reason: str) -> None:
+        outcome = "is several graphs, not one, which is slower"
+        if self._checkpointing:
+            outcome = "is not compiled, as it is not one graph, which model.gradient_checkpointing needs"
+        notice = f"model.compile: {type(self._layer).__name__} {outcome} ({reason})"
+        if notice not in self._reported:
+            self._reported.add(notice)
+            rank_zero_info(notice)

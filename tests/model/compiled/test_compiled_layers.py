@@ -1,0 +1,149 @@
+"""Decoder layers as graphs: their number for rows of any kind, and the numbers that they give."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from architectures import save_model
+from peft import LoraConfig, PromptTuningConfig
+from torch._dynamo.utils import counters
+
+from lit_ft import CausalLM, RecipeError
+from lit_ft.packed_batch import PackedBatch, pack_samples
+
+ROWS = ((7, 25, 40), (30,), (5, 6), (64,))
+"""Lengths of the samples of each row: one sample or several, of other numbers and lengths."""
+
+
+class Passes(NamedTuple):
+    """Losses of all rows, the gradient of each, and what torch.compile made of the layers."""
+
+    losses: list[float]
+    gradients: list[torch.Tensor]
+    graphs: int
+    breaks: int
+    padding: float | None
+
+
+def rows_of(lengths: tuple[tuple[int, ...], ...] = ROWS) -> list[PackedBatch]:
+    draw = np.random.default_rng(0)
+    return [pack_samples([(ids, ids) for ids in (draw.integers(3, 300, n) for n in row)]) for row in lengths]
+
+
+def passes(folder: str, rows: list[PackedBatch], lora: bool = True, **options: Any) -> Passes:
+    """Forward and backward pass of each row by a new model."""
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    peft = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    module = CausalLM(folder, peft=peft if lora else None, **options)
+    module.configure_model()
+    module.train()
+    losses, gradients = [], []
+    for row in rows:
+        module.zero_grad()
+        loss = module(row).loss_sum
+        loss.backward()
+        losses.append(float(loss.detach()))
+        gradients.append(torch.cat([p.grad.flatten() for p in module.trainable_parameters().values()]))
+    found = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return Passes(losses, gradients, *found, module._packed.take_padding_share())
+
+
+def assert_same(found: Passes, wanted: Passes) -> None:
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+    for one, other in zip(found.gradients, wanted.gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("lora", "checkpointing", "backend", "kinds"),
+    [
+        (True, False, "eager", 2),  # the first layer's inputs need no gradients, the others' do
+        (True, True, "eager", 1),
+        (False, "selective", "aot_eager", 1),
+    ],
+)
+def test_a_layer_is_one_graph_for_one_sample_and_one_for_several(
+    lora: bool, checkpointing: Any, backend: str, kinds: int, tiny_qwen2: str
+) -> None:
+    rows = rows_of()
+    options = {"lora": lora, "gradient_checkpointing": checkpointing}
+    compiled = passes(tiny_qwen2, rows, **options, compile=backend)
+    assert (compiled.graphs, compiled.breaks) == (2 * kinds, 0)
+    assert_same(compiled, passes(tiny_qwen2, rows, **options))
+
+
+@pytest.fixture
+def tiny_qwen2(tmp_path: Path) -> str:
+    """Four equal layers."""
+    return save_model("qwen2", tmp_path / "model")
+
+
+def test_sliding_windows_and_experts_are_in_the_graph(tmp_path: Path) -> None:
+    """Graphs are those for one sample and for several, in all four layers."""
+    rows = rows_of()[1:3]
+    for architecture in ("mistral", "qwen3_moe"):
+        folder = save_model(architecture, tmp_path / architecture)
+        compiled = passes(folder, rows, lora=False, compile="eager")
+        assert (compiled.graphs, compiled.breaks) == (2, 0), architecture
+        assert_same(compiled, passes(folder, rows, lora=False))
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "said"),
+    [(False, "is several graphs, not one"), (True, "is not compiled, as it is not one graph, which model.gradient_ch")],
+)
+def test_what_cannot_be_one_graph_is_said(
+    checkpointing: bool, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gpt_oss attends sample by sample, by a function that torch.compile leaves out."""
+    folder, rows = save_model("gpt_oss", tmp_path), rows_of()[:2]
+    options = {"lora": False, "gradient_checkpointing": checkpointing}
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        compiled = passes(folder, rows, **options, compile="eager")
+    (line,) = [record.getMessage() for record in caplog.records if "model.compile" in record.getMessage()]
+    assert line.startswith(f"model.compile: GptOssDecoderLayer {said}")
+    assert "torch.compiler.disable" in line
+    assert_same(compiled, passes(folder, rows, **options))
+
+
+def test_rows_of_few_lengths_give_the_same_numbers_in_few_shapes(tiny_qwen2: str) -> None:
+    """Of the shapes that CUDA graphs are recorded for: tokens, numbers of samples, and the longest of them."""
+    rows = rows_of((*ROWS, (9, 9, 9, 9), (50, 13), (40, 2, 2), (1,) * 20))
+    shapes: set[tuple[int, ...]] = set()
+    plain = passes(tiny_qwen2, rows)
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        def run(*inputs: Any) -> Any:
+            ends = [x.numel() for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.int32]
+            hidden = {x.shape[1] for x in inputs if isinstance(x, torch.Tensor) and x.ndim == 3}
+            shapes.add((*hidden, *ends))
+            return graph(*inputs)
+
+        return run
+
+    torch._dynamo.register_backend(backend, name="counts_shapes")
+    padded = passes(tiny_qwen2, rows, compile="counts_shapes", pad_rows_to=32)
+    assert_same(padded, plain)
+    assert (padded.graphs, padded.breaks) == (2, 0)  # one sample and several are alike, for there is padding
+    tokens = [sum(row["segment_lengths"]) for row in rows]
+    computed = [-(-count // 32) * 32 for count in tokens]
+    assert {shape[0] for shape in shapes} == set(computed) == {32, 64, 96}
+    assert {shape[1] for shape in shapes} <= {1 + 2**n for n in range(6)}
+    assert padded.padding == pytest.approx(1 - sum(tokens) / sum(computed))
+
+
+def test_cuda_graphs_need_rows_of_few_lengths(model_folder: str) -> None:
+    assert CausalLM(model_folder, compile="reduce-overhead", pad_rows_to=256).spec.pad_rows_to == 256
+    with pytest.raises(RecipeError, match="one for each number of tokens in a row; set model.pad_rows_to, e.g. to 256"):
+        CausalLM(model_folder, compile="reduce-overhead")
+    with pytest.raises(RecipeError, match=r"pad_rows_to=256 only costs time .* set model\.compile to reduce-overhead"):
+        CausalLM(model_folder, pad_rows_to=256)
+    with pytest.raises(RecipeError, match="pad_rows_to=0 must be a number of tokens"):
+        CausalLM(model_folder, compile=True, pad_rows_to=0)
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(RecipeError, match="PromptTuningConfig, which adds virtual tokens"):
+        CausalLM(model_folder, compile=True, pad_rows_to=256, peft=prompts)
