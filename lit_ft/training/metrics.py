@@ -18,8 +18,8 @@ from lit_ft.tuning.experts import ExpertLayer, expert_layers
 def metric_names(split: str) -> list[str]:
     """Names of the metrics that ``CausalLM`` logs of a split (train, val, test), apart from losses of sources."""
     names = [f"{split}/{name}" for name in ("loss", "perplexity", "token_accuracy", "router_aux_loss")]
-    of_steps = ["train/learning_rate", "train/grad_norm", "train/regularization", "train/expert_load_max_over_mean"]
-    return [*names, *of_steps] if split == "train" else names
+    of_steps = ["learning_rate", "grad_norm", "regularization", "expert_load_max_over_mean", "padding_share"]
+    return [*names, *(f"train/{name}" for name in of_steps)] if split == "train" else names
 
 
 def gather(state: Tensor, group: distributed.ProcessGroup | None = None) -> list[Tensor]:

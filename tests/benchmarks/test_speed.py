@@ -31,12 +31,14 @@ class Numbers(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.gradients: list[torch.Tensor] = []
+        self.padding: torch.Tensor | None = None
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.gradients += [p.grad.clone() for p in pl_module.trainable_parameters().values()]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
+        self.padding = trainer.callback_metrics.get("train/padding_share")
 
 
 def numbers(make_trainer: Any, model_folder: str, rows: str, callbacks: Any = (), **options: Any) -> Numbers:
@@ -206,9 +208,13 @@ def test_compiled_layers_give_the_same_numbers_and_rows_of_any_length_need_one_c
 def test_compiled_layers_offload_too(
     make_trainer: Any, model_folder: str, write_rows: Any, checkpointing: bool
 ) -> None:
+    """Once with padded rows, of whose padding the last step's is logged."""
     options: dict[str, Any] = {"peft": LORA, "gradient_checkpointing": checkpointing}
     plain = numbers(make_trainer, model_folder, write_rows(), **options)
-    both = numbers(make_trainer, model_folder, write_rows(), **options, activation_offload=True, compile="aot_eager")
+    options |= {"activation_offload": True, "compile": "aot_eager"}
+    both = numbers(make_trainer, model_folder, write_rows(), **options, pad_rows_to=64 if checkpointing else None)
+    assert (both.padding is not None) == checkpointing
+    assert both.padding is None or 0 < both.padding < 1
     assert both.losses == pytest.approx(plain.losses, rel=1e-6)
     for ours, wanted in zip(both.gradients, plain.gradients, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)

@@ -121,8 +121,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "selective": {"gradient_checkpointing": "selective"},
     "offload": {"gradient_checkpointing": True, "activation_offload": True},
 }
-ON_CUDA: dict[str, dict[str, Any]] = {"compiled": {"compile": True}, "liger": {"liger": True}}
-"""tests/benchmarks/test_speed.py compiles on a CPU."""
+ON_CUDA: dict[str, dict[str, Any]] = {
+    "compiled": {"compile": True},
+    "compiled, checkpointing": {"compile": True, "gradient_checkpointing": True},
+    "CUDA graphs": {"compile": "reduce-overhead", "pad_rows_to": 64},
+    "liger": {"liger": True},
+}
+"""tests/benchmarks/test_speed.py and tests/model/compiled compile on a CPU."""
 
 
 @pytest.mark.parametrize(
