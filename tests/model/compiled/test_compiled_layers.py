@@ -59,20 +59,21 @@ def assert_same(found: Passes, wanted: Passes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "checkpointing", "backend", "kinds"),
+    ("lora", "checkpointing", "backend", "chosen", "graphs"),
     [
-        (True, False, "eager", 2),  # the first layer's inputs need no gradients, the others' do
-        (True, True, "eager", 1),
-        (False, "selective", "aot_eager", 1),
+        (True, False, "eager", ROWS, 4),  # the first layer's inputs need no gradients, the others' do
+        (True, True, "eager", ROWS[::2], 1),  # rows of several samples
+        (False, True, "eager", ROWS[:2], 2),
+        (False, "selective", "aot_eager", ROWS[::2], 1),
     ],
 )
 def test_a_layer_is_one_graph_for_one_sample_and_one_for_several(
-    lora: bool, checkpointing: Any, backend: str, kinds: int, tiny_qwen2: str
+    lora: bool, checkpointing: Any, backend: str, chosen: tuple[tuple[int, ...], ...], graphs: int, tiny_qwen2: str
 ) -> None:
-    rows = rows_of()
+    rows = rows_of(chosen)
     options = {"lora": lora, "gradient_checkpointing": checkpointing}
     compiled = passes(tiny_qwen2, rows, **options, compile=backend)
-    assert (compiled.graphs, compiled.breaks) == (2 * kinds, 0)
+    assert (compiled.graphs, compiled.breaks) == (graphs, 0)
     assert_same(compiled, passes(tiny_qwen2, rows, **options))
 
 
@@ -83,12 +84,12 @@ def tiny_qwen2(tmp_path: Path) -> str:
 
 
 def test_sliding_windows_and_experts_are_in_the_graph(tmp_path: Path) -> None:
-    """Graphs are those for one sample and for several, in all four layers."""
-    rows = rows_of()[1:3]
+    """One graph for all four layers."""
+    rows = rows_of(ROWS[::2])
     for architecture in ("mistral", "qwen3_moe"):
         folder = save_model(architecture, tmp_path / architecture)
         compiled = passes(folder, rows, lora=False, compile="eager")
-        assert (compiled.graphs, compiled.breaks) == (2, 0), architecture
+        assert (compiled.graphs, compiled.breaks) == (1, 0), architecture
         assert_same(compiled, passes(folder, rows, lora=False))
 
 
