@@ -1,7 +1,7 @@
 """Offload of activations to host memory between the forward and the backward pass."""
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -25,10 +25,17 @@ class ActivationsOnHost(saved_tensors_hooks):
         host = save_on_cpu(pin_memory=True)
 
         def pack(tensor: Tensor) -> object:
-            return tensor if is_weight(tensor) else host.pack_hook(tensor)
+            if is_weight(tensor):
+                return tensor
+            # `save_on_cpu` makes contiguous tensors, and compiled layers count on the strides that they saved.
+            order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+            return host.pack_hook(tensor.permute(order)), order
 
         def unpack(packed: object) -> Tensor:
-            return packed if isinstance(packed, Tensor) else host.unpack_hook(packed)
+            if isinstance(packed, Tensor):
+                return packed
+            on_host, order = cast(tuple[object, list[int]], packed)
+            return host.unpack_hook(on_host).permute([order.index(place) for place in range(len(order))])
 
         super().__init__(pack, unpack)
 
