@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lit_ft.commands.keys import given_key
+from lit_ft.commands.inference.keys import given_key
 from lit_ft.commands.listening import LOOPBACK, address_of, listening
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.option_parser import OptionParser

@@ -14,7 +14,7 @@ from lit_callbacks.output.printable import printable
 from rich.console import Console
 from rich.table import Table
 
-from lit_ft.commands.keys import API_KEY, JUDGE_API_KEY, given_key
+from lit_ft.commands.inference.keys import API_KEY, JUDGE_API_KEY, given_key
 from lit_ft.errors import RecipeError
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_tokenizer

@@ -12,7 +12,7 @@ from lit_callbacks.report.tables import ReportTable
 from rich.console import Console
 from rich.table import Table
 
-from lit_ft.commands.keys import API_KEY, given_key
+from lit_ft.commands.inference.keys import API_KEY, given_key
 from lit_ft.errors import RecipeError
 from lit_ft.inference.answered_turns import AnsweredTurns, answered_turns
 from lit_ft.inference.openai.client import OpenAIClient

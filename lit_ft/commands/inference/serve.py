@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from lit_ft.commands.keys import API_KEY, given_key
+from lit_ft.commands.inference.keys import API_KEY, given_key
 from lit_ft.commands.listening import LOOPBACK, address_of, listening
 from lit_ft.errors import RecipeError
 from lit_ft.inference.continuous_batching import Engine, batching_obstacle, cache_tokens_in, start_engine

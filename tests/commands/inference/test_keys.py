@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lit_ft.commands.keys import given_key
+from lit_ft.commands.inference.keys import given_key
 from lit_ft.errors import RecipeError
 
 VARIABLE = "LIT_FT_TEST_KEY"
