@@ -40,9 +40,10 @@ from lit_ft.training.optimizers.configure import configure_optimizers
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec, batches_for_init
-from lit_ft.tuning import adapter_files, experts, method_hooks
+from lit_ft.tuning import adapter_files, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
+from lit_ft.tuning.targets import experts
 
 
 class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from lit_ft.internals.transformers import GroupedExperts
 from lit_ft.packed_batch import PackedBatch, TokenLoss
-from lit_ft.tuning.experts import ExpertLayer, expert_layers
+from lit_ft.tuning.targets.experts import ExpertLayer, expert_layers
 
 
 def metric_names(split: str) -> list[str]:

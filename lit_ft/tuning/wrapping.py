@@ -23,7 +23,8 @@ from lit_ft.internals.peft import around_each_layer
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.parameter_patterns import matching
-from lit_ft.tuning import all_linear, compatibility, experts, prompt_learning
+from lit_ft.tuning import compatibility, prompt_learning
+from lit_ft.tuning.targets import all_linear, experts
 
 
 def add_peft(

@@ -21,7 +21,7 @@ from lit_ft.data.text.sources import Source
 from lit_ft.packed_batch import TokenLoss
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.training.metrics import ExpertLoad, SourceMeans, StageMetrics, TokenMean
-from lit_ft.tuning.experts import expert_layers
+from lit_ft.tuning.targets.experts import expert_layers
 
 CASTS: dict[str, Any] = {
     "to": lambda module: module.to(dtype=torch.bfloat16),

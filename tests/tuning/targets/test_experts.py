@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel
 from transformers import BitsAndBytesConfig
 
 from lit_ft import CausalLM, RecipeError
-from lit_ft.tuning import experts
+from lit_ft.tuning.targets import experts
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True)
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -1,0 +1,1 @@
+"""What of a model a tuning method reaches: linear layers, experts, routers."""
