@@ -239,7 +239,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "misspelt peft option": (["--model.peft.lora_alfa", "3"], "did you mean 'lora_alpha'?"),
     "wrong type": (["--data.max_length", "abc"], "data.max_length: expected int; Given value: abc"),
     "target modules": (["--model.peft.target_modules", "[q_prj]"], "['q_prj'] match nothing in Qwen2ForCausalLM"),
-    "target pattern": (["--model.peft.target_modules", "q_[proj"], "model.peft: error: unterminated character set"),
+    "target pattern": (
+        ["--model.peft.target_modules", "q_[proj"],
+        "unterminated character set at position 2; correct the pattern",
+    ),
     "a size of the model": (
         ["--model.peft", "peft.PrefixTuningConfig", "--model.peft.token_dim", "5"],
         "model.peft: {'token_dim': 5} are sizes of the model, which are read from it; leave them out",

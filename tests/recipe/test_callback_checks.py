@@ -19,7 +19,11 @@ def test_what_is_logged_is_monitored(monitor: str) -> None:
         ("loss", True, "is not logged"),
         ("val/accuracy", True, "did you mean 'val/token_accuracy'"),
         ("val/loss/tools", False, "there is no validation"),
-        ("val_loss", False, "There are train/loss, .*train/regularization, train/expert_load_max_over_mean$"),
+        (
+            "val_loss",
+            False,
+            "There are train/loss, .*train/regularization, train/expert_load_max_over_mean, train/padding_share$",
+        ),
     ],
 )
 def test_what_is_not_logged_is_refused(monitor: str, has_validation: bool, message: str) -> None:

@@ -62,8 +62,9 @@ class Reads:
             mode.__exit__(None, None, None)
 
     def _note(self) -> None:
-        files = [frame.filename for frame in traceback.extract_stack() if frame.filename != __file__]
-        place = next(name for name in reversed(files) if "/torch/" not in name or "/torch/optim/" in name)
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))  # innermost first
+        own = (name for name in files if name not in (__file__, traceback.__file__))
+        place = next(name for name in own if "/torch/" not in name or "/torch/optim/" in name)
         parts = Path(place).parts[-3:]
         self.files["/".join(parts[1:] if parts[1] == "lit_ft" else parts)] += 1
 
