@@ -5,8 +5,9 @@ RUN    := $(VENV)/bin/python
 # Where test-lowest gets torch from: by default the lowest declared version, from torch's index of CPU builds.
 # With another one: make test-lowest TORCH="--find-links wheels --override torch.txt", where torch.txt has a version.
 TORCH  ?= --torch-backend cpu
-# Processes that run tests beside each other; 0 is the one that collects them.
-WORKERS ?= 2
+# Processes that run tests beside each other; 0 is the one that collects them. On two cores the third computes where
+# the others wait: for servers, pages and processes that are to stop.
+WORKERS ?= 3
 
 .PHONY: quickstart test test-lowest test-cuda tiny-qwen2 clean
 

@@ -81,7 +81,9 @@ def _ended(
     if isinstance(event, yaml.CollectionEndEvent):
         return open_values.pop()
     if isinstance(event, yaml.AliasEvent):
-        return None, sizes.get(event.anchor or "", MOST_VALUES + 1)  # unknown: refers to an enclosing value, or to none
+        is_enclosing = any(anchor == event.anchor for anchor, _ in open_values)
+        # An anchor that there is not is an error of the YAML, which loading reports.
+        return None, MOST_VALUES + 1 if is_enclosing else sizes.get(event.anchor or "", 1)
     if isinstance(event, yaml.ScalarEvent):
         if len(event.value) > LONG_TEXT and strings_within:
             check_size(event.value, strings_within - 1)

@@ -130,6 +130,19 @@ def _exit_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _end_at_signals() -> None:
+    """Let a forked process end at signals as others do: a library's pool ends its workers by SIGTERM.
+
+    A handler of Python would say so, and would not run while the worker waits for a lock, which the pool waits for.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is _exit:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_at_signals)
+
+
 def _exit(number: int, _: FrameType | None) -> NoReturn:
     # Not print: the signal may arrive during a print of the main thread.
     os.write(2, f"lit_ft: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}\n".encode())

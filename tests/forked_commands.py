@@ -144,11 +144,15 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def run_forked(
-    *arguments: str, env: Mapping[str, str] | None = None, cwd: str | Path | None = None, timeout: float = 180
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    timeout: float = 180,
+    module: str = "lit_ft",
 ) -> "subprocess.CompletedProcess[str]":
-    """``subprocess.run(["python", "-m", "lit_ft", *arguments], capture_output=True, text=True)`` in a fork."""
+    """``subprocess.run(["python", "-m", module, *arguments], capture_output=True, text=True)`` in a fork."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        command = ForkedCommand(arguments, env=env, cwd=cwd, stdout=out, stderr=errors)
+        command = ForkedCommand(arguments, env=env, cwd=cwd, stdout=out, stderr=errors, module=module)
         try:
             code = command.wait(timeout)
         finally:

@@ -13,7 +13,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from datetime import timedelta
+from functools import cache, partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 from lightning.pytorch import seed_everything
 from torch import distributed as dist
+from torch.distributed import distributed_c10d
 
 from lit_ft.internals.torch import clear_mesh_caches
 
@@ -73,6 +75,20 @@ def on_ranks(
         return [pickle.loads(path.read_bytes()) for path in reports]
 
 
+@cache
+def _device() -> Any:
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+class OneThread(dist.ProcessGroupGloo):
+    """Groups of a process that share one thread, which wakes up 100 times a second; by default each has its own."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [_device()], timeout
+        super().__init__(store, rank, size, options)
+
+
 class LiveRanks:
     """Processes that stay alive between the functions that they run, for each number of processes.
 
@@ -84,7 +100,7 @@ class LiveRanks:
 
         Args:
             keep_process_group: whether functions share a process group. DeepSpeed can use one only, but each mesh
-                adds threads of gloo to it, which wake up 100 times a second.
+                adds groups to it, with threads and connections of their own.
         """
         self._keep_process_group = keep_process_group
         self._groups: dict[int, list[tuple[int, Connection]]] = {}
@@ -182,6 +198,7 @@ def _fork(rank: int, world: int, local: int, port: int, run: Callable[[], None])
         # A collection would visit, and so copy, all memory that this process shares with its parent.
         gc.freeze()
         end_with_parent(parent)
+        distributed_c10d.ProcessGroupGloo = OneThread  # type: ignore[misc]
         # DTensor looks up the lines of the whole call stack for each operator and shape that it meets first.
         sys.tracebacklimit = 1
         os.environ |= {

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from conftest import make_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lit_ft import cli
 from lit_ft.cli import COMMANDS, main
 
 pytestmark = pytest.mark.slow
@@ -105,7 +107,14 @@ def test_a_checkpoint_is_as_large_as_what_trains(
     assert f"checkpoint: {file}, {file.stat().st_size / 2**20:.1f} MiB; the weights that train are" in caplog.text
 
 
-def test_the_saved_config_runs_again(capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+def test_the_saved_config_runs_again(
+    capsys: Any,
+    tmp_path: Path,
+    model_folder: str,
+    write_rows: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     run(capsys, *recipe(tmp_path, model_folder, write_rows(), max_steps=2), "--run_dir", str(first))
     run(capsys, "fit", "--config", str(first / "config.yaml"), "--run_dir", str(second))
@@ -114,6 +123,10 @@ def test_the_saved_config_runs_again(capsys: Any, tmp_path: Path, model_folder: 
     assert one == two
     losses = [[row["train/loss"] for row in csv.DictReader((f / "metrics.csv").open())] for f in (first, second)]
     assert losses[0] == losses[1]
+    monkeypatch.chdir(tmp_path)
+    again = ["--config", "first/config.yaml", "--run_dir", "first", "--data.val_path", one["data"]["init_args"]["path"]]
+    run(capsys, "validate", *again, "--ckpt_path", "last")
+    assert not [warning for warning in recwarn if "dirpath has changed" in str(warning.message)]
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("off", None), ("false", None), ("null", None), ("512", 512)])
@@ -235,9 +248,17 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "misspelt data option": (["--data.max_lenght", "3"], "did you mean 'max_length'?"),
     "misspelt trainer option": (["--trainer.max_stepz", "3"], "did you mean 'trainer.max_steps'?"),
     "misspelt section": (["--optimiser.lr", "3"], "unknown option 'optimiser.lr'; did you mean 'optimizer'?"),
+    "an option of another section": (
+        ["--model.target_modules", "[q_proj]"],
+        "model: unknown option 'target_modules'; it belongs to model.peft: model.peft.target_modules",
+    ),
+    "rows as sources": (
+        ["--data.sources", "[{instruction: a}]"],
+        "data.sources: unknown option 'instruction'; there are path, name, format, weight, max_rows, split, subset",
+    ),
     "misspelt run option": (["--rundir", "3"], "did you mean 'run_dir'?"),
     "misspelt peft option": (["--model.peft.lora_alfa", "3"], "did you mean 'lora_alpha'?"),
-    "wrong type": (["--data.max_length", "abc"], "data.max_length: expected int; Given value: abc"),
+    "wrong type": (["--data.max_length", "abc"], "data.max_length: 'abc' is no whole number"),
     "target modules": (["--model.peft.target_modules", "[q_prj]"], "['q_prj'] match nothing in Qwen2ForCausalLM"),
     "target pattern": (
         ["--model.peft.target_modules", "q_[proj"],
@@ -263,7 +284,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "a negative learning rate": (["--optimizer.lr", "-1e-3"], "optimizer: ValueError: Invalid learning rate: -0.001"),
     "no GPU": (["--trainer.accelerator", "gpu"], "torch sees no accelerator here: leave trainer.accelerator out"),
     "a negative seed": (["--seed_everything", "-3"], "seed_everything=-3 must be 0 to 4294967295"),
-    "a strategy that there is not": (["--trainer.strategy", "zero3"], "invalid strategy name: `strategy='zero3'`"),
+    "a strategy that there is not": (
+        ["--trainer.strategy", "zero3"],
+        "write auto, ddp, or a class of lit_ft.strategies",
+    ),
     "rank above the layer": (["--model.peft.r", "49"], "rank 49 is above the size of model.layers.0.self_attn.q_proj"),
     "another task": (["--model.peft.task_type", "SEQ_CLS"], "task_type=SEQ_CLS is not for causal language models"),
     "prompt method to be merged": (
@@ -271,7 +295,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         "PROMPT_TUNING adds no weights that could be merged into the base (merge=true); leave merge out",
     ),
     "no checkpoint": (["--ckpt_path", "last"], "there is no checkpoint in"),
-    "missing checkpoint": (["--ckpt_path", "x.ckpt"], "ckpt_path='x.ckpt' does not exist"),
+    "missing checkpoint": (
+        ["--ckpt_path", "bset"],
+        "ckpt_path='bset' does not exist; did you mean best? Or name a file",
+    ),
     "unwritable": (["--run_dir", "/proc/lit_ft"], "cannot be written"),
     "no such recipe": (["--config", "nope.yaml"], "nope.yaml"),
 }
@@ -298,6 +325,7 @@ def test_checkpoints_that_do_not_fit(
     run(capsys, *arguments, "--run_dir", str(tmp_path / "run"))
     monkeypatch.setattr("lit_ft.model.loading.load_base", lambda *_: pytest.fail("weights were loaded"))
     resume = [*arguments, "--run_dir", str(tmp_path / "run"), "--ckpt_path"]
+    recipe_of_run = (tmp_path / "run" / "config.yaml").read_text()
     lines = run(capsys, *resume, "last", "--model.peft.r", "8", code=2)
     assert "the checkpoint does not fit the model: 8 of 8 trainable weights differ" in lines
     lines = run(capsys, *resume, arguments[2], code=2)
@@ -306,7 +334,14 @@ def test_checkpoints_that_do_not_fit(
     assert "the checkpoint was written on other data: seed_everything was" in lines
     assert "--resume_data changed" in lines
     monkeypatch.undo()
+    lines = run(capsys, *resume, "last", "--optimizer", "torch.optim.AdamW", "--trainer.max_steps", "2", code=2)
+    assert (
+        "the checkpoint is that of another optimizer, with dampening, momentum, nesterov and not amsgrad, betas"
+        in lines
+    )
+    assert (tmp_path / "run" / "config.yaml").read_text() == recipe_of_run
     run(capsys, *resume, "last", "--seed_everything", "5", "--resume_data", "changed", "--trainer.max_steps", "2")
+    assert "max_steps: 2" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_an_unknown_command(capsys: Any) -> None:
@@ -317,3 +352,12 @@ def test_an_unknown_command(capsys: Any) -> None:
 
 def test_debug_shows_the_traceback(capsys: Any) -> None:
     assert "Traceback" in run(capsys, "fit", "--config", "nope.yaml", "--debug", code=2)
+
+
+def test_workers_of_a_library_s_pool_end_in_silence(capfd: Any) -> None:
+    with cli._exit_on_signals(), multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+        workers = multiprocessing.active_children()
+    for worker in workers:
+        worker.join(20)
+    assert capfd.readouterr().err == ""

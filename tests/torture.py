@@ -109,8 +109,8 @@ class Result:
 # --- a run ------------------------------------------------------------------------------------------------
 
 
-def write_recipe(folder: Path, accumulate: int) -> Path:
-    """Write a model of 60 thousand parameters, rows, and a recipe of 24 steps, 12 on two ranks.
+def write_recipe(folder: Path, accumulate: int, steps: int = 24) -> Path:
+    """Write a model of 60 thousand parameters, rows, and a recipe of ``steps`` steps, half as many on two ranks.
 
     Every second step writes two checkpoints.
     """
@@ -120,7 +120,7 @@ def write_recipe(folder: Path, accumulate: int) -> Path:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=384, **sizes, **heads, dtype="float32")).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    (folder / "rows.json").write_text(json.dumps(make_rows(24 * accumulate), ensure_ascii=False), encoding="utf-8")
+    (folder / "rows.json").write_text(json.dumps(make_rows(steps * accumulate), ensure_ascii=False), encoding="utf-8")
     lora = {"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
     saves = {"every_n_train_steps": 2, "save_last": True, "save_top_k": 1}
     recipe = {
@@ -192,12 +192,13 @@ class Life:
     def _watch_saves(self, rank: int, last_call: int | None) -> None:
         """Count the calls of saves, record the complete checkpoints, and kill this rank before one of the calls."""
         calls = 0
+        count = os.open(self.log / f"calls-{rank}", os.O_WRONLY | os.O_CREAT)
 
         def counted(function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*arguments: Any, **options: Any) -> Any:
                 nonlocal calls
                 calls += 1
-                (self.log / f"calls-{rank}").write_text(str(calls))
+                os.pwrite(count, b"%d" % calls, 0)  # a save makes hundreds of calls
                 if calls == last_call:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return function(*arguments, **options)
@@ -245,7 +246,7 @@ class Life:
 
     def calls(self, rank: int) -> int:
         path = self.log / f"calls-{rank}"
-        return int(path.read_text()) if path.exists() else 0
+        return int(path.read_text() or 0) if path.exists() else 0
 
 
 def _redirect_output(path: Path) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import environment
-from benchmarks.workload import SHAPES
+from benchmarks.workload import SHAPES, train_tokenizer
 
 GIB = 2**30
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -171,6 +171,7 @@ def plan(shape: dict[str, int], name: str) -> Point:
 
     with tempfile.TemporaryDirectory() as folder:
         Qwen2Config(**shape, tie_word_embeddings=name not in UNTIED).save_pretrained(folder)
+        train_tokenizer(["a b"], vocab_size=300).save_pretrained(folder)
         module = CausalLM(folder, init="random", **_lora())
         model: Any = module.check()
     trained = [p for p in model.parameters() if p.requires_grad]

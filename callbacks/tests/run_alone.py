@@ -1,4 +1,4 @@
-"""Training of two plain modules with every callback: ``python run_alone.py ddp|fsdp|single FOLDER``.
+"""Training of two plain modules with every callback: ``python run_alone.py ddp,fsdp FOLDER``, or ``single``.
 
 A test runs it in a clean environment in which only lit_callbacks is installed.
 """
@@ -129,5 +129,6 @@ def main(kind: str, how: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for kind in ("digits", "text"):
-        main(kind, sys.argv[1], Path(sys.argv[2]) / kind)
+    for how in sys.argv[1].split(","):
+        for kind in ("digits", "text"):
+            main(kind, how, Path(sys.argv[2]) / how / kind)

@@ -77,8 +77,9 @@ def clean_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_every_callback_on_plain_modules(clean_python: Path, tmp_path: Path) -> None:
     for name in ("run_alone.py", "plain_modules.py"):
         shutil.copy(HERE / name, tmp_path)
+    for together in ("single", "ddp,fsdp"):  # what needs two ranks shares their start
+        python(clean_python, "run_alone.py", together, str(tmp_path), folder=tmp_path)
     for how in ("single", "ddp", "fsdp"):
-        python(clean_python, "run_alone.py", how, str(tmp_path / how), folder=tmp_path)
         for kind in ("digits", "text"):
             check(tmp_path / how / kind, kind)
 

@@ -1,5 +1,6 @@
 """The ``convert`` command: data as Megatron's .bin/.idx or as Parquet, and models as Megatron's checkpoints."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -170,7 +171,13 @@ def _convert_base(run: RunFolder, out: Path, layout: Layout, naming: Naming, ver
     """Convert the base model of a run, and write its adapter beside it."""
     with _folder_beside(out) as folder:
         export(run=str(run.root), out=f"{folder}/adapter")  # first: it says what is wrong with the run
-        to_megatron(module_of(run.recipe()).spec.base.pretrained, out, layout, naming, verify)
+        base = module_of(run.recipe()).spec.base
+        if base.config_overrides:
+            raise RecipeError(
+                f"adapter=apart: the run was trained with model.config_overrides={json.dumps(base.config_overrides)}, "
+                "which are not in its base model's files; use --adapter merged"
+            )
+        to_megatron(base.pretrained, out, layout, naming, verify)
         (folder / "adapter").rename(out / "adapter")
 
 

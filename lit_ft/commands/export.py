@@ -1,5 +1,6 @@
 """The ``export`` command: write a run, or adapters from folders, as a Hugging Face folder."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,16 +21,16 @@ from lit_ft.export.adapter_folders import (
     Adapter,
     Combination,
     base_of,
+    check_base_config,
     check_unchanged,
     describe_base,
     load_adapters,
     make_room,
 )
-from lit_ft.export.folder_texts import describe_step, generation_texts, run_texts
+from lit_ft.export.folder_texts import config_notes, describe_step, generation_texts, run_texts
 from lit_ft.export.model_card import Card
 from lit_ft.export.restore_run import module_of, rebuild
-from lit_ft.model import loading
-from lit_ft.model.files.fingerprint import read_dtype, write_fingerprint
+from lit_ft.model.files.fingerprint import read_form, write_fingerprint
 from lit_ft.model.files.text_part import text_class
 from lit_ft.model.spec import ModelSpec
 from lit_ft.recipe.parser import RecipeParser
@@ -117,7 +118,7 @@ def export(
     elif folder is not None:
         exported = _of_run(folder, ckpt_path, check)
     else:
-        raise RecipeError("there is nothing to export; name a run, or adapters with --adapter")
+        raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")
     kind = "gguf_adapter" if gguf_adapter else f"gguf-{gguf}" if gguf else "merged" if merge else "adapter"
     destination = _destination(out, None if adapter else folder, kind, ckpt_path)
     if destination.resolve() == Path(exported.base).resolve():
@@ -223,6 +224,11 @@ class _Exported:
             )
         if self.spec.quantization is not None:
             rank_zero_info("the adapter was trained on a quantized base; here it is compared on the base's own weights")
+        if weight_type is None and self.spec.config_overrides:
+            rank_zero_info(
+                f"the adapter was trained with model.config_overrides={json.dumps(self.spec.config_overrides)}: a GGUF "
+                "file of the base holds them only if it was written with them; add --gguf TYPE for one that has them"
+            )
         build = self.spec.build_unquantized
         write_adapter_folder(to, _name_of(to), self.write_adapter, build, self.tokenizer, weight_type)
 
@@ -281,15 +287,13 @@ def _of_adapters(
     base = _base_of(adapters[0], folder, named)
     of_run = "model.pretrained"
     with option_called(of_run, of_run if folder is not None else describe_base(adapters[0], named)):
-        loading.load_config(base.pretrained)  # there is such a model
+        check_base_config(base, adapters[0])
         if check is not None:
             check(base, [adapter.config for adapter in adapters])
         check_unchanged(Path(base.pretrained).expanduser())
         tokenizer, now = base.tokenizer, base.fingerprint()
         for adapter in adapters:
-            skeleton = loading.skeleton(base.pretrained, overrides=base.config_overrides)
-            make_room(skeleton, tokenizer)
-            adapter.check(skeleton, now)
+            adapter.check(base)
         torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare
         model = base.build("sdpa")
     make_room(model, tokenizer)
@@ -304,14 +308,17 @@ def _of_adapters(
             commit=now["commit"],
             text_class=text_class(base.pretrained),
             method=wrapped.active_peft_config.peft_type.value,
-            notes=[f"Made of {', '.join(notes)} ({combination})."] if len(notes) > 1 else [],
+            notes=[
+                *([f"Made of {', '.join(notes)} ({combination})."] if len(notes) > 1 else []),
+                *(config_notes(base) if kind == "adapter" else []),
+            ],
         )
         return {"README.md": str(card)} | (generation_texts(model, tokenizer) if kind == "merged" else {})
 
     def write(to: Path) -> None:
         rows = wrapped.active_peft_config.to_dict().get("trainable_token_indices")
         wrapped.save_pretrained(to, save_embedding_layers=False if rows else "auto")
-        write_fingerprint(now, to, read_dtype(adapters[0].folder))
+        write_fingerprint(now, to, replace(read_form(adapters[0].folder), config_overrides=base.config_overrides or {}))
 
     return _Exported(wrapped, tokenizer, ", ".join(notes), base, texts, write)
 

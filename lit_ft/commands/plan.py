@@ -27,7 +27,7 @@ from lit_ft.planning.pipeline_timeline import idle_share, timetable
 from lit_ft.planning.report import MIB, Share, aligned, by_stage, format_layout, rank_share
 from lit_ft.planning.timeline_plot import draw
 from lit_ft.protocols import ChecksRecipe, micro_batch_size
-from lit_ft.recipe.option_parser import OptionParser
+from lit_ft.recipe.option_parser import OptionParser, positive
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.model_parallel import base_of
 from lit_ft.strategies.parallel.mesh import MeshSizes
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="of each node, in place of trainer.devices")
     parser.add_argument("--num_nodes", type=int, metavar="N", help="in place of trainer.num_nodes")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="also draw the pipeline's schedule (.png, .svg)")
-    parser.add_argument("--memory_gib", type=float, metavar="N", help="memory of a device: say whether a rank fits")
+    parser.add_argument("--memory_gib", type=positive, metavar="N", help="memory of a device: say whether a rank fits")
     options, rest = parser.parse_known_args(arguments[1:])
     PlanCLI(["fit", *rest], options.devices, options.num_nodes, options.draw, options.memory_gib)
 

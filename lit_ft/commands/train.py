@@ -1,5 +1,6 @@
 """The commands ``fit``, ``validate``, ``test`` and ``predict``: LightningCLI with lit_ft's defaults."""
 
+import os
 import sys
 from contextlib import suppress
 from dataclasses import fields
@@ -57,13 +58,14 @@ from lit_ft.recipe.files import check_files, expand_home, in_order
 from lit_ft.recipe.parse_errors import unwrap_class_error
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.recipe.run_options import add_predict_options, add_run_options
-from lit_ft.recipe.trainer_checks import check_strategy, explained_trainer
+from lit_ft.recipe.trainer_checks import check_ranks, check_strategy, explained_trainer
 from lit_ft.run import choice, predictions
 from lit_ft.run.choice import RunChoice
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import check_world_size, is_rank_zero, starts_ranks
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.progress import RunProgressBar
+from lit_ft.run.repeated_lines import said_once
 from lit_ft.run.state import RunState
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
@@ -104,10 +106,23 @@ def _missing(defaults: list[Callback], given: list[Callback]) -> list[Callback]:
 class SaveRecipe(SaveConfigCallback):
     """Write the resolved recipe to ``config.yaml`` in the run folder."""
 
+    _is_due = False
+
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the recipe of a new run; that of a run that resumes is kept until its checkpoint has been read."""
+        if stage == "fit":
+            self._is_due = RunFolder(Path(self.config["run_dir"])).config.is_file()
+            if not self._is_due:
+                self._write(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the recipe of a run that resumes: a refused resume must not change it."""
+        if self._is_due:  # on rank 0
+            self._write(trainer)
+            self._is_due = False
+
+    def _write(self, trainer: Trainer) -> None:
         """Write the recipe without its resume options, so that the file can start a run or resume one."""
-        if stage != "fit":
-            return
         config = self.config.clone()
         config["ckpt_path"] = config["resume"] = None
         config["resume_data"] = "same"
@@ -280,8 +295,11 @@ class TrainingCLI(LightningCLI):
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
             if sys.stdout.isatty():
                 kwargs["callbacks"].append(RunProgressBar())
-        kwargs["default_root_dir"] = given.default_root_dir or str(folder.root)
+        # As in fit, where ModelCheckpoint resolves it: another spelling would be a warning about another folder.
+        kwargs["default_root_dir"] = given.default_root_dir or os.path.realpath(folder.root)
         check_strategy(given.strategy)
+        if self._computes:
+            check_ranks(given.devices, given.accelerator)
         with explained_trainer(str(given.accelerator)):
             trainer = super().instantiate_trainer(**kwargs)
         if starts_ranks(trainer):
@@ -367,7 +385,8 @@ class TrainingCLI(LightningCLI):
                 self.model.start = saved_start(self.options.ckpt_path)
                 if stage == "fit" and self.trainer.world_size == 1:
                     resume_threads(saved_threads(self.options.ckpt_path))
-            skeleton = self.model.check()
+            with said_once():
+                skeleton = self.model.check()
             self._try_optimizer(skeleton)
             if isinstance(strategy, ChecksModel):
                 strategy.check_model(self.model, skeleton)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.data.text.formats import Chat, Text, renamed
-from lit_ft.data.text.rendering import prompt_and_answer
+from lit_ft.data.text.rendering import expected_answer, prompt_of
 from lit_ft.data.text.sources import RawRow, Source
 from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.data.tokens.tokenization import Tokenization
@@ -89,8 +89,8 @@ def _question(
     asked = without_answer(given, tokenization.format)
     example = tokenization.example(given if asked is None else asked)
     if isinstance(example, Chat):
-        prompt, question, answer = prompt_and_answer(example, tokenization.template)
-        return prompt, question["content"], answer["content"] if asked is None else None
+        prompt, question = prompt_of(example, tokenization.template)
+        return prompt, question["content"], expected_answer(example, tokenization.template) if asked is None else None
     if isinstance(example, Text) and example.prompt:
         begin = tokenization.tokenizer.bos_token if tokenization.opening is not None else ""
         return begin + example.prompt, example.prompt, example.text if asked is None else None

@@ -10,7 +10,7 @@ from lit_ft import process
 from lit_ft.data.questions import questions_of
 from lit_ft.data.text.chat_template import set_chat_template
 from lit_ft.data.text.formats import Chat
-from lit_ft.data.text.rendering import prompt_and_answer
+from lit_ft.data.text.rendering import expected_answer, prompt_of
 from lit_ft.data.text.sources import Source, shared_content
 from lit_ft.data.tokens.preparation import Preparation, Prepared
 from lit_ft.data.tokens.samples import Samples, held_out_samples, join
@@ -93,7 +93,8 @@ class DataSplits(Mapping[str, Samples]):
         """
         sources = self.sources[split] or (self.sources["val"] if split == "test" else [])
         if not sources:
-            raise RecipeError(f"there is no data to {_VERBS[split]} on; set data.{split}_path or data.val_path")
+            other = "data.val_fraction" if split == "val" else "data.val_path"
+            raise RecipeError(f"there is no data to {_VERBS[split]} on; set data.{split}_path or {other}")
         self.prepared[split] = [self.preparation.prepare(source) for source in sources]
         for line in (line for prepared in self.prepared[split] for line in prepared.lines):
             rank_zero_info(line)
@@ -169,8 +170,9 @@ class DataSplits(Mapping[str, Samples]):
             for row_number, (_, row) in enumerate(prepared.source.rows()):
                 example = tokenization.example(row) if row_number in rows else None
                 if isinstance(example, Chat):
-                    prompt, question, answer = prompt_and_answer(example, tokenization.template)
-                    prompts.append({"prompt": prompt, "question": question["content"], "expected": answer["content"]})
+                    prompt, question = prompt_of(example, tokenization.template)
+                    expected = expected_answer(example, tokenization.template)
+                    prompts.append({"prompt": prompt, "question": question["content"], "expected": expected})
         return prompts
 
     def texts(self, ids: Sequence[str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Adapters in folders: selection, comparison with a base model, and combination by weights into one adapter."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -10,10 +11,10 @@ from lit_callbacks.export.manifest import ManifestError, read_manifest, verify_m
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_ft.errors import RecipeError, explained
-from lit_ft.model import embeddings
+from lit_ft.errors import RecipeError, explained, option_called
+from lit_ft.model import embeddings, loading
 from lit_ft.model.files import size_check
-from lit_ft.model.files.fingerprint import Fingerprint, check_same_base, read_fingerprint
+from lit_ft.model.files.fingerprint import FILE, check_same_base, read_fingerprint, read_form
 from lit_ft.model.spec import ModelSpec
 from lit_ft.tuning import bottleneck  # noqa: F401 (the method of bottleneck is known to PEFT once it is imported)
 from lit_ft.tuning.lora_init import FROM_THE_BASE, init_of
@@ -32,6 +33,9 @@ Combination = Literal[
     "magnitude_prune_svd",
 ]
 """PEFT's methods to combine several adapters into one; only ``cat`` is their exact weighted sum."""
+
+
+OVERRIDES = "model.config_overrides"
 
 
 @dataclass(frozen=True)
@@ -84,26 +88,41 @@ class Adapter:
         """Whether the folder has a tokenizer of its own."""
         return (self.folder / "tokenizer_config.json").is_file()
 
-    def check(self, skeleton: PreTrainedModel, base: Fingerprint) -> None:
-        """Refuse an adapter that is damaged, or that belongs to another base model.
+    def check(self, base: ModelSpec) -> None:
+        """Refuse an adapter that is damaged, or that belongs to another base model, before weights are read.
 
         Args:
-            skeleton: base model without weights; PEFT's layers are added to it.
-            base: fingerprint of the base model.
+            base: base model, with the tokenizer that the adapter is used with.
 
         Raises:
-            RecipeError: a file, the recorded base, a parameter name or a shape differs.
+            RecipeError: a file, the recorded base, its config, a parameter name or a shape differs.
         """
         name = f"the adapter {str(self.folder)!r}"
         check_unchanged(self.folder)
-        recorded = read_fingerprint(self.folder)
+        recorded, now = read_fingerprint(self.folder), base.fingerprint()
         if recorded is not None:
-            check_same_base(recorded, base, name)
+            check_same_base(recorded, now, name)
         else:
-            _check_name(self.config.base_model_name_or_path, base["pretrained"], name)
-        self._check_shapes(skeleton, name)
+            _check_name(self.config.base_model_name_or_path, now["pretrained"], name)
+        self._check_config(base, name)
+        self._check_shapes(base, name)
 
-    def _check_shapes(self, skeleton: PreTrainedModel, name: str) -> None:
+    def _check_config(self, base: ModelSpec, name: str) -> None:
+        """Refuse a base whose config was given other values than in the adapter's training."""
+        trained = read_form(self.folder).config_overrides
+        if trained is None:
+            return
+        with option_called(OVERRIDES, f"config_overrides in {self.folder / FILE}"):
+            config = loading.load_config(base.pretrained, trained)
+        if config.to_dict() != base.config.to_dict():
+            raise RecipeError(
+                f"{name} was trained with {OVERRIDES}={json.dumps(trained)}, and the base is read with "
+                f"{json.dumps(dict(base.config_overrides or {}))}; use it with a base, and adapters, of the same values"
+            )
+
+    def _check_shapes(self, base: ModelSpec, name: str) -> None:
+        skeleton = loading.skeleton(base.pretrained, overrides=base.config_overrides)
+        make_room(skeleton, base.tokenizer)
         config = self.config
         if isinstance(config, LoraConfig) and isinstance(config.init_lora_weights, str):
             config.init_lora_weights = True  # other inits read weights, which a skeleton does not have
@@ -121,7 +140,9 @@ class Adapter:
 
 
 def base_of(adapter: Adapter, named: str | None) -> ModelSpec:
-    """Base model of an adapter, with the adapter's own tokenizer if its folder has one.
+    """Base model of an adapter, with the values of its config that the adapter was trained with.
+
+    The tokenizer is the adapter's own, if its folder has one.
 
     Args:
         adapter: adapter.
@@ -133,12 +154,29 @@ def base_of(adapter: Adapter, named: str | None) -> ModelSpec:
     pretrained = named or adapter.recorded_base
     if not pretrained:
         raise RecipeError(f"the adapter {str(adapter.folder)!r} names no base; give it with --base")
-    return ModelSpec(pretrained, str(adapter.folder) if adapter.has_tokenizer else pretrained)
+    tokenizer = str(adapter.folder) if adapter.has_tokenizer else pretrained
+    return ModelSpec(pretrained, tokenizer, config_overrides=read_form(adapter.folder).config_overrides or None)
 
 
 def describe_base(adapter: Adapter, named: str | None) -> str:
     """What errors call the base of an adapter: the option that names it, or the files that record it."""
     return "--base" if named else f"the base that {adapter.folder} records"
+
+
+def check_base_config(base: ModelSpec, adapter: Adapter) -> None:
+    """Read the config of an adapter's base, and say in what it is not as its files have it, or as it was in training.
+
+    Raises:
+        RecipeError: there is no such model.
+    """
+    loading.load_config(base.pretrained)
+    if base.config_overrides:
+        rank_zero_info(f"the base of {adapter.folder} is read with {OVERRIDES}={json.dumps(base.config_overrides)}")
+    if method := read_form(adapter.folder).quantization:
+        rank_zero_info(
+            f"{adapter.folder} was trained on a base quantized by {method}, and is used with the unquantized one here, "
+            "which answers a little differently; name the run in place of its adapter's folder for the quantized one"
+        )
 
 
 def make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

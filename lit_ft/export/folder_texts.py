@@ -19,6 +19,8 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.export.model_card import Card
 from lit_ft.model.files.text_part import text_class
+from lit_ft.model.generation import end_of_call
+from lit_ft.model.spec import ModelSpec
 from lit_ft.process import datamodule_of
 from lit_ft.run.folder import RUNS, RunFolder
 from lit_ft.training.causal_lm import CausalLM
@@ -63,8 +65,8 @@ def run_texts(
     spec, base = module.spec, module.base_fingerprint
     added = [*spec.base.added_tokens, *spec.base.added_special_tokens]
     notes = [f"Tokens added: {', '.join(f'`{token}`' for token in added)}."] if added else []
-    if spec.base.config_overrides and kind == "adapter":
-        notes.append(f"Load the base with these values of its config: `{json.dumps(spec.base.config_overrides)}`.")
+    if kind == "adapter":
+        notes += config_notes(spec.base)
     card = Card(
         kind=kind,
         title=" ".join(run.root.parts[-2:]) if RUNS in run.root.parents else run.root.name,  # recipe and time
@@ -84,10 +86,18 @@ def run_texts(
     return texts
 
 
-def generation_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """``generation_config.json`` that also stops at the end-of-turn token; empty if the model's own already does.
+def config_notes(base: ModelSpec) -> list[str]:
+    """What an adapter's model card says of values in place of those of the base's config.json."""
+    if not base.config_overrides:
+        return []
+    return [f"Load the base with these values of its config: `{json.dumps(base.config_overrides)}`."]
 
-    Inference engines stop only at the ids in this file: without the template's token an answer would not end.
+
+def generation_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """``generation_config.json`` that also stops where a turn ends; empty if the model's own already does.
+
+    Inference engines stop only at the ids in this file: without the template's token an answer, or the turn of a tool
+    call, would not end.
     """
     try:
         end = ChatTemplate(tokenizer).end_of_turn if tokenizer.chat_template else ""
@@ -95,13 +105,14 @@ def generation_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         end = ""
     given = model.generation_config.eos_token_id
     stops = [given] if isinstance(given, int) else list(given or [])
-    if not end or (stop := tokenizer.get_vocab()[end]) in stops:
+    ends = dict.fromkeys([end] * bool(end) + end_of_call(tokenizer))
+    new = {token: tokenizer.get_vocab()[token] for token in ends if tokenizer.get_vocab()[token] not in stops}
+    if not new:
         return {}
     config = copy.deepcopy(model.generation_config)
-    config.eos_token_id = [*stops, stop]
-    rank_zero_info(
-        f"generation_config.json: eos_token_id {given} -> {config.eos_token_id}, so that {end} ends an answer"
-    )
+    config.eos_token_id = [*stops, *new.values()]
+    said = f"so that {' or '.join(new)} ends an answer"
+    rank_zero_info(f"generation_config.json: eos_token_id {given} -> {config.eos_token_id}, {said}")
     return {"generation_config.json": config.to_json_string()}
 
 

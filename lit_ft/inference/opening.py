@@ -1,5 +1,6 @@
 """A model that answers, opened from a run, an adapter's folder, a model's folder or a hub id."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,11 +14,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.data.text.chat_template import ChatTemplate, set_chat_template
 from lit_ft.errors import RecipeError, option_called
-from lit_ft.export.adapter_folders import Adapter, base_of, check_unchanged, describe_base, load_adapters, make_room
+from lit_ft.export.adapter_folders import (
+    Adapter,
+    base_of,
+    check_base_config,
+    check_unchanged,
+    describe_base,
+    load_adapters,
+    make_room,
+)
 from lit_ft.export.model_card import Recipe
 from lit_ft.export.restore_run import module_of, rebuild
 from lit_ft.model import loading
-from lit_ft.model.files.fingerprint import read_dtype
+from lit_ft.model.config.overrides import Overrides
+from lit_ft.model.files.fingerprint import read_form
 from lit_ft.model.generation import dense_implementation
 from lit_ft.model.spec import ModelSpec
 from lit_ft.run.folder import LAST, RunFolder
@@ -40,6 +50,8 @@ class OpenedModel:
     """State of an adapter's init that has changed the base's weights in memory."""
     untrained: ModelSpec | None = None
     """Base model of a run, as it was before training."""
+    config_overrides: Overrides | None = None
+    """Values in place of those of the base's config.json."""
     has_template: bool = True
     """False where the tokenizer has no chat template, and ``plain`` stands in for it."""
 
@@ -105,11 +117,15 @@ class SharedBase:
             # The copies differ in their tokens, so the shared model has none added.
             self._first, self._loaded = spec, replace(spec, added_tokens=(), added_special_tokens=()).build()
         first = self._first
-        forms = [(one.fingerprint(), one.dtype, str(one.quantization), one.config_overrides) for one in (first, spec)]
+        forms = [
+            (one.fingerprint(), one.dtype, str(one.quantization), one.config_overrides or None) for one in (first, spec)
+        ]
         if forms[0] != forms[1]:
             raise RecipeError(
                 f"{spec.pretrained!r} and {first.pretrained!r} are not the same base in the same form (dtype "
-                f"{spec.dtype} and {first.dtype}, quantization, config); models that are opened together share one base"
+                f"{spec.dtype} and {first.dtype}, quantization, model.config_overrides "
+                f"{json.dumps(spec.config_overrides)} and {json.dumps(first.config_overrides)}); models that are "
+                "opened together share one base"
             )
         return replace(spec, loaded=self._loaded)
 
@@ -119,7 +135,10 @@ class SharedBase:
             return None
         base = self.of(self._first).build("sdpa")
         _place(base, self._first.is_quantized)
-        return OpenedModel(base, base, like.tokenizer, like.template, self._first.pretrained)
+        overrides = self._first.config_overrides
+        return OpenedModel(
+            base, base, like.tokenizer, like.template, self._first.pretrained, config_overrides=overrides
+        )
 
 
 def open_together(
@@ -188,6 +207,12 @@ def open_model(
         return _open_run(RunFolder(folder), ckpt_path, chosen, shared)
     if _has_adapter(folder):
         return _open_adapter(Adapter.parse(str(folder)), base, chosen, shared)
+    if not folder.exists() and RunFolder(folder.parent).config.is_file():
+        newest = RunFolder(folder.parent).chosen_checkpoint(LAST)
+        raise RecipeError(
+            f"path={path!r}: the run has not written it yet; its newest checkpoint is {newest}, which opens by the "
+            f"run's folder {str(folder.parent)!r}"
+        )
     with option_called("model.pretrained", "path"):
         spec = ModelSpec(path, path)
         spec.skeleton()
@@ -265,10 +290,9 @@ def _open_adapter(
 ) -> OpenedModel:
     spec = _in_dtype_of_training(base_of(adapter, named), adapter)
     with option_called("model.pretrained", describe_base(adapter, named)):
+        check_base_config(spec, adapter)
         check_unchanged(Path(spec.pretrained).expanduser())
-        skeleton = loading.skeleton(spec.pretrained)
-        make_room(skeleton, spec.tokenizer)
-        adapter.check(skeleton, spec.fingerprint())
+        adapter.check(spec)
         base = (spec if shared is None else shared.of(spec)).build("sdpa")
     make_room(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chosen)
@@ -276,7 +300,7 @@ def _open_adapter(
 
 def _in_dtype_of_training(spec: ModelSpec, adapter: Adapter) -> ModelSpec:
     """Base of an adapter in the dtype that its run read it in, so that the folder answers as the run does."""
-    dtype = read_dtype(adapter.folder)
+    dtype = read_form(adapter.folder).dtype
     if dtype is None:
         rank_zero_info(
             f"{adapter.folder} does not record the dtype of its training: the base is read in that of its files"
@@ -296,7 +320,11 @@ def _opened(
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
     base.set_attn_implementation(dense_implementation(base))  # a run's model is set to packed batches
-    return OpenedModel(model, base, spec.tokenizer, template, name, has_template=has_template)
+    return OpenedModel(
+        *(model, base, spec.tokenizer, template, name),
+        config_overrides=spec.config_overrides,
+        has_template=has_template,
+    )
 
 
 def _place(model: PreTrainedModel | PeftModel, is_quantized: bool) -> None:

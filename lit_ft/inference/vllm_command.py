@@ -1,10 +1,12 @@
 """The ``vllm serve`` command that stands for a server of ours, for large loads."""
 
+import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from peft import LoraConfig, PeftModel
+from transformers import PretrainedConfig
 
 from lit_ft.inference.opening import BASE, OpenedModel
 from lit_ft.run.folder import RunFolder
@@ -37,10 +39,23 @@ def vllm_command(opened: Mapping[str, OpenedModel], paths: Mapping[str, str]) ->
     modules = [f"{name}={_adapter_folder(Path(paths[name]))}" for name in adapted]
     base = opened[BASE] if BASE in opened else next(iter(opened.values()))
     command = ["vllm", "serve", base.pretrained, "--served-model-name", BASE, "--enable-lora"]
+    if overrides := _config_overrides(base):
+        command += ["--hf-overrides", json.dumps(overrides)]
     command += ["--max-lora-rank", str(min(one for one in _RANKS if one >= rank)), "--lora-modules", *modules]
     missing = [path for name, path in paths.items() if name in adapted and not _has_adapter(Path(path))]
     before = "".join(f"python -m lit_ft export --run {shlex.quote(path)} ; " for path in missing)
     return before + shlex.join(command)
+
+
+def _config_overrides(base: OpenedModel) -> dict[str, object]:
+    """Values of a base's config that are not those of its config.json, complete, by their names there."""
+    if not base.config_overrides:
+        return {}
+    config, names = base.base.config, [*base.config_overrides, "max_position_embeddings"]  # scaling changes these too
+    values = config.to_dict()
+    read = {name: values[name] for name in names if name in values}
+    of_file, _ = PretrainedConfig.get_config_dict(base.pretrained)
+    return {"text_config": read} if isinstance(of_file.get("text_config"), dict) else read
 
 
 def _unsupported(model: PeftModel) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,15 @@ if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTuner
     from torch import Tensor, nn
     from transformers import PreTrainedModel
+
+
+def all_linear_layers(config: PeftConfig, model: PreTrainedModel) -> set[str]:
+    """Names of the layers that PEFT reads ``target_modules: all-linear`` as."""
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+    config = copy(config)
+    config.target_modules = "all-linear"
+    return set(_maybe_include_all_linear_layers(config, model).target_modules)
 
 
 def refuses_target(config: PeftConfig, model: PreTrainedModel, last_name: str) -> bool:

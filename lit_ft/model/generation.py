@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from lit_callbacks.distributed.gather import is_split
+from lit_callbacks.protocols import Message
 from peft import PeftModel
 from transformers import (
     GenerationConfig,
@@ -138,32 +139,74 @@ def greedy_decoding(model: PreTrainedModel, stops: Sequence[int], pad_token_id: 
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids that end an answer: end tokens of model and tokenizer, and those that close a chat template's turn.
+    """Token ids that end an answer: end tokens of model and tokenizer, and those that close a chat template's turns.
 
     A base model's own end token may never follow a turn of a conversation, because the template uses another one.
     """
     given = model.generation_config.eos_token_id
     stops = [given] if isinstance(given, int) else list(given or [])
     stops += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return list(dict.fromkeys([*stops, *tokenizer.convert_tokens_to_ids(closing_tokens(tokenizer))]))
+    closing = [*closing_tokens(tokenizer), *end_of_call(tokenizer)]
+    return list(dict.fromkeys([*stops, *tokenizer.convert_tokens_to_ids(closing)]))
 
 
 def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Special tokens that the chat template writes right after an answer; empty without a chat template."""
-    if not tokenizer.chat_template:
-        return []
-    answer = "probe answer"
-    turns = [{"role": "user", "content": "probe question"}, {"role": "assistant", "content": answer}]
-    try:
-        closing = render_chat(tokenizer, turns).rpartition(answer)[2]
-    except RecipeError:
-        raise
-    except Exception:  # a foreign template may raise anything: then the end of its answers is unknown
-        return []
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    one = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+    one, (_, closing) = _special_tokens(tokenizer), _around(tokenizer, _ANSWER, _ANSWERED)
     run = re.match(rf"\s*((?:{one})+)", closing)
     return re.findall(one, run.group(1)) if run else []
+
+
+def end_of_call(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Special token that ends a turn which calls tools, e.g. gpt-oss's ``<|call|>``; empty where there is none.
+
+    A token that closes each of several calls ends no turn.
+    """
+    _, closing = _around(tokenizer, _CALLS, _CALLED)
+    last = re.search(rf"({_special_tokens(tokenizer)})\s*\Z", closing)
+    return [last[1]] if last and closing.count(last[1]) == 1 else []
+
+
+def has_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether an answer or a tool call begins with special tokens, e.g. gpt-oss's ``<|channel|>final<|message|>``."""
+    openings = _around(tokenizer, _ANSWER, _ANSWERED)[0], _around(tokenizer, _CALLS, _CALLED)[0]
+    return any(re.search(_special_tokens(tokenizer), opening) for opening in openings)
+
+
+_ANSWERED, _CALLED = "probe answer", "probe_call"
+_CALL = {"type": "function", "function": {"name": _CALLED, "arguments": {"probe": "value"}}}
+_ANSWER: Message = {"role": "assistant", "content": _ANSWERED}
+_CALLS: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{**_CALL, "id": "call00001"}, {**_CALL, "id": "call00002"}],
+}
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Pattern of any special token."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+
+
+def _around(tokenizer: PreTrainedTokenizerBase, turn: Message, text: str) -> tuple[str, str]:
+    """What the chat template writes between the prompt and a text of the turn behind it, and after the text.
+
+    Both are empty where the template does not render it.
+    """
+    if not tokenizer.chat_template:
+        return "", ""
+    question: Message = {"role": "user", "content": "probe question"}
+    try:
+        before, found, closing = render_chat(tokenizer, [question, turn]).partition(text)
+        prompt = render_chat(tokenizer, [question], generation=True)
+    except RecipeError:
+        raise
+    except Exception:  # a foreign template may raise anything: then what it writes is unknown
+        return "", ""
+    if not found:
+        return "", ""
+    return before.removeprefix(prompt) if before.startswith(prompt) else "", closing
 
 
 @torch.no_grad()
@@ -177,6 +220,8 @@ def generate_answers(
     rows: Sequence[int] | None = None,
 ) -> list[str]:
     """Answer prompts as one left-padded batch; an answer ends at any of ``stop_ids``.
+
+    Special tokens are left out of the text, unless the chat template writes them within answers.
 
     Args:
         model: model that generates: ``base``, or the PEFT model around it.
@@ -198,7 +243,8 @@ def generate_answers(
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded], device=base.device)
     was_training = model.training
     model.eval()
-    with dense_attention(base), greedy_decoding(base, stop_ids(base, tokenizer), pad_token_id):
+    stops = stop_ids(base, tokenizer)
+    with dense_attention(base), greedy_decoding(base, stops, pad_token_id):
         generated = model.generate(
             input_ids=input_ids,
             attention_mask=mask,
@@ -207,4 +253,11 @@ def generate_answers(
             logits_processor=sampling.processors(sampling.generators(rows or range(len(encoded)))),
         )
     model.train(was_training)
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in generated[: len(prompts), longest:]]
+    answers = [_ended(ids, stops) for ids in generated[: len(prompts), longest:].tolist()]
+    hides_special = not has_marks(tokenizer)
+    return [tokenizer.decode(ids, skip_special_tokens=hides_special) for ids in answers]
+
+
+def _ended(ids: list[int], stops: Sequence[int]) -> list[int]:
+    """Tokens of an answer before the first that ends it."""
+    return ids[: next((place for place, token in enumerate(ids) if token in stops), len(ids))]

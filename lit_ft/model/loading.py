@@ -44,6 +44,8 @@ CONFIG_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, StrictDataclassEr
 """Exceptions of transformers for a bad config.json."""
 WEIGHT_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, SafetensorError, UnpicklingError)
 """Exceptions of transformers for bad weight files."""
+_LEAST_VOCABULARY = 8
+"""Smallest vocabulary of a tokenizer. Without its file, transformers builds one of a few special tokens."""
 Init = Literal["pretrained", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -60,6 +62,8 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(pretrained, trust_remote_code=False)
         tokenizer("a")  # some settings are checked only on use
+        if len(tokenizer.get_vocab()) - len(tokenizer.get_added_vocab()) < _LEAST_VOCABULARY:
+            raise ValueError("without the file of its vocabulary, e.g. tokenizer.json, it would leave out all text")
         json.dumps(tokenizer.init_kwargs, default=str, ensure_ascii=False).encode()  # half of a surrogate pair fails
         return tokenizer
     except Exception as error:  # tokenizers raises no more specific class for a file that does not parse

@@ -15,6 +15,7 @@ from lit_ft import process
 from lit_ft.model import embeddings, loading, quantization
 from lit_ft.model.config.overrides import Overrides
 from lit_ft.model.files import fingerprint, size_check, text_part
+from lit_ft.model.files.fingerprint import BaseForm
 from lit_ft.model.files.weight_files import check_weight_files
 
 
@@ -64,6 +65,11 @@ class ModelSpec:
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Fingerprint that tells this base model from another one."""
         return fingerprint.fingerprint(self.pretrained, self.init, process.seed())
+
+    def form(self) -> BaseForm:
+        """Form in which the weights are read, as an adapter's folder records it."""
+        method = None if self.quantization is None else quantization.method_of(self.quantization)
+        return BaseForm(self.dtype, self.config_overrides or {}, method)
 
     def skeleton(self) -> PreTrainedModel:
         """Model on the meta device, without weights, after checks of config, weight files and tokenizer.

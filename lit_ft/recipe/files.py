@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,19 +12,41 @@ from jsonargparse import Namespace
 
 from lit_ft.bounded_yaml import SAFE_LOADER, check_size
 from lit_ft.errors import RecipeError
+from lit_ft.recipe.other_trainers import OPTIONS
 
+_NO_VALUE = re.compile(r"--(?=$|[A-Za-z])\S*$")
+"""What begins with two dashes is an option, unless it has a space."""
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+OWN_SECTIONS = ("data", "lr_scheduler", "model", "optimizer", "trainer")
+"""Keys of a recipe that hold options."""
+_QUOTED = ("'", '"', "|", ">")
+_OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
+_LISTS_OF_CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+")
+_FILES_OF_MODELS = {
+    "peft_type": "the config of an adapter, no recipe; name a recipe, or talk to the adapter: python -m lit_ft chat",
+    "tokenizer_class": "the config of a tokenizer, no recipe; name the folder of its model: --model.pretrained",
+    "architectures": "the config of a model, no recipe; name its folder: --model.pretrained",
+    "model_type": "the config of a model, no recipe; name its folder: --model.pretrained",
+}
+"""By a key of a file that lies in the folder of a model: what the file is; the folder follows."""
 
 
 def in_order(arguments: Sequence[str]) -> list[str]:
     """Command line with its files first, so that options override files wherever they stand; argparse takes the last.
 
     Negative numbers are joined to their option: argparse takes ``-1e-3`` for an option of its own.
+
+    Raises:
+        RecipeError: an option begins with one dash, or an option of a section has no value.
     """
     command, given = list(arguments[:1]), iter(arguments[1:])
     files: list[str] = []
     options: list[str] = []
     for argument in given:
+        if argument in ("--", "="):
+            raise RecipeError(f"{argument!r} stands alone; write --OPTION VALUE, or --OPTION=VALUE without spaces")
         if re.fullmatch(r"-[A-Za-z][\w.]{2,}(=.*)?", argument):  # argparse would take it for -c with a value
             raise RecipeError(f"{argument!r} begins with one dash; write -{argument}")
         if argument in ("--config", "-c"):
@@ -34,6 +57,10 @@ def in_order(arguments: Sequence[str]) -> list[str]:
             options[-1] += f"={argument}"
         else:
             options.append(argument)
+    for option, value in pairwise([*options, "--"]):
+        # argparse would name the section alone.
+        if re.fullmatch(r"--\w+(\.[\w+]+)+", option) and not option.endswith(".help") and _NO_VALUE.match(value):
+            raise RecipeError(f"{option} has no value behind it; add one")
     return command + files + options
 
 
@@ -58,27 +85,110 @@ def check_files(arguments: Sequence[str]) -> None:
             raise RecipeError(f"--config {path}: cannot be read ({error.strerror}); name another file") from error
 
 
+def expand_home(value: object) -> object:
+    """Value of a recipe with ``~`` expanded at the start of its strings, at any depth; namespaces change in place.
+
+    A shell expands it only where a word begins: not in a recipe, and not after ``--run_dir=``.
+    """
+    if isinstance(value, str):
+        return os.path.expanduser(value)
+    if isinstance(value, Namespace):
+        for name, inner in vars(value).items():
+            setattr(value, name, expand_home(inner))
+    elif isinstance(value, dict):
+        return {name: expand_home(inner) for name, inner in value.items()}
+    elif isinstance(value, list):
+        return [expand_home(inner) for inner in value]
+    return value
+
+
+# --- YAML ----------------------------------------------------------------------------------------
+
+
 def _check_yaml(path: Path, text: str) -> None:
+    """Refuse a file that is no recipe.
+
+    Args:
+        path: the file, for messages.
+        text: its content.
+
+    Raises:
+        RecipeError: it is no YAML, no mapping, a file of something else, has a key twice, or a key or a text that would
+            not be read as it is meant.
+    """
     check_size(text)
     try:
         root = yaml.compose(text, Loader=SAFE_LOADER)
     except yaml.YAMLError as error:
-        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-        line = mark.line if mark is not None else 0
-        reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-        is_tab = "\t" in text.split("\n")[min(line, text.count("\n"))]
-        advice = "indent with spaces, not with a tab" if is_tab else "correct it there, or in the line before"
-        raise RecipeError(f"{path}:{line + 1}: is no YAML ({reason}); {advice}") from error
+        raise _no_yaml(path, text, error) from error
     if root is None:
         raise RecipeError(f"{path}: is empty; a recipe names at least a model and data, as recipes/qwen.yaml does")
     if not isinstance(root, yaml.MappingNode):
         what = "a list" if isinstance(root, yaml.SequenceNode) else "one value"
-        raise RecipeError(f"{path}: holds {what}; a recipe is a mapping, e.g. data: {{path: rows.json}}")
+        example = (
+            f"name data with --data.path {path}"
+            if path.suffix in (".json", ".jsonl")
+            else "e.g. data: {path: rows.json}"
+        )
+        raise RecipeError(f"{path}: holds {what}; a recipe is a mapping, {example}")
+    _refuse_other_files(path, _entries(root))
     for key, first, line in _repeated_keys(root, set()):
         raise RecipeError(
             f"{path}:{line}: {key!r} stands in line {first} already, and the later one would replace all of the first; "
             "put both together"
         )
+    for line, message in _misplaced(root, "", set()):
+        raise RecipeError(f"{path}:{line}: {message}")
+
+
+def _no_yaml(path: Path, text: str, error: yaml.YAMLError) -> RecipeError:
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    reason = (error.problem if isinstance(error, yaml.MarkedYAMLError) else None) or str(error)
+    line = mark.line if mark is not None else 0
+    advice = "correct it there, or in the line before"
+    if "\t" in text.split("\n")[min(line, text.count("\n"))]:
+        advice = "indent with spaces, not with a tab"
+    elif "another document" in reason:
+        advice = "a recipe is one document; take out the line ---"
+    elif "escape" in reason:
+        advice = "in double quotes a backslash begins an escape; use single quotes"
+    elif "undefined alias" in reason or "alphabetic or numeric" in reason:
+        advice = "put a text that begins with * in quotes"
+    return RecipeError(f"{path}:{line + 1}: is no YAML ({reason}); {advice}")
+
+
+def _entries(node: yaml.Node) -> dict[str, yaml.Node]:
+    """Values of a mapping by key; empty for other nodes, and without keys that are no scalars."""
+    if not isinstance(node, yaml.MappingNode):
+        return {}
+    return {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+
+
+# --- files of something else ---------------------------------------------------------------------
+
+
+def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
+    if set(OWN_SECTIONS) & {key for key, value in entries.items() if isinstance(value, yaml.MappingNode)}:
+        return
+    for key, what in _FILES_OF_MODELS.items():
+        if key in entries and path.suffix == ".json":
+            raise RecipeError(f"--config {path}: is {what} {path.parent}")
+    sets = [_entries(value).get("file_name") for value in entries.values()]
+    if named := [one.value for one in sets if isinstance(one, yaml.ScalarNode)]:
+        raise RecipeError(
+            f"--config {path}: is LLaMA-Factory's list of data sets, no recipe; name the file of one: "
+            f"--data.path {path.parent / named[0]}"
+        )
+    theirs = {key: OPTIONS[key] for key in entries if key in OPTIONS}
+    if len(theirs) >= 3:
+        short = {key: re.split(r"[;,(:]", ours)[0].strip() for key, ours in theirs.items()}
+        told = ", ".join(f"{key} = {ours}" for key, ours in short.items() if ours != "nothing")
+        needless = ", ".join(key for key, ours in short.items() if ours == "nothing")
+        rest = f"; leave out {needless}" if needless else ""
+        raise RecipeError(f"{path}: has options of another trainer; begin with recipes/qwen.yaml. Here {told}{rest}")
+
+
+# --- keys ----------------------------------------------------------------------------------------
 
 
 def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[tuple[str, int, int]]:
@@ -99,18 +209,43 @@ def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[tuple[str, int, 
             yield from _repeated_keys(value, seen)
 
 
-def expand_home(value: object) -> object:
-    """Value of a recipe with ``~`` expanded at the start of its strings, at any depth; namespaces change in place.
+def _misplaced(node: yaml.Node, name: str, seen: set[int]) -> Iterator[tuple[int, str]]:
+    """Lines, counted from 1, with what is wrong: options beside a class, classes as keys, colons without a space.
 
-    A shell expands it only where a word begins: not in a recipe, and not after ``--run_dir=``.
+    Args:
+        node: value of a key, at any depth.
+        name: the key.
+        seen: nodes that were looked at.
     """
-    if isinstance(value, str):
-        return os.path.expanduser(value)
-    if isinstance(value, Namespace):
-        for name, inner in vars(value).items():
-            setattr(value, name, expand_home(inner))
-    elif isinstance(value, dict):
-        return {name: expand_home(inner) for name, inner in value.items()}
-    elif isinstance(value, list):
-        return [expand_home(inner) for inner in value]
-    return value
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            if name in _LISTS_OF_CLASSES and isinstance(item, yaml.MappingNode) and "class_path" not in _entries(item):
+                first = next(iter(_entries(item)), "")
+                advice = f"write class_path: {first or 'NAME'}, and its options under init_args"
+                yield item.start_mark.line + 1, f"{name}: {first!r} is no class_path; {advice}"
+            yield from _misplaced(item, "", seen)
+    if isinstance(node, yaml.ScalarNode) and name in OWN_SECTIONS and (text := _without_space(node)) is not None:
+        yield node.start_mark.line + 1, text
+    if isinstance(node, yaml.MappingNode):
+        names = _entries(node)
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if (text := _without_space(key)) is not None:
+                yield line, text
+            if "class_path" in names and key.value not in (*_OF_A_CLASS, "<<"):
+                near = get_close_matches(key.value, _OF_A_CLASS, n=1)
+                advice = f"did you mean {near[0]}?" if near else f"put it under init_args: {{{key.value}: ...}}"
+                yield line, f"{key.value!r} stands beside class_path; {advice}"
+            yield from _misplaced(value, key.value, seen)
+
+
+def _without_space(node: yaml.ScalarNode) -> str | None:
+    """What is wrong with a text without quotes that is one word to YAML, e.g. ``path:rows.json``; None otherwise."""
+    if node.style in _QUOTED or not re.match(r"\w+:[^\s/]", node.value):
+        return None
+    return f"{node.value!r} is one text; put a space after the colon"

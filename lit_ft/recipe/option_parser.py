@@ -1,11 +1,34 @@
 """Parser of the options that a command has beside those of a recipe; without slow imports."""
 
-from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from lit_ft.errors import RecipeError
+
+
+def number_from(least: int) -> Callable[[str], int]:
+    """Type of an option: a whole number of at least ``least``."""
+
+    def whole_number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise ArgumentTypeError(f"{value} must be {least} or more")
+        return value
+
+    whole_number.__name__ = "int"  # which argparse names
+    return whole_number
+
+
+def positive(text: str) -> float:
+    """Type of an option: a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ArgumentTypeError(f"{text!r} must be a number above 0, e.g. 24")
+    return value
 
 
 class OptionParser(ArgumentParser):

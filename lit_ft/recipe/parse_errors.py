@@ -15,6 +15,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.jsonargparse import option_names, positional_names
 from lit_ft.recipe import allowed_code
 from lit_ft.recipe.other_trainers import CLASSES, EXAMPLES, OPTIONS
+from lit_ft.recipe.value_errors import no_number, reasons, shortened
 
 SECTIONS = ("data", "model")
 """Keys of a recipe whose default class is lit_ft's."""
@@ -46,8 +47,8 @@ def _reason_of_class(message: str) -> str | None:
     first, _, rest = message.strip().partition("\n")
     message = f"{first}\n{dedent(rest)}"
     if _UNION.match(message):
-        reasons = re.split(r"^  - ", message.partition("\nGiven value type")[0], flags=re.MULTILINE)[1:]
-        found = [_reason_of_class(reason) for reason in reasons if not reason.startswith(_NO_CLASS)]
+        parts = re.split(r"^  - ", message.partition("\nGiven value type")[0], flags=re.MULTILINE)[1:]
+        found = [_reason_of_class(reason) for reason in parts if not reason.startswith(_NO_CLASS)]
         return found[-1] if found else None
     if (head := _IN_CLASS.match(message)) is not None:
         return f"{head[1]}: {_reason_of_class(message[head.end() :])}"
@@ -69,12 +70,13 @@ def explain(message: str, parser: ArgumentParser, classes: Iterable[type]) -> st
     head = f"{key}: " if key else ""
     if (found := _UNKNOWN.search(message)) is not None:
         name = next(group for group in found.groups() if group)
-        return _unknown_option(name, key, message, _options(message, parser, classes))
+        options = _options(message, parser, classes)
+        return _unknown_option(name, key, message, parser.prog or "", option_names(parser), options)
     for reason in _REASONS_OF_VALUES:
         if (text := reason(message, key)) is not None:
             return head + text
-    reasons = _reasons(re.sub(r'Parser key "[\w.]+":', "\n", message))
-    return f"{key}.{reasons}" if key and re.match(r"[\w.]+: ", reasons) else head + reasons
+    text = reasons(re.sub(r'Parser key "[\w.]+":', "\n", message))
+    return f"{key}.{text}" if key and re.match(r"[\w.]+: ", text) else head + text
 
 
 # --- the command line ----------------------------------------------------------------------------
@@ -91,19 +93,29 @@ def _of_command_line(message: str, parser: ArgumentParser) -> str | None:
         return f"--config {folder[1]}: is no file; name a recipe in it, e.g. recipes/qwen.yaml"
     if (word := re.search(r"argument --(\w+)/--no_\w+: invalid _boolean_type value: '(.*)'", message)) is not None:
         return f"{word[1]}={shortened(word[2], 100)!r} is neither true nor false"
+    if (word := re.match(r"Value not boolean: (.*?)\.?$", message)) is not None:  # of the one option without a type
+        return f"merge={shortened(word[1], 100)!r} is neither true nor false"
     if (alone := re.match(r"unrecognized arguments: ([^-\s]\S*)", message)) is not None:
-        value = shortened(alone[1], 100)
-        if (dashes := re.match("[\u2012-\u2015-]*", value)) and dashes[0]:
-            return f"{value!r} begins with another dash; write --{value[dashes.end() :]}"
-        if value.endswith((".yaml", ".yml")):
-            return f"{value!r} stands alone; write --config {value}"
-        return f"{value!r} belongs to no option; write --OPTION {value}"
+        return _of_a_word(shortened(alone[1], 100))
     if (needed := re.search(r"following arguments are required: ([\w., ]+)", message)) is not None:
         return _missing([name.rpartition(".")[2] for name in needed[1].split(", ")], parser)
     return None
 
 
+def _of_a_word(value: str) -> str:
+    """Explanation of a word that stands where an option is expected."""
+    if (dashes := re.match("[\u2012-\u2015-]*", value)) and dashes[0]:
+        return f"{value!r} begins with another dash; write --{value[dashes.end() :]}"
+    if value.endswith((".yaml", ".yml")):
+        return f"{value!r} stands alone; write --config {value}"
+    if value == "help" or re.match(r"[\w.+]+=", value):
+        return f"{value!r} has no dashes; write --{value}"
+    return f"{value!r} belongs to no option; write --OPTION {value}"
+
+
 def _near_file(path: Path) -> str:
+    if re.search(r"\.ya?ml,", path.name):
+        return "; give each file a --config of its own"
     folder = path.parent
     names = [file.name for file in folder.iterdir() if file.suffix in (".yaml", ".yml")] if folder.is_dir() else []
     near = get_close_matches(path.name, names, n=1)
@@ -127,13 +139,22 @@ def _missing(names: list[str], parser: ArgumentParser) -> str:
 # --- unknown options -----------------------------------------------------------------------------
 
 _UNKNOWN = re.compile(
-    r"unrecognized arguments: --([\w.]+)|Option '([\w.]+)' is not accepted|[Kk]ey '([\w.]+)' is not expected"
+    r"unrecognized arguments: --([\w.:-]+)|Option '([\w.:-]+)' is not accepted|[Kk]ey '([\w.]+)' is not expected"
     r"|does not accept option '([\w.]+)'"
 )
 
 
-def _unknown_option(name: str, key: str, message: str, options: list[str]) -> str:
-    """Explanation of an option that there is not, with the nearest one, or the one that is another trainer's."""
+def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str], options: list[str]) -> str:
+    """Explanation of an option that there is not, with the nearest one, or the one that is another trainer's.
+
+    Args:
+        name: the option.
+        key: option of the class whose option it would be; empty for the command line.
+        message: message of jsonargparse.
+        prog: name of the parser's command.
+        own: options of the parser.
+        options: options to compare with: those of the parser and of classes.
+    """
     head = f"{key}: " if key else ""
     # The full name, or its first section: `optimiser.class_path` is a misspelled `optimizer`.
     section, _, word = name.rpartition(".")
@@ -141,12 +162,38 @@ def _unknown_option(name: str, key: str, message: str, options: list[str]) -> st
     part = (ours or "").rpartition(".")[0]
     if ours == f"{part}.{name}" and part in EXAMPLES and not message.startswith("unrecognized"):
         return _needs_class(name, part)
+    if name == "run" and prog.split()[-1:] in (["predict"], ["test"], ["validate"]):
+        return "unknown option 'run'; write --config RUN/config.yaml --ckpt_path last"
     if ours is not None:
         return f"{head}unknown option {shortened(name, 100)!r}; here it is {ours}"
-    near = [option for option in options if option.startswith(name)]  # an abbreviation
-    near += [near for part in (name, name.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
-    advice = f"did you mean {near[0]!r}?" if near else "see --help for what there is"
+    spelt = re.sub("[:-]", lambda sign: "." if sign[0] == ":" else "_", name)
+    near = [option for option in options if option.startswith(spelt)]  # an abbreviation
+    near += [near for part in (spelt, spelt.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
+    own = [option for option in own if not option.endswith("help")]
+    advice = "see --help for what there is"
+    if near:
+        advice = f"did you mean {near[0]!r}?"
+    elif (home := _home_of(word)) is not None:
+        advice = f"it belongs to {home}: {home}.{word}"
+    elif 0 < len(own) <= _MOST_LISTED and not message.startswith("unrecognized"):
+        advice = f"there are {', '.join(own)}"
     return f"{head}unknown option {shortened(name, 100)!r}; {advice}"
+
+
+_MOST_LISTED = 20
+"""Number of options of a class up to which they are all named."""
+
+
+def _home_of(option: str) -> str | None:
+    """Section of a recipe whose usual class has an option of this name; None where none has."""
+    from lightning.pytorch import Trainer
+    from peft import LoraConfig
+
+    from lit_ft.data.text_data import TextDataModule
+    from lit_ft.training.causal_lm import CausalLM
+
+    homes = {"trainer": Trainer, "data": TextDataModule, "model": CausalLM, "model.peft": LoraConfig}
+    return next((home for home, cls in homes.items() if option in inspect.signature(cls).parameters), None)
 
 
 def _needs_class(option: str, part: str) -> str:
@@ -201,8 +248,10 @@ def _short_name(message: str, key: str) -> str | None:
     if short is None:
         return None
     if re.search(r"Expected a <class '(float|int)'>", message):  # PyTorch allows tensors as learning rates
-        return f"{shortened(short[1], 100)!r} is no number"
+        return no_number(short[1], whole=False)
     ours = CLASSES.get(short[1].lower())
+    if short[1].lower() in ("none", "no", "off"):
+        return f"{short[1]!r} is no class path; for none write null"
     example, modules = EXAMPLES.get(key, ("torch.optim.AdamW", ()))
     of_module = {name: module for module in modules for name in dir(import_module(module)) if name[0].isupper()}
     near = [f"{of_module[name]}.{name}" for name in get_close_matches(short[1], of_module, n=1, cutoff=0.7)]
@@ -237,48 +286,6 @@ _REASONS_OF_VALUES: tuple[Callable[[str, str], str | None], ...] = (
     _text_as_mapping,
 )
 """Explanations of values by message and key, without the key; the first that knows the message is taken."""
-
-
-def _reasons(message: str) -> str:
-    """Reasons in a jsonargparse message, without the types that it tried and the values that it repeats."""
-    message = re.sub(r"Type typing.Callable\[.*?\] expects a function or a callable class: ", "", message)
-    message = re.sub(r"[Ee]xpected (a )?<class '([\w.]+)'>", r"expected \2", message)
-    message = re.sub(r"[Ee]xpected a typing.Literal\[", "expected one of [", message)
-    message = re.sub(r"unhashable type: .*|argument of type .* is not iterable", "class_path must be a text", message)
-    parts = [part.strip(" -") for line in message.splitlines() for part in line.split("; ")]
-    parts = [re.sub(r"\.? Got value: ?([\[{]|Namespace).*", "", part) for part in parts if part]
-    parts = [part for part in parts if not part.startswith(_NOISE)] or [message.strip()]
-    # Where no class was named, the types are the only reasons.
-    is_told = any(not part.startswith((*_TYPES, "Given value")) for part in parts)
-    telling = [part for part in parts if not (is_told and part.startswith(_TYPES))]
-    text = "; ".join(dict.fromkeys(shortened(part, 200) for part in telling))
-    return shortened(text, 600)
-
-
-def shortened(text: str, length: int) -> str:
-    """Cut a text to at most ``length`` characters, with ``...`` at the end."""
-    return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-_NOISE = (
-    "Parser key",
-    "Does not validate",
-    "Subtypes",
-    "Errors:",
-    "expected NoneType",
-    "Problem with given class_path",
-    "Given value type",
-    "Given value: Namespace",
-    "Given value: {",
-    "Given value: [",
-    "Subclass types expect one of",
-    "a class path (str)",
-    "a dict with",
-    "Given value: NestedArg",
-)
-"""Beginnings of message lines in which jsonargparse lists types and values."""
-_TYPES = ("Not a valid subclass of", "Expected an instantiatable class")
-"""Beginnings of message lines about the classes that an option allows."""
 
 
 def _how_to_install(module: str) -> str:

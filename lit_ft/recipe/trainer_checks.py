@@ -1,5 +1,6 @@
 """Arguments of Lightning's ``Trainer`` in a recipe, which ``Trainer`` itself checks."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_ft.errors import RecipeError
-from lit_ft.recipe.parse_errors import shortened
+from lit_ft.recipe.value_errors import shortened
 
 
 @contextmanager
@@ -24,7 +25,9 @@ def explained_trainer(accelerator: str) -> Iterator[None]:
     except (ValueError, TypeError, MisconfigurationException) as error:
         is_absent = accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
         advice = "; give a number of devices from 1 on, or auto" if "devices" in str(error) else ""
-        if is_absent:
+        if "invalid strategy name" in str(error):
+            advice = "; write auto, ddp, or a class of lit_ft.strategies, e.g. --config recipes/strategies/fsdp.yaml"
+        elif is_absent:
             advice = "; torch sees no accelerator here: leave trainer.accelerator out, or set cpu"
         raise RecipeError(f"trainer: {shortened(str(error), 400).rstrip('.')}{advice}") from error
 
@@ -42,6 +45,27 @@ def check_strategy(strategy: object) -> None:
         )
 
 
+def check_ranks(devices: object, accelerator: object) -> None:
+    """Refuse more processes on CPUs than the machine can start.
+
+    Args:
+        devices: ``trainer.devices``.
+        accelerator: ``trainer.accelerator``.
+
+    Raises:
+        RecipeError: there are more than ``_RANKS_PER_CORE`` for each core.
+    """
+    on_cpus = accelerator == "cpu" or (accelerator == "auto" and not torch.accelerator.is_available())
+    cores = os.cpu_count() or 1
+    number = int(devices) if isinstance(devices, int | str) and str(devices).isdecimal() else 1
+    if on_cpus and number > max(cores * _RANKS_PER_CORE, 16):
+        raise RecipeError(
+            f"trainer.devices={devices} would start {number:,} processes on this machine's {cores} CPU cores; on CPUs "
+            "give at most one for each core"
+        )
+
+
+_RANKS_PER_CORE = 4
 _OF_ANY_MACHINE = (
     *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "log_every_n_steps", "overfit_batches"),
     *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),

@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,10 @@ class RunFolder:
         if name == BEST:
             return best_of(self.checkpoints)
         if not (path := Path(name)).exists():
+            near = get_close_matches(name.lower(), (LAST, BEST), n=1)
+            advice = f"did you mean {near[0]}? Or " if near else ""
             raise RecipeError(
-                f"ckpt_path={name!r} does not exist; name a file or folder .ckpt, e.g. of {self.checkpoints}, or "
+                f"ckpt_path={name!r} does not exist; {advice}name a file or folder .ckpt in checkpoints/ of a run, or "
                 "`last` or `best`"
             )
         return path

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError
+from lit_ft.internals.hub import use_the_cache_without_a_network
 from lit_ft.internals.lm_eval import sandbox_templates, show_no_progress
 from lit_ft.scoring.task_files import check_task_file
 
@@ -67,6 +68,8 @@ def load_tasks(names: Sequence[str], manager: "TaskManager | None" = None) -> "l
     for name in names:
         if name not in files and name not in manager.task_index:
             raise _unknown(name, manager.all_tasks)
+    if any(_data_of(manager, name, name in files) is not None for name in names):
+        use_the_cache_without_a_network()
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         found: Any = _load(manager, name, name in files)

@@ -325,7 +325,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         has_own_embeddings = bool(self.spec.base.added_ids)
         adapter_files.save(self.model, self.check, self.start, has_own_embeddings, folder, state_dict)
         if self.base_fingerprint is not None:
-            write_fingerprint(self.base_fingerprint, folder, self.spec.base.dtype)
+            write_fingerprint(self.base_fingerprint, folder, self.spec.base.form())
 
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Keep the trainable weights only: the frozen base is where it came from.

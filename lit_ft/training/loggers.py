@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import loggers as lightning_loggers
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
 from lit_ft.checkpointing.storage.failures import explain_failed_write
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, explained
 from lit_ft.run.folder import RunFolder
 
 
@@ -192,6 +193,18 @@ class StepEvents(TensorBoardLogger):
 class LitLogger(lightning_loggers.LitLogger, Logger):
     """Lightning's logger for lightning.ai, as a subclass of the class that ``trainer.logger`` admits."""
 
+    @property
+    def experiment(self) -> Any:
+        """Experiment on lightning.ai; the first access logs in, before any weights are read.
+
+        Raises:
+            RecipeError: nobody is logged in, and there is no network or no browser to do so.
+        """
+        with explained(
+            "trainer.logger: LitLogger", "run `lightning login` once where there is a network, or leave it out"
+        ):
+            return super().experiment
+
 
 def _flat(options: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:
     """Options without nesting, as numbers, booleans and text; those that are not set are left out."""
@@ -215,7 +228,7 @@ def put_files_in(folder: Path, logger: object) -> None:
         logger: parsed ``trainer.logger``: classes with their arguments, changed in place.
 
     Raises:
-        RecipeError: the package of a logger is not installed.
+        RecipeError: the package of a logger is not installed, or the logger would log nothing.
     """
     for one in logger if isinstance(logger, list) else [logger]:
         if not isinstance(one, Namespace) or not isinstance(arguments := one.get("init_args"), Namespace):
@@ -238,7 +251,14 @@ def put_files_in(folder: Path, logger: object) -> None:
             arguments.tracking_uri = f"sqlite:///{folder.absolute()}/mlflow.db"  # MLflow 3 refuses plain files
             arguments.artifact_location = arguments.artifact_location or str(folder.absolute() / "mlflow")
         elif issubclass(cls, CometLogger):
+            if arguments.online is False:
+                raise RecipeError(
+                    "trainer.logger: with online: false Lightning's CometLogger logs nothing; leave it out, and set "
+                    "COMET_START_ONLINE=0 in the environment"
+                )
             more = {"offline_directory": str(folder / "comet")}
+            if os.environ.get("COMET_START_ONLINE", "").lower() in ("0", "false"):
+                (folder / "comet").mkdir(parents=True, exist_ok=True)  # Comet makes no folder within a new one
         if more:
             one["dict_kwargs"] = more | (one.get("dict_kwargs") or {})
 

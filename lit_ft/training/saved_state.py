@@ -7,11 +7,15 @@ from torch.optim import Optimizer
 from lit_ft.checkpointing.buffers import BufferWatch
 from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, trainable_shapes
+from lit_ft.errors import RecipeError
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
+
+_NO_OPTIONS = frozenset(("params", "param_names", "initial_lr"))
+"""Entries of an optimizer's groups that are no options of it: a schedule adds the last."""
 
 
 class SavedState:
@@ -33,13 +37,21 @@ class SavedState:
         self.buffers = BufferWatch(forward.base)
         self.optimizer_names: list[list[str]] = []
         """Names of the parameters of each optimizer, in its order."""
+        self._optimizer_options: frozenset[str] = frozenset()
+        self._saved_optimizer_options: frozenset[str] = frozenset()
         self.replay: Replay | None = None
         """Micro-batches that a resumed run trains on again."""
 
     def name_parameters(self, optimizer: Optimizer) -> None:
-        """Store the names of an optimizer's parameters, which its own state only numbers."""
+        """Store the names of an optimizer's parameters, which its own state only numbers.
+
+        Raises:
+            RecipeError: the checkpoint that was read is that of another optimizer.
+        """
         name_of = {id(p): name for name, p in self.module.named_parameters()}
         self.optimizer_names = [[name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]]
+        self._optimizer_options = frozenset(optimizer.param_groups[0])
+        self._check_optimizer()
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Reduce a checkpoint to the weights that train, and add the state."""
@@ -62,7 +74,7 @@ class SavedState:
             trainer: trainer of a fit that resumes; None where weights alone are loaded.
 
         Raises:
-            RecipeError: the checkpoint is that of another model, or the base has changed since.
+            RecipeError: the checkpoint is that of another model or optimizer, or the base has changed since.
         """
         lora_init.check_same(self.start, checkpoint.get("adapter_start"))
         here = trainable_shapes(self.module)  # fewer than trains where other ranks hold some of the layers
@@ -72,7 +84,20 @@ class SavedState:
             check_same_base(checkpoint["base"], self.base, "the checkpoint")
         method_hooks.load_state(self.forward.model, checkpoint.get("method_state", {}))
         if trainer is not None:
+            states = checkpoint.get("optimizer_states") or [{}]
+            first = states[0].get("param_groups", [])[:1]
+            self._saved_optimizer_options = frozenset(option for group in first for option in group)
+            self._check_optimizer()
             self.replay = go_back_to_a_step(checkpoint, trainer)
+
+    def _check_optimizer(self) -> None:
+        """Compare the options of the optimizer and of the saved one, once both are known; versions only add some."""
+        here, saved = (one - _NO_OPTIONS for one in (self._optimizer_options, self._saved_optimizer_options))
+        if here and saved and here - saved and saved - here:
+            raise RecipeError(
+                f"the checkpoint is that of another optimizer, with {', '.join(sorted(saved - here))} and not "
+                f"{', '.join(sorted(here - saved))}; resume with the optimizer that wrote it"
+            )
 
     def end_replay(self, trainer: Trainer, batch_idx: int | None = None) -> None:
         """End the replay at the micro-batch up to which the stopped run had validated; None ends it in any case."""

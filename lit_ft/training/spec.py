@@ -77,7 +77,7 @@ class TrainingSpec:
 
     def fingerprint(self) -> Fingerprint | None:
         """Fingerprint of the frozen base; None where all weights train, so that checkpoints hold everything."""
-        return None if self.tuning.trains_everything else self.base.fingerprint()
+        return None if self.tuning.trains_everything(self.base) else self.base.fingerprint()
 
     def check(self, start: LoraInitState | None, device: torch.device | None) -> PreTrainedModel | PeftModel:
         """Find what is wrong before weights are loaded.

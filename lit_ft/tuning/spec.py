@@ -14,6 +14,7 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.tuning import compatibility, lora_init, prompt_learning, wrapping
 from lit_ft.tuning.lora_init import LoraInitState
+from lit_ft.tuning.targets import unreached
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class TuningSpec:
         """Name of the method, for users."""
         return "all weights" if self.peft is None else str(self.peft.peft_type.value)
 
-    @property
-    def trains_everything(self) -> bool:
+    def trains_everything(self, base: ModelSpec) -> bool:
         """Whether all weights train, so that a checkpoint holds the full model."""
-        return self.peft is None and self.trainable is None
+        is_full = self.peft is None and self.trainable is None
+        return is_full and base.config.model_type not in unreached.ARCHITECTURES
 
     def check_base(self, base: ModelSpec) -> None:
         """Refuse a base model whose files are quantized in a way that the method cannot train on.
@@ -118,6 +119,7 @@ class TuningSpec:
             if self.trainable is not None:
                 wrapping.freeze_all_but(base, self.trainable)
                 embeddings.check_rows_train(base, added_ids)
+            unreached.freeze(base)
             return base
         try:
             return wrapping.add_peft(base, embeddings.train_rows(peft, base, added_ids), self.adapter_dtype)

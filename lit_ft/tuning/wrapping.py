@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Literal
 
@@ -45,13 +45,12 @@ def add_peft(
     prompt_learning.check_sizes(peft)
     adapt_to_architecture(model, peft)
     check_target_modules(model, peft)
+    check_other_modules(model, peft)
     experts.check_target_parameters(model, peft)
     peft = copy.deepcopy(peft)
     peft.task_type = "CAUSAL_LM"
-    all_linear.leave_out_unread(model, peft)
-    all_linear.leave_out_choosing(model, peft)
     shared = all_linear.shared_layers(model)
-    all_linear.leave_out_shared(peft, shared)
+    all_linear.leave_out(model, peft, shared)
     experts.resolve_targets(model, peft)
     all_linear.name_layers(model, peft)
     in_float32 = adapter_dtype == "float32"
@@ -92,18 +91,57 @@ def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
     targets = options.get("target_modules")
     if targets is None or targets == "all-linear" or (not targets and options.get("target_parameters")):
         return  # PEFT's default for the architecture
-    names = [name for name, _ in model.named_modules()]
-    if isinstance(targets, str):
-        with explained("model.peft: target_modules", "correct the pattern", also=(re.error,)):
-            unmatched = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
-    else:
-        unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names))
+    unmatched = _unmatched(model, targets, "target_modules")
+    if unmatched and isinstance(targets, str) and (better := _as_list(targets, model)) is not None:
+        raise RecipeError(
+            f"model.peft: target_modules={targets!r} is one text, which PEFT reads as a regular expression for "
+            f"full names, and it matches none; write {better}"
+        )
     if unmatched or not targets:
         of_experts = f"; its experts train by {experts.advice(model)}" if experts.expert_layers(model) else ""
         raise RecipeError(
             f"model.peft target_modules {unmatched} match nothing in {type(model).__name__}; "
             f"its linear layers are {linear_layers(model)}{of_experts}"
         )
+
+
+def check_other_modules(model: nn.Module, peft: PeftConfig) -> None:
+    """Refuse names in ``exclude_modules`` and ``modules_to_save`` that the model lacks, which PEFT passes over.
+
+    Raises:
+        RecipeError: a name or the pattern matches no module; the message lists the model's linear layers.
+    """
+    options = peft.to_dict()
+    saved = options.get("modules_to_save") or ()
+    names = [name for name, _ in model.named_modules()]
+    unmatched = {
+        "exclude_modules": _unmatched(model, options.get("exclude_modules") or (), "exclude_modules"),
+        "modules_to_save": sorted(s for s in saved if not any(name.endswith(s) for name in names)),
+    }
+    for option, wanted in unmatched.items():
+        if wanted:
+            raise RecipeError(
+                f"model.peft {option} {wanted} match nothing in {type(model).__name__}; correct or remove them; its "
+                f"linear layers are {linear_layers(model)}"
+            )
+
+
+def _unmatched(model: nn.Module, wanted: str | Collection[str], option: str) -> list[str]:
+    """Those names of modules, or that pattern, which match none of a model's as PEFT compares them."""
+    names = [name for name, _ in model.named_modules()]
+    if isinstance(wanted, str):
+        with explained(f"model.peft: {option}", "correct the pattern", also=(re.error,)):
+            return [] if any(re.fullmatch(wanted, name) for name in names) else [wanted]
+    return sorted(w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in names))
+
+
+def _as_list(targets: str, model: nn.Module) -> str | None:
+    """List of modules that a text probably means; None where it names none of the model's."""
+    if re.sub(r"[\W_]", "", targets).lower() in ("all", "alllinear", "linear"):
+        return "all-linear"
+    parts = [part for part in re.split(r"[\s,;|'\"()\[\]]+", targets) if part]
+    last = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return f"a list: [{', '.join(parts)}]" if parts and set(parts) <= last else None
 
 
 def linear_layers(model: nn.Module) -> list[str]:

@@ -235,6 +235,10 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(page: Page, folder: Path, p
     page.part({"/": "language", "/new": "yaml", "run": "state"}[path])
     widths = "return [innerWidth, document.documentElement.scrollWidth]"
     assert page.browser.execute_script(widths) == [390, 390]
+    for tab in ("samples", "console", "chat", "export", "recipe") if path == "run" else ():
+        page.click(f"tab {tab}")
+        page.wait(lambda tab=tab: page.part(f"tab {tab}").get_attribute("aria-selected") == "true")
+        assert page.browser.execute_script(widths) == [390, 390], tab
     paper = "return getComputedStyle(document.body).backgroundColor"
     assert page.browser.execute_script(paper) == "rgb(18, 22, 29)"
     set_screen(page.browser, 1280, dark=False)

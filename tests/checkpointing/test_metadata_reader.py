@@ -3,8 +3,9 @@
 import os
 import pickle
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -56,6 +57,31 @@ def test_a_checkpoint_is_read_as_torch_reads_it(checkpoint: Path) -> None:
     assert ours.storage_data == torchs.storage_data
     whole = sharded.read_whole(checkpoint)
     assert whole["state_dict"]["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+class ByGetattr(pickle.Pickler):
+    """Pickler of Python 3.11.0 to 3.11.3, which stores a member of an enumeration as a call of ``getattr``."""
+
+    def __init__(self, file: IO[bytes], attribute: str | None = None) -> None:
+        super().__init__(file)
+        self.attribute = attribute
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), self.attribute or value.name)
+        return NotImplemented
+
+
+def test_an_index_that_an_early_python_311_wrote_is_read(checkpoint: Path) -> None:
+    metadata = index_of(checkpoint)
+    with (checkpoint / ".metadata").open("wb") as file:
+        ByGetattr(file).dump(metadata)
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    assert SafeFileSystemReader(checkpoint).read_metadata().state_dict_metadata == metadata.state_dict_metadata
+    with (checkpoint / ".metadata").open("wb") as file:
+        ByGetattr(file, attribute="__init__").dump(metadata)
+    with pytest.raises(RecipeError, match=r"names code that no checkpoint needs \(getattr of .*, '__init__'\)"):
+        sharded.read_whole(checkpoint)
 
 
 def test_an_index_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:

@@ -254,6 +254,7 @@ def test_a_quantized_base_asks_for_a_choice(
     said = lit_ft("export", "--run", run, "--merge", "--out", out, code=2)
     assert "choose quantized_base: dequantize" in said
     assert "or keep" in said
+    assert json.loads((run / "adapter/base.json").read_text())["quantization"] == "bitsandbytes"
     said = lit_ft(*recipe(tmp_path, str(base), write_rows()), *quantized(NF4), "--merge", "true", code=2)
     assert "export --run RUN --merge --quantized-base dequantize (or keep)" in said
     keep = ["--run", run, "--merge", "--quantized-base", "keep", "--out", out]
@@ -520,7 +521,7 @@ def test_added_tokens_by_a_recipe(lit_ft: Any, fit: Any, tmp_path: Path) -> None
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "nothing": ([], "there is nothing to export; name a run, or adapters with --adapter"),
+    "nothing": ([], "there is nothing to export; name a run with --run, or adapters with --adapter"),
     "two runs": (["RUN", "--run", "RUN"], "both name a run; leave one out"),
     "run and base": (["RUN", "--base", "b"], "run and base both name a base model"),
     "no adapter there": (["--adapter", "nowhere=0.5", "--out", "o"], "neither 'nowhere' nor 'nowhere/adapter' holds"),

@@ -60,7 +60,7 @@ def test_a_crash_is_recorded_and_the_same_command_repeats_no_finished_trial(tmp_
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_sweep_goes_on(tmp_path: Path, sweep: list[str], number: int) -> None:
     folder = tmp_path / "sweep"
-    command = [*sweep, "--trainer.max_epochs", "20", "--vary", "optimizer.lr=1e-2,1e-1"]
+    command = [*sweep, "--trainer.max_epochs", "10", "--vary", "optimizer.lr=1e-2,1e-1"]
     with (tmp_path / "first.log").open("wb") as log:
         first = ForkedCommand(command, env=ENVIRONMENT, stdout=log, stderr=log, dies_with_parent=True)
         try:

@@ -83,13 +83,13 @@ def stop_after(run_dir: Path, arguments: list[str], steps: int, number: signal.S
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Callable[[int], tuple[list[str], Path]]:
-    """Arguments of a run of 20 epochs on one rank or two, and its folder; each is made once."""
+    """Arguments of a run of ten epochs on one rank or two, and its folder; each is made once."""
     folder = tmp_path_factory.mktemp("whole")
     data = folder / "rows.json"
     data.write_text(json.dumps(make_rows(21), ensure_ascii=False), encoding="utf-8")
 
     def run(ranks: int) -> tuple[list[str], Path]:
-        arguments = recipe(folder, model_folder, str(data), max_epochs=20, accumulate_grad_batches=2)
+        arguments = recipe(folder, model_folder, str(data), max_epochs=10, accumulate_grad_batches=2)
         arguments += ["--model.peft.lora_dropout", "0.2"]
         arguments += ["--trainer.devices", str(ranks), "--trainer.strategy", "ddp" if ranks > 1 else "auto"]
         if not (whole := folder / str(ranks)).exists():

@@ -284,7 +284,15 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         (chat(), "'messages' is empty; a list is needed"),
         (chat("q"), "'messages' item 1 is a str; an object with 'role' and 'content' is needed"),
         (chat({"content": "q"}), "'messages' item 1: 'role' is missing; text is needed"),
-        (chat(turn("bot", "q")), "item 1: 'role' is 'bot'; known are system, developer, user, assistant, tool"),
+        (
+            chat(turn("bot", "q")),
+            "item 1: 'role' is 'bot'; did you mean assistant? known are system, developer, user, ",
+        ),
+        (chat(turn("Human", "q")), "item 1: 'role' is 'Human'; did you mean user? known are system, developer, user, "),
+        (
+            chat(turn("narrator", "q")),
+            "item 1: 'role' is 'narrator'; known are system, developer, user, assistant, tool",
+        ),
         (chat({"role": "user"}), "'messages' item 1: 'content' is missing; text is needed"),
         (chat(ASK, turn("assistant", "")), "'messages' item 2: 'content' is empty; remove it, or the row"),
         (chat(turn("user", [])), "'messages' item 1: 'content' is empty; remove it, or the row"),

@@ -13,7 +13,7 @@ from model_families import CHAT
 from lit_ft import RecipeError
 from lit_ft.data.text.chat_template import BUILT_IN, ChatTemplate, set_chat_template
 from lit_ft.data.text.formats import messages
-from lit_ft.data.text.rendering import prompt_and_answer
+from lit_ft.data.text.rendering import expected_answer, prompt_of
 from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.data.tokens.tokenization import NOTES, Tokenization
 from lit_ft.data.tokens.truncation import Encoded
@@ -389,10 +389,11 @@ def test_the_prompt_of_an_answer_behind_several_results_that_are_spelled_out() -
         {"role": "assistant", "content": "there"},
     ]
     template = ChatTemplate(make(BUILT_IN["chatml"]))
-    prompt, question, answer = prompt_and_answer(messages({"messages": row}), template)
+    prompt, question = prompt_of(messages({"messages": row}), template)
     results = "<tool_response>\na lamp\n</tool_response>\n<tool_response>\na cup\n</tool_response>"
     assert prompt.endswith(f"{results}<|im_end|>\n<|im_start|>assistant\n")
-    assert (question["content"], answer["content"]) == (results, "there")
+    assert question["content"] == results
+    assert expected_answer(messages({"messages": row}), template) == "there"
 
 
 def test_golden_ids_of_chatml() -> None:

@@ -104,7 +104,7 @@ def test_a_list_names_the_row_that_is_no_object(write: Any) -> None:
 
 
 def test_json_of_one_object_over_several_lines(write: Any) -> None:
-    (place, message), *_ = read(write("rows.json", b'{\n "data": []\n}'))
+    (place, message), *_ = read(write("rows.json", b'{\n "data": [}\n}'))
     assert place == "rows.json:1"
     assert message.endswith("each line must be one object, or the whole file a list of them")
 
@@ -315,13 +315,29 @@ def test_broken_compression(tmp_path: Path, suffix: str) -> None:
         ("", r"'.*' holds no file that can be read \(.json, .*\); name another folder"),
         ("*.json", r"'.*/\*.json' holds no file that can be read"),
         ("nope.json", "'.*nope.json' does not exist; give a file, a folder, a glob, or a hub data set's name"),
+        ("raws.jsonl", "'.*raws.jsonl' does not exist; did you mean '.*/rows.jsonl'[?]"),
         ("nope", "'.*nope' does not exist; give a file, a folder, a glob, or a hub data set's name"),
     ],
 )
 def test_there_is_nothing(tmp_path: Path, path: str, message: str) -> None:
     (tmp_path / "README.md").write_text("no data")
+    if path == "raws.jsonl":
+        (tmp_path / "rows.jsonl").write_text("{}")
     with pytest.raises(RecipeError, match=message):
         read(tmp_path / path)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("https://host/a/rows.json", "addresses are not read; download the file, and name it"),
+        ("a.json, b.jsonl", "of several files write --data.sources '[{path: a.json}, {path: b.jsonl}]'"),
+    ],
+)
+def test_what_is_no_path(path: str, message: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        Source(path).files()
+    assert str(refused.value) == f"{path!r} does not exist; {message}"
 
 
 @pytest.mark.parametrize("content", [b"[]", b"\n\n", BOM])

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from lit_ft.commands.export import run as export
 from lit_ft.errors import RecipeError
 from lit_ft.gguf import writing
+from lit_ft.model.files.fingerprint import BaseForm, fingerprint, write_fingerprint
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
@@ -77,8 +78,11 @@ def test_scales_of_peft_go_into_an_adapter(trained: Path, said: Callable[..., st
         r=4, lora_alpha=8, use_rslora=True, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **patterns
     )
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    form = BaseForm("float32", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    write_fingerprint(fingerprint("checkpoints/tiny-qwen2"), tmp_path / "adapter", form)
     text = said("--adapter", tmp_path / "adapter", "--gguf_adapter", "--out", tmp_path / "gguf")
     assert "GGUF verified" in text
+    assert '"factor": 2.0}}: a GGUF file of the base holds them only if' in text
     assert {path.name for path in (tmp_path / "gguf").glob("*.gguf")} == {"adapter.gguf"}
 
 

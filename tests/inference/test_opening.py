@@ -86,7 +86,8 @@ def test_an_adapter_s_base_is_read_in_the_dtype_of_training(
         (lambda run, base: {"path": base, "base": "other"}, "is for an adapter's folder"),
         (lambda run, base: {"path": base, "ckpt_path": "best"}, "is no run"),
         (lambda run, base: {"path": str(run), "ckpt_path": "step=9.ckpt"}, "does not exist"),
-        (lambda run, base: {"path": str(run / "nothing")}, "nothing"),
+        (lambda run, base: {"path": str(run.parent / "nothing")}, "nothing"),
+        (lambda run, base: {"path": str(run / "merged")}, r"has not written it yet; .*run/checkpoints/last\.ckpt"),
         (lambda run, base: {"path": base, "chat_template": "vicuna"}, "is no file"),
     ],
 )
@@ -154,3 +155,102 @@ def test_a_model_without_a_template_is_opened_where_none_is_needed(model_folder:
     assert not opened.has_template
     assert opened.template.render([{"role": "user", "content": "red"}], generation=True) == "User: red\nAssistant:"
     assert open_model(model_folder, needs_template=False).has_template
+
+
+ROPE = {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> Path:
+    """Run with another scaling of rotary positions than its base's config.json."""
+    folder = tmp_path_factory.mktemp("scaled")
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"instruction": "red book", "output": "blue cup"}\n' * 8)
+    options = ["--run_dir", str(folder / "run"), "--model.dtype", "float32"]
+    options += ["--model.config_overrides", json.dumps(ROPE)]
+    done = run_forked(*recipe(folder, model_folder, str(rows), max_steps=2), *options)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+IDS = torch.arange(3, 60)[None]
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS).logits[0]
+
+
+def test_an_adapter_of_a_quantized_base_says_that_it_is_opened_on_the_unquantized_one(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    adapter = shutil.copytree(run / "adapter", tmp_path / "adapter")
+    (adapter / "manifest.json").unlink()
+    recorded = json.loads((adapter / "base.json").read_text())
+    assert "quantization" not in recorded
+    open_model(str(adapter))
+    assert "unquantized" not in caplog.text
+    (adapter / "base.json").write_text(json.dumps(recorded | {"quantization": "bitsandbytes"}))
+    open_model(str(adapter))
+    assert f"{adapter} was trained on a base quantized by bitsandbytes, and is used with the unquantized" in caplog.text
+    (adapter / "base.json").write_text(json.dumps(recorded | {"quantization": 4}))
+    with pytest.raises(RecipeError, match="quantization=4 must be the name of a method"):
+        open_model(str(adapter))
+
+
+def test_an_adapter_s_base_has_the_config_of_training(
+    scaled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, model_folder: str
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    wanted = logits_of(open_model(str(scaled)).model)
+    assert "model.config_overrides" not in caplog.text
+    for base in (None, model_folder):
+        opened = open_model(str(scaled / "adapter"), base=base)
+        torch.testing.assert_close(logits_of(opened.model), wanted, atol=1e-6, rtol=0)
+    assert f"the base of {scaled / 'adapter'} is read with model.config_overrides={json.dumps(ROPE)}" in caplog.text
+    together = open_together([str(scaled), str(shutil.copytree(scaled / "adapter", tmp_path / "copy"))])
+    for name in ("run", "copy"):
+        torch.testing.assert_close(logits_of(together[name].model), wanted, atol=1e-6, rtol=0)
+    export(adapter=[str(scaled / "adapter")], out=str(tmp_path / "merged"), merge=True)
+    torch.testing.assert_close(logits_of(open_model(str(tmp_path / "merged")).model), wanted, atol=1e-4, rtol=0)
+    # As it was written before: without the entry, the base is that of its files.
+    old = shutil.copytree(scaled / "adapter", tmp_path / "old")
+    (old / "manifest.json").unlink()
+    recorded = json.loads((old / "base.json").read_text())
+    assert recorded.pop("config_overrides") == ROPE
+    (old / "base.json").write_text(json.dumps(recorded))
+    assert (logits_of(open_model(str(old)).model) - wanted).abs().max() > 0.01
+
+
+def test_adapters_of_other_configs_are_not_taken_together(
+    run: Path, scaled: Path, tmp_path: Path, model_folder: str
+) -> None:
+    for one, two in ((run, scaled), (scaled, run)):
+        with pytest.raises(
+            RecipeError, match=r"not the same base in the same form .* model\.config_overrides .*linear"
+        ):
+            open_together([str(one / "adapter"), str(shutil.copytree(two / "adapter", tmp_path / one.parent.name))])
+        pair = [f"{one}=0.5", f"{two}=0.5"]
+        with pytest.raises(RecipeError, match=r"was trained with model\.config_overrides=.* use it with a"):
+            export(adapter=pair, out=str(tmp_path / "sum"))
+        with pytest.raises(RecipeError, match=r"was trained with model\.config_overrides="):
+            export(run=str(two), adapter=[str(one)], out=str(tmp_path / "sum"))
+    export(run=str(scaled), adapter=[f"{scaled}=0.5", f"{scaled}=0.5"], out=str(tmp_path / "sum"))
+    wanted = logits_of(open_model(str(scaled)).model)
+    torch.testing.assert_close(logits_of(open_model(str(tmp_path / "sum")).model), wanted, atol=1e-5, rtol=0)
+    assert "Load the base with these values of its config" in (tmp_path / "sum" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [([1], r"base\.json: config_overrides=\[1\] must be a mapping"), ({"ropes": 1}, r"has no 'ropes'; it has")],
+)
+def test_damaged_values_of_a_config_are_one_line(scaled: Path, tmp_path: Path, overrides: object, message: str) -> None:
+    adapter = shutil.copytree(scaled / "adapter", tmp_path / "adapter")
+    (adapter / "manifest.json").unlink()
+    recorded = json.loads((adapter / "base.json").read_text())
+    (adapter / "base.json").write_text(json.dumps(recorded | {"config_overrides": overrides}))
+    with pytest.raises(RecipeError, match=message) as error:
+        open_model(str(adapter))
+    assert str(adapter / "base.json") in str(error.value)

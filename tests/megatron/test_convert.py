@@ -256,6 +256,17 @@ def test_adapter_of_a_run(
     assert (tmp_path / "ckpt" / "adapter" / "adapter_model.safetensors").is_file() == (adapter == "apart")
 
 
+def test_an_adapter_apart_needs_the_config_of_its_base(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, model_folder: str, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    overrides = '{"rope_parameters": {"rope_type": "linear", "factor": 2.0}}'
+    options = ("--run_dir", str(tmp_path / "run"), "--trainer.max_steps", "1", "--model.config_overrides", overrides)
+    here(monkeypatch, *recipe(tmp_path, model_folder, write_rows()), *options)
+    said = to_megatron(capsys, tmp_path / "run", tmp_path / "ckpt", "--adapter", "apart")
+    assert f"the run was trained with model.config_overrides={overrides}" in said
+    assert not (tmp_path / "ckpt").exists()
+
+
 def test_an_adapter_that_is_not_there_leaves_no_folder(capsys: Any, model_folder: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(SystemExit):

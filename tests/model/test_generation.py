@@ -11,6 +11,7 @@ from conftest import make_tokenizer
 from lit_callbacks import ForgettingProbe, SampleGenerations
 from lit_callbacks.output.step_lines import read_lines
 from lit_callbacks.report.report_data import VALIDATION_ANSWERS
+from model_families import save_family
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,6 +54,27 @@ def test_an_answer_ends_where_the_template_ends_a_turn(make_trainer: Any, other_
         ("the red book", "blue cup", "blue cup", True),
         ("a lamp", "书", "书", True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("family", "written"),
+    [("gpt_oss", "<|channel|>final<|message|>{}"), ("qwen3", "<think>\n\n</think>\n\n{}")],
+)
+def test_an_answer_is_compared_with_all_that_the_template_writes_for_it(
+    family: str, written: str, make_trainer: Any, tmp_path: Path, write_rows: Any
+) -> None:
+    rows = [{"instruction": "the red book", "output": "blue cup"}, {"instruction": "a lamp", "output": "书"}]
+    data = TextDataModule(write_rows(rows), val_path=write_rows(rows, "val.json"), max_length=512)
+    module = CausalLM(
+        save_family(family, tmp_path / family), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+    )
+    trainer = make_trainer(max_epochs=40, num_sanity_val_steps=0, limit_val_batches=0)
+    trainer.fit(module, data)
+    ExactMatch().on_train_end(trainer, module)
+    lines = read_lines(Path(trainer.default_root_dir) / VALIDATION_ANSWERS)
+    expected = [written.format(row["output"]) for row in rows]
+    assert [(line["expected"], line["answer"]) for line in lines] == list(zip(expected, expected, strict=True))
+    assert all(line["is_right"] for line in lines)
 
 
 def test_ends_of_an_answer(other_end: str) -> None:

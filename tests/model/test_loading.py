@@ -59,6 +59,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights of noise": (written("model.safetensors", b"\x07" * 500), "model.safetensors"),
     "weights with a giant header": (written("model.safetensors", b"\xff" * 7 + b"\x3f{}"), "model.safetensors"),
     "a shard is missing": (in_shards, "names 1 files that are not there (model-00002-of-00002.safetensors)"),
+    "weights that Git has elsewhere": (
+        written("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n"),
+        "model.safetensors is Git's pointer to the file, not the file; run `git lfs pull` in the folder, or download",
+    ),
+    "no vocabulary": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        "holds no tokenizer that loads (without the file of its vocabulary, e.g. tokenizer.json, it would ",
+    ),
     "tokenizer of noise": (written("tokenizer.json", b"\x93\x00{"), "holds no tokenizer that loads"),
     "tokenizer of another type": (written("tokenizer.json", '{"model": [], "version": 1}'), "holds no tokenizer"),
     "half of a surrogate pair": (

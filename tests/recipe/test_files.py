@@ -6,6 +6,7 @@ import pytest
 from command_line import recipe
 from jsonargparse import Namespace
 
+from lit_ft import RecipeError
 from lit_ft.cli import main
 from lit_ft.recipe.files import check_files, expand_home, in_order
 
@@ -40,6 +41,101 @@ def test_files_are_first_and_negative_numbers_stay_with_their_option() -> None:
 def test_good_files(text: str, tmp_path: Path) -> None:
     (tmp_path / "good.yaml").write_text(text)
     check_files(["fit", "--config", str(tmp_path / "good.yaml")])
+
+
+OTHER_RECIPE = "model_name_or_path: x\nlora_rank: 8\nstage: sft\ncutoff_len: 9\n"
+WRONG: dict[str, tuple[str, str, str]] = {
+    "an inner key twice": ("a.yaml", "data:\n  path: a\n  path: b", "a.yaml:3: 'path' stands in line 2 already"),
+    "a list": ("a.yaml", "- a\n- b", "a.yaml: holds a list; a recipe is a mapping, e.g. data: {path: rows.json}"),
+    "rows": ("rows.json", '[{"text": "a"}]', "holds a list; a recipe is a mapping, name data with --data.path "),
+    "one value": ("a.yaml", "3", "a.yaml: holds one value; a recipe is a mapping"),
+    "an open bracket": (
+        "a.yaml",
+        "model:\n  pretrained: [a\n",
+        "a.yaml:3: is no YAML (did not find expected ',' or ']')",
+    ),
+    "a tab": (
+        "a.yaml",
+        "model:\n\tpretrained: a\n",
+        ":2: is no YAML (found character that cannot start any token); indent",
+    ),
+    "a backslash": (
+        "a.yaml",
+        'data:\n  path: "C:\\data"',
+        ":2: is no YAML (found unknown escape character); in double quotes",
+    ),
+    "two documents": ("a.yaml", "a: 1\n---\nb: 2", "a recipe is one document; take out the line ---"),
+    "an unknown reference": ("a.yaml", "data: {path: *x}", "put a text that begins with * in quotes"),
+    "a star": ("a.yaml", "data: {path: *.json}", "put a text that begins with * in quotes"),
+    "the config of a model": (
+        "config.json",
+        '{"model_type": "qwen2"}',
+        "is the config of a model, no recipe; name its folder: ",
+    ),
+    "the config of a tokenizer": ("t.json", '{"tokenizer_class": "T"}', "is the config of a tokenizer, no recipe"),
+    "the config of an adapter": ("a.json", '{"peft_type": "LORA"}', "is the config of an adapter, no recipe"),
+    "a list of data sets": (
+        "dataset_info.json",
+        '{"mine": {"file_name": "rows.json"}}',
+        "is LLaMA-Factory's list of data sets, no recipe; name the file of one: --data.path ",
+    ),
+    "a recipe of another trainer": (
+        "sft.yaml",
+        OTHER_RECIPE,
+        "begin with recipes/qwen.yaml. Here model_name_or_path = model.pretrained, lora_rank = model.peft.r, "
+        "cutoff_len = data.max_length; leave out stage",
+    ),
+    "an option beside its class": (
+        "a.yaml",
+        "optimizer:\n  class_path: torch.optim.AdamW\n  lr: 1.0e-4\n",
+        "a.yaml:3: 'lr' stands beside class_path; put it under init_args: {lr: ...}",
+    ),
+    "a class as a key": (
+        "a.yaml",
+        "trainer:\n  callbacks+:\n    - lit_callbacks.LossLedger: {top: 3}\n",
+        "a.yaml:3: callbacks+: 'lit_callbacks.LossLedger' is no class_path; write class_path: lit_callbacks.Loss",
+    ),
+    "a key without a space": (
+        "a.yaml",
+        "model:pretrained: x",
+        ":1: 'model:pretrained' is one text; put a space after the",
+    ),
+    "a value without a space": (
+        "a.yaml",
+        "data:\n  path:a.json",
+        ":2: 'path:a.json' is one text; put a space after the",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_a_file(name: str, tmp_path: Path) -> None:
+    file, text, message = WRONG[name]
+    (tmp_path / file).write_text(text)
+    with pytest.raises(RecipeError) as refused:
+        check_files(["fit", "--config", str(tmp_path / file)])
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--data.system", "--data.system has no value behind it; add one"),
+        ("--model.peft.r --trainer.max_steps 3", "--model.peft.r has no value behind it; add one"),
+        ("--data.path --config x", "--data.path has no value behind it; add one"),
+        ("-- --config x", "'--' stands alone; write --OPTION VALUE"),
+        ("--data.path = rows.json", "'=' stands alone; write --OPTION VALUE, or --OPTION=VALUE without spaces"),
+    ],
+)
+def test_what_is_wrong_with_a_command_line(arguments: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        in_order(["fit", *arguments.split()])
+
+
+def test_values_that_look_like_options() -> None:
+    given = ["fit", "--data.system", "-- be kind", "--optimizer.lr", "-1e-3", "--merge", "--model.help", "--a.b", "-"]
+    assert in_order(given) == [*given[:3], "--optimizer.lr=-1e-3", *given[5:]]
 
 
 def test_a_file_that_refers_to_itself_ends(tmp_path: Path) -> None:

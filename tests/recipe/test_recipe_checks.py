@@ -53,6 +53,15 @@ CASES: dict[str, tuple[str, str]] = {
     "a strategy": ("trainer: {strategy: no-such}", "trainer: You selected an invalid strategy name"),
     "a profiler": ("trainer: {profiler: no}", "trainer"),
     "devices": ("trainer: {devices: '~'}", "trainer: "),
+    "more ranks than any machine has cores": (
+        "trainer: {devices: 100000}",
+        "trainer.devices=100000 would start 100,000 processes on this machine's ",
+    ),
+    "modules as one text": (
+        "model: {peft: {init_args: {target_modules: 'q_proj,v_proj'}}}",
+        "target_modules='q_proj,v_proj' is one text, which PEFT reads as a regular expression for full names, and it "
+        "matches none; write a list: [q_proj, v_proj]",
+    ),
     "no device": ("trainer: {devices: 0}", "using cpu accelerator; give a number of devices from 1 on, or auto"),
     "Lightning's DeepSpeed without a GPU": (
         "trainer: {strategy: deepspeed_stage_2, devices: 2}",
@@ -66,7 +75,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "a misspelt init_args": (
         "trainer: {plugins: [{class_path: lit_ft.precision.Float8Precision, init_argss: {scaling: tensorwise}}]}",
-        "trainer.plugins: unknown option 'init_argss.scaling'",
+        "more.yaml:1: 'init_argss' stands beside class_path; did you mean init_args?",
     ),
     "what a tuning method refuses": (
         "model: {peft: {class_path: peft.PromptTuningConfig, init_args: {num_virtual_tokens: null}}}",
@@ -118,15 +127,7 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {max_steps: 3}\ndata: {path: a}\ntrainer: {max_epochs: 1}",
         ":3: 'trainer' stands in line 1",
     ),
-    "an inner key twice": ("data:\n  path: a\n  path: b", "more.yaml:3: 'path' stands in line 2 already"),
     "nothing": ("", "more.yaml: is empty; a recipe names at least a model and data"),
-    "a list": ("- a\n- b", "more.yaml: holds a list; a recipe is a mapping"),
-    "one value": ("3", "more.yaml: holds one value; a recipe is a mapping"),
-    "an open bracket": ("model:\n  pretrained: [a\n", "more.yaml:3: is no YAML (did not find expected ',' or ']')"),
-    "a tab": (
-        "model:\n\tpretrained: a\n",
-        "more.yaml:2: is no YAML (found character that cannot start any token); indent",
-    ),
     "escapes": ('data: {path: "./\\e]0;no.json"}', r"'./\x1b]0;no.json' does not exist"),
 }
 

@@ -26,7 +26,7 @@ from lit_ft.training.loggers import MetricsCSV
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_recipe(tmp_path_factory.mktemp("torture"), accumulate=1)
+    return write_recipe(tmp_path_factory.mktemp("torture"), accumulate=1, steps=12)
 
 
 def killed_in(owner: Any, name: str) -> Callable[[], None]:

@@ -2,12 +2,15 @@
 ``apply_chat_template``, prompts, ends, dates, doubled BOS, and turns that a template changes or lacks."""
 
 import copy
+import json
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from model_families import CHAT, FAMILIES, family_tokenizer
+from model_families import CHAT, FAMILIES, family_tokenizer, save_family
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_ft import RecipeError
 from lit_ft.data.questions import questions_of
@@ -15,6 +18,8 @@ from lit_ft.data.template_check import compare_with_template
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens.preparation import Preparation
 from lit_ft.data.tokens.tokenization import Tokenization
+from lit_ft.export.folder_texts import generation_texts
+from lit_ft.model.generation import end_of_call, has_marks
 from lit_ft.packed_batch import IGNORE_INDEX
 
 TOOL = {
@@ -143,6 +148,59 @@ def test_the_prompt_of_predict_begins_the_sample(family: str, write_rows: Any) -
     ids = made.tokenizer(question["prompt"], add_special_tokens=False)["input_ids"]
     before, _ = answers(made, row)[-1]
     assert ids == before
+
+
+EXPECTED = {
+    "qwen3": "<think>\nblue\n</think>\n\nthe cup",
+    "gpt_oss": "<|channel|>analysis<|message|>blue<|end|><|start|>assistant<|channel|>final<|message|>the cup",
+    "gemma3": "the cup",
+    "llama3": "the cup",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_show_the_special_tokens_that_their_template_writes(family: str) -> None:
+    assert has_marks(family_tokenizer(family)) == (family in ("gpt_oss", "mistral"))
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_predict_expects_what_training_supervises_without_its_end(family: str, write_rows: Any) -> None:
+    made, row = tokenization(family), CHATS["thinking"]
+    (question,) = questions_of(Preparation(made.tokenizer), Source(write_rows([row])))
+    assert question["expected"] == EXPECTED[family]
+    end = FAMILIES[family].ends.split()
+    _, answer = answers(made, row)[-1]
+    assert made.tokenizer.decode(answer) in [EXPECTED[family] + one for one in end]
+
+
+ENDS_OF_CALLS = {"qwen3": "<|im_end|>", "qwen3_5": "<|im_end|>", "gpt_oss": "<|call|>", "mistral": "</s>"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_stops_where_a_call_ends(family: str) -> None:
+    made = tokenization(family)
+    assert end_of_call(made.tokenizer) == ([ENDS_OF_CALLS[family]] if family in ENDS_OF_CALLS else [])
+    if family in ENDS_OF_CALLS:
+        (_, call), _, _ = answers(made, CHATS["tools"])
+        assert made.tokenizer.decode(call[-1:]) == ENDS_OF_CALLS[family]
+
+
+def test_an_exported_model_stops_at_all_ends_of_a_turn(tmp_path: Path) -> None:
+    folder = save_family("gpt_oss", tmp_path / "model")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert generation_texts(model, tokenizer) == {}
+    ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|return|>", "<|call|>"])
+    model.generation_config.eos_token_id = ids[0]
+    texts = generation_texts(model, tokenizer)
+    assert json.loads(texts["generation_config.json"])["eos_token_id"] == ids
+
+
+def test_a_token_that_closes_each_call_ends_no_turn() -> None:
+    tokenizer = family_tokenizer("gpt_oss")
+    of_calls = "{% for c in messages[-1].tool_calls or [] %}<|start|>{{ c.function.name }}<|end|>{% endfor %}"
+    for behind, ends in (("", []), ("<|call|>\n", ["<|call|>"])):
+        tokenizer.chat_template = of_calls + behind
+        assert end_of_call(tokenizer) == ends
 
 
 @pytest.mark.parametrize(("family", "has_option"), [("llama3", True), ("gpt_oss", False)])

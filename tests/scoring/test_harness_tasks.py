@@ -1,5 +1,7 @@
 """Tasks that cannot be run are refused with what to do, before any weights are loaded."""
 
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ from command_line import run
 
 pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
 
+from datasets import config
+from huggingface_hub import constants
 from lm_eval.tasks import TaskManager
 
 from lit_ft.errors import RecipeError
@@ -74,6 +78,32 @@ def test_data_of_the_hub_is_refused_without_a_network(task: Path) -> None:
     message = refused(task)
     assert "'someone/something' of the Hugging Face hub, which cannot be had" in message
     assert "YAML file over local data" in message
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def refuse() -> None:
+        nonlocal asked
+        while True:
+            try:
+                listener.accept()[0].close()
+            except OSError:
+                return
+            asked += 1
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        for module, endpoint in ((constants, "ENDPOINT"), (config, "HF_ENDPOINT")):
+            monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+            monkeypatch.setattr(module, endpoint, address)
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        task.write_text(task.read_text().replace("dataset_path: json", "dataset_path: someone/something"))
+        assert "'someone/something' of the Hugging Face hub, which cannot be had" in refused(task)
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    assert asked == 1
 
 
 def test_code_runs_only_where_the_user_allows_it(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,6 +342,7 @@ def fit_and_answer(folder: str, strategy: Callable[[], Any], model: dict[str, An
     """Two steps; answers before, after and by ``predict``; the adapter and the merged model."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     trainer = Trainer(
+        default_root_dir=out,
         accelerator="cpu",
         devices=2,
         strategy=strategy(),

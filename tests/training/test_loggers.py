@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from lit_ft.errors import RecipeError
 from lit_ft.run.folder import RunFolder
 from lit_ft.training.loggers import LitLogger, MetricsCSV, StepEvents, beside_defaults, put_files_in
 
@@ -85,6 +86,25 @@ def test_loggers_write_into_the_run_folder_unless_the_recipe_says_otherwise(
     assert chosen[1].init_args.tracking_uri == "http://host:5000"
     for nothing in (None, True, False, []):
         put_files_in(run, nothing)
+
+
+def test_comet_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecipeError, match="CometLogger logs nothing; leave it out, and set COMET_START_ONLINE=0 in"):
+        put_files_in(tmp_path / "run", parsed("CometLogger", online=False))
+    put_files_in(tmp_path / "run", parsed("CometLogger"))
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("COMET_START_ONLINE", "0")
+    put_files_in(tmp_path / "run", parsed("CometLogger"))
+    assert (tmp_path / "run" / "comet").is_dir()
+
+
+def test_lit_logger_without_a_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    def log_in(_: object) -> None:
+        raise ConnectionError("No internet connection available")
+
+    monkeypatch.setattr(lightning_loggers.LitLogger, "experiment", property(log_in))
+    with pytest.raises(RecipeError, match="LitLogger: ConnectionError: No internet .*; run `lightning login` once"):
+        _ = LitLogger.__new__(LitLogger).experiment
 
 
 def test_loggers_of_the_recipe_are_beside_the_defaults(tmp_path: Path) -> None:

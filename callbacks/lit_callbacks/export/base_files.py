@@ -289,7 +289,9 @@ def add_files(
         unused = files.unused_parts(model)
         if not text_only:
             rank_zero_info(files.complete(folder, type(model), unused))
-        elif unused:
+        else:
+            copy_files(files.folder, folder, LICENSE_FILES)
+        if text_only and unused:
             rank_zero_info(f"{len(unused):,} tensors of the base are left out{files.summary(unused)}")
     if tokenizer is not None and not (files is not None and files.copy_tokenizer(tokenizer, folder)):
         tokenizer.save_pretrained(folder)

@@ -25,9 +25,10 @@ DEQUANTIZED_BOUND = 1e-1
 """The same bound for a dequantized 8-bit or 4-bit base model: 8-bit kernels round activations too, a dequantized
 model does not."""
 
-SHARE_ON_EXPERTS = 0.9
-"""Share of the positions that must be within the bound in a mixture-of-experts model in half precision: where a router
-is undecided, rounding lets it choose another expert. Each expert's weights are compared besides (``check_experts``)."""
+SHARE_WHERE_AMPLIFIED = 0.9
+"""Share of the positions that must be within the bound, in half precision, in models that amplify rounding at some of
+them: in a mixture of experts an undecided router chooses another expert (each expert's weights are compared besides,
+``check_experts``); gated delta nets divide what they read from their state by its norm, which may be small."""
 
 MOST_LOST = 0.5
 """Largest share of the trained change that quantizing the merged weights again may lose. The weights of a 4-bit base
@@ -142,8 +143,8 @@ class Layout:
     dtypes: dict[str, torch.dtype]
     is_tied: bool
     """Whether the base model's output head and input embedding are tied."""
-    has_experts: bool = False
-    """Whether it is a mixture of experts."""
+    amplifies_rounding: bool = False
+    """Whether it is a mixture of experts, or has linear attention (gated delta nets)."""
     is_packed: bool = False
     """Whether it holds packed 4-bit or 8-bit weights, whose shapes differ from the unquantized ones."""
 
@@ -157,8 +158,10 @@ class Layout:
         with torch.device("meta"):
             reference = type(base)(copy.deepcopy(base.config))
         shapes = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
-        has_experts = getattr(base.config.get_text_config(), "num_experts_per_tok", None) is not None
-        return cls(type(base), shapes, {}, ties_embeddings(base.config), has_experts)
+        config = base.config.get_text_config()
+        has_experts = getattr(config, "num_experts_per_tok", None) is not None
+        has_delta_nets = "linear_attention" in (getattr(config, "layer_types", None) or ())
+        return cls(type(base), shapes, {}, ties_embeddings(base.config), has_experts or has_delta_nets)
 
     def saved_as(self, merged: "PreTrainedModel") -> "Layout":
         """This layout with the dtypes of a merged model, and with its shapes if it holds packed weights."""

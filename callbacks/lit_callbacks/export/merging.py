@@ -17,7 +17,7 @@ from lit_callbacks.export.base_files import BaseFiles, add_files
 from lit_callbacks.export.merge_check import (
     BOUNDS,
     DEQUANTIZED_BOUND,
-    SHARE_ON_EXPERTS,
+    SHARE_WHERE_AMPLIFIED,
     Layout,
     MergeFailed,
     check_buffers,
@@ -265,7 +265,7 @@ def _write_merged(
     experts = check_experts(model, again) if quantized_base != "keep" else 0
     got = logits_of(again, ids)
     if quantized_base is None:
-        share = SHARE_ON_EXPERTS if layout.has_experts and merged_dtype != torch.float32 else 1.0
+        share = SHARE_WHERE_AMPLIFIED if layout.amplifies_rounding and merged_dtype != torch.float32 else 1.0
         report = compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]), share)
         rank_zero_info(f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}")
         return

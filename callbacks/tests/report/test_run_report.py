@@ -17,6 +17,7 @@ import pytest
 import torch
 from byte_tokenizer import CHAT, byte_tokenizer
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerations, SpikeGuard
 from lit_callbacks.output.step_lines import add_lines
@@ -218,11 +219,11 @@ class Slow(Plain):
 
 def test_training_that_goes_on_within_an_epoch_is_timed_as_training(tmp_path: Path) -> None:
     options = {**QUIET, "default_root_dir": tmp_path, "logger": CSVLogger(tmp_path)}
-    begin = Trainer(**options, max_steps=1)
-    begin.fit(Plain(), data())
-    begin.save_checkpoint(tmp_path / "last.ckpt")
+    # Not the trainer's state at the end of a fit, from which a resumed one begins an epoch.
+    within = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    Trainer(**options | {"enable_checkpointing": True}, max_steps=2, callbacks=[within]).fit(Plain(), data())
     resumed = Trainer(**options, max_steps=4, callbacks=[RunReport()])
-    resumed.fit(Slow(), data(), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    resumed.fit(Slow(), data(), ckpt_path=tmp_path / "step=1.ckpt", weights_only=False)
     seconds = json.loads((tmp_path / "environment.json").read_text())["seconds"]
     assert seconds["training"] > 0.6
 

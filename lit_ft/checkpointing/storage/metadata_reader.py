@@ -7,6 +7,7 @@ not tensors. A checkpoint of this project has only tensors.
 import pickle
 import posixpath
 from collections.abc import Mapping
+from enum import Enum, EnumMeta
 from pathlib import PurePosixPath
 from typing import IO, ClassVar
 
@@ -79,10 +80,19 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("pathlib", "PosixPath"):
             return posixpath.join  # the path becomes a plain string: a class could be modified by the pickle
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_torch_value = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_torch_value or (module, name) == ("torch", "Size") or name in self._classes.get(module, ()):
             return super().find_class(module, name)
         raise _Refused(f"names code that no checkpoint needs ({module}.{name})")
+
+
+def _member(kind: object, name: str) -> Enum:
+    """Member of an enumeration, which Python 3.11.0 to 3.11.3 store as a call of ``getattr``."""
+    if isinstance(kind, EnumMeta) and name in kind.__members__:
+        return kind.__members__[name]
+    raise _Refused(f"names code that no checkpoint needs (getattr of {kind}, {name!r})")
 
 
 def _check_files(metadata: Metadata) -> None:

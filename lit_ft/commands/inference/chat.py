@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from lit_callbacks.output.printable import printable
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -73,6 +73,7 @@ class Chat:
         """Answer all of a text as one question, on standard output."""
         if not (question := text.strip("\n")):
             raise RecipeError("standard input is empty; pipe a question in, or start chat in a terminal")
+        _check_text(question)
         for name, conversation in self.conversations.items():
             if len(self.conversations) > 1:
                 print(f"{name}:")
@@ -99,10 +100,12 @@ class Chat:
                 self._say(printable(str(error)))
 
     def _ask(self, question: str) -> None:
+        _check_text(question)
         with _flag_on_interrupt() as is_interrupted:
             if len(self.conversations) == 1:
                 ((name, conversation),) = self.conversations.items()
                 answer = self._answer(name, conversation, question, _write, is_interrupted)
+                conversation.add(question, answer.text)
                 print(flush=True)
                 self._say(self._figures(answer))
             else:
@@ -110,7 +113,7 @@ class Chat:
 
     def _ask_both(self, question: str, is_interrupted: Callable[[], bool]) -> None:
         texts, notes = dict.fromkeys(self.conversations, ""), dict.fromkeys(self.conversations, "")
-
+        answers: dict[str, StreamedAnswer] = {}
         with Live(side_by_side(texts, notes), console=self.console, refresh_per_second=10) as live:
             for name, conversation in self.conversations.items():
 
@@ -118,9 +121,11 @@ class Chat:
                     texts[name] += printable(piece)
                     live.update(side_by_side(texts, notes))
 
-                answer = self._answer(name, conversation, question, show, is_interrupted)
-                notes[name] = self._figures(answer)
+                answers[name] = self._answer(name, conversation, question, show, is_interrupted)
+                notes[name] = self._figures(answers[name])
                 live.update(side_by_side(texts, notes))
+        for name, answer in answers.items():  # only now, so that a question that one refuses is in neither
+            self.conversations[name].add(question, answer.text)
 
     def _answer(
         self,
@@ -130,15 +135,9 @@ class Chat:
         show: Callable[[str], None],
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> StreamedAnswer:
-        try:
-            question.encode()
-        except UnicodeEncodeError as error:
-            raise RecipeError(f"the question is no UTF-8 text ({error.reason}); convert it") from error
         prompt = self.opened.template.render(conversation.asked(question), generation=True)
         with self.opened.without_adapter() if name == "base" else nullcontext():
-            answer = stream_answer(self.opened, prompt, self.decoding, show, is_interrupted)
-        conversation.add(question, answer.text)
-        return answer
+            return stream_answer(self.opened, prompt, self.decoding, show, is_interrupted)
 
     def _figures(self, answer: StreamedAnswer) -> str:
         speed = f"{answer.tokens} tokens, {answer.tokens / answer.seconds:.1f} tokens/s"
@@ -186,6 +185,13 @@ class Chat:
         self.console.print(Text(text, style="dim"))
 
 
+def _check_text(question: str) -> None:
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        raise RecipeError(f"the question is no UTF-8 text ({error.reason}); convert it") from error
+
+
 def _write(piece: str) -> None:
     print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
@@ -221,7 +227,9 @@ def side_by_side(texts: Mapping[str, str], notes: Mapping[str, str]) -> Table:
         table.add_column(ratio=1)
     # Folded: by default rich cuts a line of a cell that has no space to break at, as Chinese has none.
     answers = {name: Text(text or "...", overflow="fold") for name, text in texts.items()}
-    table.add_row(*(Panel(answer, title=name, subtitle=notes[name]) for name, answer in answers.items()))
+    # Below the text, not on the frame, where it would be cut in a narrow terminal.
+    below = {name: [Text(f"\n{note}", style="dim")] if note else [] for name, note in notes.items()}
+    table.add_row(*(Panel(Group(answer, *below[name]), title=name) for name, answer in answers.items()))
     return table
 
 

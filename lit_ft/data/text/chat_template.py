@@ -276,6 +276,10 @@ class ChatTemplate:
         at_end_of_turn = [end for end in ends if self.end_of_turn and text[:end].endswith(self.end_of_turn)]
         return text[: (at_end_of_turn or ends[-1:])[0]], True
 
+    def without_end(self, text: str) -> str:
+        """An assistant turn's text without the special tokens and the white space at its end."""
+        return self._tail.sub("", text, count=1)
+
     def check_seen(self, messages: Sequence[Message], text: str) -> None:
         """Refuse a rendering that leaves out the text of a user turn or a system prompt.
 

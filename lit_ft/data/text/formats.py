@@ -91,7 +91,8 @@ def sharegpt(row: RawRow) -> Chat:
             raise BadRow(f"{where} is {_kind(turn)}; an object with 'from' and 'value' is needed")
         role = _SHAREGPT_ROLES.get(_string(turn.get("from"), f"{where}: 'from'"))
         if role is None:
-            raise BadRow(f"{where}: 'from' is {_shown(turn['from'])}; known are {', '.join(_SHAREGPT_ROLES)}")
+            advice = _meant({"user": "human", "assistant": "gpt"}, turn["from"])
+            raise BadRow(f"{where}: 'from' is {_shown(turn['from'])}; {advice}known are {', '.join(_SHAREGPT_ROLES)}")
         text = _string(turn.get("value"), f"{where}: 'value'")
         mark = {key: turn[key] for key in (*_MARKS, *THINKING_KEYS) if turn.get(key) is not None}
         if role == "call":
@@ -271,7 +272,7 @@ def _message(turn: Mapping[str, object], where: str) -> Message:
     role = _string(turn.get("role"), f"{where}: 'role'")
     role = "tool" if role == "function" else role
     if role not in _ROLES:
-        raise BadRow(f"{where}: 'role' is {_shown(role)}; known are {', '.join(_ROLES)}")
+        raise BadRow(f"{where}: 'role' is {_shown(role)}; {_meant({}, role)}known are {', '.join(_ROLES)}")
     # Keys without a value are left out, as in Hugging Face: templates would print None.
     message = {key: value for key, value in turn.items() if value is not None and key not in _MARKS}
     message["role"] = role
@@ -282,6 +283,18 @@ def _message(turn: Mapping[str, object], where: str) -> Message:
     may_be_empty = role in ("system", "developer", "tool") or "tool_calls" in message
     message["content"] = _content(message.get("content", "" if may_be_empty else None), where, may_be_empty)
     return message
+
+
+def _meant(names: Mapping[str, str], role: str) -> str:
+    """Question whether a common other name of a role was meant, by the format's names of user and assistant."""
+    name = _OTHER_ROLES.get(role.strip().lower())
+    return f"did you mean {names.get(name, name)}? " if name is not None else ""
+
+
+_OTHER_ROLES = {
+    **dict.fromkeys(("human", "user", "question", "prompter"), "user"),
+    **dict.fromkeys(("ai", "assistant", "bot", "chatbot", "chatgpt", "gpt", "model"), "assistant"),
+}
 
 
 def _content(value: object, where: str, may_be_empty: bool) -> str:

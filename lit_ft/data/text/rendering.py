@@ -21,12 +21,25 @@ Piece = tuple[str, bool]
 Supervise = Literal["assistant", "last", "all"]
 
 
-def prompt_and_answer(chat: Chat, template: ChatTemplate) -> tuple[str, Message, Message]:
-    """Prompt of the last answer as the model sees it, the turn before that answer, and the answer."""
+def prompt_of(chat: Chat, template: ChatTemplate) -> tuple[str, Message]:
+    """Prompt of the last answer as the model sees it, and the turn before that answer."""
     chat = with_tools(chat, template, [])  # turns may become fewer, or more
     last = _answers(chat)[-1]
-    prompt = _before(chat, last, template)
-    return prompt, chat.messages[max(last - 1, 0)], chat.messages[last]
+    return _before(chat, last, template), chat.messages[max(last - 1, 0)]
+
+
+def expected_answer(chat: Chat, template: ChatTemplate) -> str:
+    """Text that training supervises of the last answer, without the tokens that end it.
+
+    It is the answer's content, with all that the template writes for it besides: thinking, channels, tool calls.
+
+    Raises:
+        BadRow: the template does not render it, or not behind the turns before.
+    """
+    chat = with_tools(chat, template, [])
+    last = _answers(chat)[-1]
+    _, turn = _cut(chat, last, _before(chat, last, template), _render(chat, last + 1, template), template, [])
+    return template.without_end(template.cut_after_end_of_turn(turn)[0])
 
 
 def text_pieces(text: Text, closing: str) -> list[Piece]:

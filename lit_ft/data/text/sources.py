@@ -11,7 +11,9 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from glob import escape, glob, has_magic
 from itertools import islice
@@ -23,6 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.printable import printable
 
 from lit_ft.data.text.json_list import LONGEST_ROW_BYTES, items_of_list
+from lit_ft.data.text.json_object import refuse_one_object
 from lit_ft.errors import BadRow, RecipeError, explained
 
 if TYPE_CHECKING:
@@ -119,7 +122,7 @@ class Source:
         elif has_magic(self.path):
             candidates = sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
         else:
-            raise RecipeError(f"{self.path!r} does not exist; give a file, a folder, a glob, or a hub data set's name")
+            raise RecipeError(f"{self.path!r} does not exist; {_what_to_name(self.path)}")
         # A data folder often has a README, which is not data.
         files = [
             file
@@ -208,6 +211,21 @@ class Source:
                 while block := stream.read(2**22):
                     digest.update(block)
         return digest.hexdigest()
+
+
+def _what_to_name(path: str) -> str:
+    """Advice about a path that does not exist."""
+    if re.match(r"\w+://", path):
+        return "addresses are not read; download the file, and name it"
+    parts = [part.strip() for part in path.split(",")]
+    if len(parts) > 1 and all(part.endswith(SUFFIXES) for part in parts):
+        return f"of several files write --data.sources '[{', '.join(f'{{path: {part}}}' for part in parts)}]'"
+    folder = Path(path).expanduser().parent
+    with suppress(OSError):
+        names = [file.name for file in folder.iterdir() if file.name.endswith(SUFFIXES)] if folder.is_dir() else []
+        if near := get_close_matches(Path(path).name, names, n=1, cutoff=0.75):
+            return f"did you mean {str(folder / near[0])!r}?"
+    return "give a file, a folder, a glob, or a hub data set's name"
 
 
 def shared_content(some: Iterable[Source], others: Iterable[Source]) -> list[str]:
@@ -299,7 +317,11 @@ def _json_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
     """Read a JSON list, or one object per line; the first character tells which, not the suffix."""
     with _open(file) as stream:
         start = stream.read(2**12).lstrip()[:1]
-    return _list_rows(file) if start == b"[" else _line_rows(file)
+    if start == b"[":
+        return _list_rows(file)
+    with _open(file) as stream:
+        refuse_one_object(file, stream)
+    return _line_rows(file)
 
 
 def _list_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:

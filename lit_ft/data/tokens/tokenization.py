@@ -29,6 +29,7 @@ from lit_ft.data.tokens.segment_encoder import TextEncoder
 from lit_ft.data.tokens.truncation import Encoded, Overlong, fit_to_length
 from lit_ft.data.worker_processes import leave_signals_to_parent
 from lit_ft.errors import BadRow
+from lit_ft.internals.executors import stop_feeding
 from lit_ft.model.render_limits import limited
 from lit_ft.packed_batch import IGNORE_INDEX
 
@@ -300,6 +301,7 @@ def encode_batches(
             yield from _in_order(pool, batches, max(2 * workers, ahead))
         except BrokenProcessPool:
             is_over.value = 1  # the pool ends the others by SIGTERM, which they leave to their parent
+            stop_feeding(pool)
             raise
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # otherwise waiting batches are tokenized first

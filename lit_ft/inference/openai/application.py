@@ -133,6 +133,8 @@ class Service:
 
     async def _answer(self, request: Request, engine: Engine, ask: Ask, is_chat: bool) -> Response:
         count = len(ask.prompts) * ask.n
+        if count > self._limits.max_requests:  # clients try again after 429, and this will never fit
+            raise RequestError(f"the request asks for {count:,} answers; ask for {self._limits.max_requests} at most")
         if self._running + count > self._limits.max_requests:
             raise RequestError(
                 f"{self._running} answers are generated or wait, and {count} more exceed {self._limits.max_requests}; "

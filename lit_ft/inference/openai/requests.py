@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text import formats
 from lit_ft.data.text.formats import JsonObject
-from lit_ft.data.text.rendering import prompt_and_answer
+from lit_ft.data.text.rendering import prompt_of
 from lit_ft.errors import BadRow, RecipeError
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.inference.text_stream import Decoding
@@ -239,7 +239,7 @@ def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], list[Js
         row["tools"] = tools
     try:
         chat = formats.messages(row)
-        prompt, _, _ = prompt_and_answer(chat, opened.template)
+        prompt, _ = prompt_of(chat, opened.template)
     except (BadRow, RecipeError) as error:
         raise RequestError(f"messages: {error}") from error
     return list(opened.tokenizer(prompt, add_special_tokens=False)["input_ids"]), chat.tools

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, TypedDict
 
@@ -94,21 +96,43 @@ def check_same_base(recorded: Fingerprint | None, now: Fingerprint | None, what:
     )
 
 
-def write_fingerprint(base: Fingerprint, folder: Path, dtype: str | None = None) -> None:
-    """Write a fingerprint to an adapter's folder, with the dtype in which the base was read for training."""
-    content = {**base, **({"dtype": dtype} if dtype is not None else {})}
+@dataclass(frozen=True)
+class BaseForm:
+    """Form in which the base of an adapter was read for training, so that it is read in the same one again."""
+
+    dtype: str | None = None
+    """As ``model.dtype``; None where it is not recorded."""
+    config_overrides: Mapping[str, object] | None = None
+    """As ``model.config_overrides``, empty for none; None where they are not recorded."""
+    quantization: str | None = None
+    """Method by which the recipe quantized it, e.g. ``bitsandbytes``; None where it did not."""
+
+
+def write_fingerprint(base: Fingerprint, folder: Path, form: BaseForm) -> None:
+    """Write the fingerprint of a base to an adapter's folder, with the form in which it was read for training."""
+    recorded = {name: value for name, value in vars(form).items() if value is not None}
+    content = {**base, **recorded}
     (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_dtype(folder: Path) -> str | None:
-    """Dtype in which the base of an adapter was read for training; None where its folder does not record it."""
+def read_form(folder: Path) -> BaseForm:
+    """Form in which the base of an adapter was read for training, as far as its folder records it.
+
+    Raises:
+        RecipeError: the file is damaged.
+    """
     path = folder / FILE
     if read_fingerprint(folder) is None:
-        return None
-    dtype = json.loads(path.read_text(encoding="utf-8")).get("dtype")
+        return BaseForm()
+    found = json.loads(path.read_text(encoding="utf-8"))
+    dtype, overrides, method = (found.get(name) for name in ("dtype", "config_overrides", "quantization"))
     if dtype not in (None, *DTYPES):
         raise RecipeError(f"{path}: dtype={dtype!r} must be one of {', '.join(DTYPES)}; put back the file")
-    return dtype
+    if not isinstance(overrides, dict | None):
+        raise RecipeError(f"{path}: config_overrides={overrides!r} must be a mapping; put back the file")
+    if not isinstance(method, str | None):
+        raise RecipeError(f"{path}: quantization={method!r} must be the name of a method; put back the file")
+    return BaseForm(dtype, overrides, method)
 
 
 def read_fingerprint(folder: Path) -> Fingerprint | None:

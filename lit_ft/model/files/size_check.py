@@ -27,6 +27,9 @@ LARGEST = {
 }
 """Upper bounds for sizes in config.json, far above those of any model: with larger ones, building would never end."""
 
+_GIT_LFS = b"version https://git-lfs"
+"""Beginning of the small text that a clone without Git LFS holds in place of a large file."""
+
 
 def check_sizes(path: Path, where: str) -> None:
     """Refuse a config with sizes that no model has, because some classes create lists of that length.
@@ -118,8 +121,14 @@ def shapes_of(file: Path, where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the weights in a file; the weights are not read.
 
     Raises:
-        RecipeError: the file is damaged.
+        RecipeError: the file is damaged, or Git's pointer to it.
     """
+    with file.open("rb") as opened_bytes:
+        if opened_bytes.read(len(_GIT_LFS)) == _GIT_LFS:
+            raise RecipeError(
+                f"{where}: {file.name} is Git's pointer to the file, not the file; run `git lfs pull` in the folder, "
+                "or download it with `hf download`"
+            )
     with (
         explained(f"{where}: {file.name}", "download it again", also=(SafetensorError,)),
         safe_open(file, framework="pt") as opened,

@@ -1,7 +1,7 @@
 """Which layers ``target_modules: all-linear`` means, and layers that an adapter would not fit."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from peft import LoraConfig, PeftConfig, PeftModel
@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
-from lit_ft.internals.peft import refuses_target
+from lit_ft.internals.peft import all_linear_layers, refuses_target
 from lit_ft.model.quantization import linear_modules
+from lit_ft.tuning.targets import unreached
 
 _MULTIPLIED_BY_THE_MIXER = {"dt_proj": frozenset({"falcon_mamba", "jamba", "mamba"})}
 """Layers whose weight the module around them reads, past an adapter, and the architectures (transformers 5.23)."""
@@ -29,18 +30,41 @@ def grouped_layers(model: PreTrainedModel) -> list[str]:
     return [name for name, module in linear_modules(model).items() if type(module).__name__ in _GROUPED]
 
 
-def leave_out_unread(model: PreTrainedModel, peft: PeftConfig) -> None:
-    """Let ``target_modules: all-linear`` leave out layers whose weights are read without an adapter.
+def leave_out(model: PreTrainedModel, peft: PeftConfig, shared: Mapping[str, str]) -> None:
+    """Let ``target_modules: all-linear`` leave out layers that an adapter would not train, or not exactly.
 
-    PEFT refuses some of Mamba's, and would adapt the others to no effect. Layers of groups are left out too, unless
-    the method is LoRA.
+    A config without ``exclude_modules`` (VeRA's, say) gets the names of all other linear layers instead.
 
     Args:
         model: base model.
         peft: config of the tuning method, changed in place.
+        shared: what ``shared_layers`` gives for the model.
     """
-    if not _can_exclude(peft):
+    options = peft.to_dict()
+    if options.get("target_modules") != "all-linear":
         return
+    names: list[str] = []
+    for left_out, what in (_unread(model, peft), _unreached(model), _sharing(shared)):
+        if left_out:
+            rank_zero_info(f"model.peft: all-linear leaves out {what}")
+            names += left_out
+    if not names:
+        return
+    pattern = rf"(.*\.)?({'|'.join(map(re.escape, names))})"
+    if "exclude_modules" not in options:
+        peft.target_modules = {n for n in all_linear_layers(peft, model) if not re.fullmatch(pattern, n)}
+    elif isinstance(given := options["exclude_modules"], str):
+        peft.exclude_modules = f"{given}|{pattern}"
+    else:
+        peft.exclude_modules = [*(given or ()), *names]
+
+
+def _unread(model: PreTrainedModel, peft: PeftConfig) -> tuple[list[str], str]:
+    """Last names of layers whose weights are read without an adapter, and what they are.
+
+    PEFT refuses some of Mamba's, and would adapt the others to no effect. Layers of groups are among them, unless the
+    method is LoRA.
+    """
     kind = model.config.model_type
     of_groups = set() if isinstance(peft, LoraConfig) else {name.rsplit(".", 1)[-1] for name in grouped_layers(model)}
     unread = sorted(
@@ -48,33 +72,20 @@ def leave_out_unread(model: PreTrainedModel, peft: PeftConfig) -> None:
         for name in {name.rsplit(".", 1)[-1] for name in linear_modules(model)}
         if name in of_groups or refuses_target(peft, model, name) or kind in _MULTIPLIED_BY_THE_MIXER.get(name, ())
     )
-    if unread:
-        why = f"whose weights {type(model).__name__} reads without an adapter"
-        _leave_out(peft, unread, f"{', '.join(unread)}, {why}")
+    return unread, f"{', '.join(unread)}, whose weights {type(model).__name__} reads without an adapter"
 
 
-def leave_out_choosing(model: PreTrainedModel, peft: PeftConfig) -> None:
-    """Let ``target_modules: all-linear`` leave out indexers: a choice of tokens has no gradient, so they do not train.
-
-    Args:
-        model: base model.
-        peft: config of the tuning method, changed in place.
-    """
-    names = [name for name in linear_modules(model) if "indexer" in name.split(".")]
-    if names and _can_exclude(peft):
-        last = sorted({name.rsplit(".", 1)[-1] for name in names})
-        _leave_out(peft, names, f"{', '.join(last)} of indexers, which choose tokens and get no gradient")
+def _unreached(model: PreTrainedModel) -> tuple[list[str], str]:
+    """Names of layers that get no gradient from text, and what they are."""
+    names = unreached.names_within(linear_modules(model))
+    last = sorted({name.rsplit(".", 1)[-1] for name in names})
+    return list(names), f"{', '.join(last)} of {unreached.describe(names.values())}"
 
 
-def leave_out_shared(peft: PeftConfig, shared: Mapping[str, str]) -> None:
-    """Let ``target_modules: all-linear`` leave out layers that share their weight with another layer.
-
-    Args:
-        peft: config of the tuning method, changed in place.
-        shared: what ``shared_layers`` gives for the base model.
-    """
-    if shared and _can_exclude(peft):
-        _leave_out(peft, list(shared), f"{len(shared)} layers ({_example(shared)}), which could not be merged: {_WHY}")
+def _sharing(shared: Mapping[str, str]) -> tuple[list[str], str]:
+    """Names of layers that share their weight with another layer, and what they are."""
+    example = _example(shared) if shared else ""
+    return list(shared), f"{len(shared)} layers ({example}), which could not be merged: {_WHY}"
 
 
 _WHY = "each would get an adapter of its own, and their one weight can take one change only"
@@ -127,18 +138,6 @@ def check_groups(model: PeftModel, method: str) -> None:
                 f"model.peft: {method} does not fit {name} of {type(base).__name__}, which multiplies groups of its "
                 "inputs; leave it out of target_modules, or take peft.LoraConfig"
             )
-
-
-def _can_exclude(peft: PeftConfig) -> bool:
-    options = peft.to_dict()
-    return options.get("target_modules") == "all-linear" and "exclude_modules" in options
-
-
-def _leave_out(peft: PeftConfig, names: Sequence[str], what: str) -> None:
-    rank_zero_info(f"model.peft: all-linear leaves out {what}")
-    given = peft.to_dict()["exclude_modules"]
-    pattern = rf"(.*\.)?({'|'.join(map(re.escape, names))})"
-    peft.exclude_modules = f"{given}|{pattern}" if isinstance(given, str) else [*(given or ()), *names]
 
 
 def name_layers(model: PreTrainedModel, peft: PeftConfig) -> None:

@@ -17,7 +17,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from lit_ft.cli import main
-from lit_ft.commands.inference.chat import side_by_side
+from lit_ft.commands.inference.chat import Chat, side_by_side
+from lit_ft.inference.opening import open_model
+from lit_ft.inference.text_stream import Decoding
 
 pytestmark = pytest.mark.slow
 
@@ -94,10 +96,28 @@ class Terminal:
 def test_long_answers_without_spaces_are_shown_whole() -> None:
     console = Console(width=60, record=True, file=io.StringIO())
     answers = {"base": "红" * 70, "adapter": " is 大卫 in it. cup 布 in it. end"}
-    console.print(side_by_side(answers, {"base": "3 tokens", "adapter": ""}))
+    note = "1,024 tokens, 63.5 tokens/s; cut after 1,024 tokens: max_new_tokens is 1,024"
+    console.print(side_by_side(answers, {"base": note, "adapter": "3 tokens"}))
     shown = console.export_text()
+    assert all(word in shown for word in note.split())
     assert shown.count("红") == 70
     assert "…" not in shown
+
+
+def test_a_question_that_one_of_both_refuses_is_in_neither(
+    adapter: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    opened = open_model(adapter)
+    chat = Chat(opened, Decoding(max_new_tokens=4, temperature=0), None, compare=True)
+    chat.conversations["adapter"].add("red " * 400, "blue")  # longer than its positions hold
+    chat.conversations["base"].add("red", "blue")
+    questions = iter(["the green lamp", "/undo", None])
+    monkeypatch.setattr("lit_ft.commands.inference.chat._read", lambda: next(questions))
+    chat.talk()
+    shown = capsys.readouterr().out
+    assert "512 positions" in shown
+    assert "taken back" in shown
+    assert [len(one.turns) for one in chat.conversations.values()] == [0, 0]
 
 
 def test_a_conversation_in_a_terminal(adapter: str, tmp_path: Path) -> None:

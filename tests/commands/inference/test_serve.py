@@ -1,6 +1,9 @@
 """The ``serve`` command from outside: its first lines, a stop by signal, and what is refused before weights load."""
 
+import json
 import re
+import shlex
+import shutil
 import signal
 import socket
 import time
@@ -18,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from lit_ft.commands.inference import serve
 from lit_ft.inference.opening import OpenedModel, open_together
 from lit_ft.inference.vllm_command import vllm_command
+from lit_ft.model.files.fingerprint import BaseForm, fingerprint, write_fingerprint
 
 pytestmark = pytest.mark.slow
 
@@ -32,11 +36,14 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> str:
     return str(folder)
 
 
-def test_a_server_stops_gracefully_while_it_answers(adapter: str, tmp_path: Path) -> None:
+def test_a_server_stops_gracefully_while_it_answers(
+    adapter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "STOP_SECONDS", 100)  # on a machine under load, 400 tokens take longer than its seconds
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         server = ForkedCommand(("serve", adapter, "--port", "0"), stdout=out, stderr=err)
         try:
-            deadline, port = time.monotonic() + 60, None
+            deadline, port = time.monotonic() + 120, None
             while port is None:
                 assert server.poll() is None, (tmp_path / "err").read_text()
                 assert time.monotonic() < deadline
@@ -48,7 +55,7 @@ def test_a_server_stops_gracefully_while_it_answers(adapter: str, tmp_path: Path
             server.send_signal(signal.SIGTERM)
             parts += [chunk.choices[0] for chunk in stream]
             assert parts[-1].finish_reason  # the answer that ran has ended by itself
-            assert server.wait(20) == 143
+            assert server.wait(60) == 143
         finally:
             server.kill()
     lines = (tmp_path / "out").read_text().splitlines()
@@ -83,7 +90,9 @@ def test_a_missing_package_is_named_before_anything_loads(capsys: Any, monkeypat
     )
 
 
-def test_the_command_for_vllm_has_the_rank_and_refuses_what_vllm_lacks(adapter: str, model_folder: str) -> None:
+def test_the_command_for_vllm_has_the_rank_and_refuses_what_vllm_lacks(
+    adapter: str, model_folder: str, tmp_path: Path
+) -> None:
     opened = open_together([adapter])
     command = vllm_command(opened, {"run-a": adapter})
     assert command == (
@@ -91,6 +100,13 @@ def test_the_command_for_vllm_has_the_rank_and_refuses_what_vllm_lacks(adapter: 
         f"--lora-modules run-a={adapter}"
     )
     assert vllm_command({"m": opened["base"]}, {"m": model_folder}) == f"vllm serve {model_folder}"
+    scaled = shutil.copytree(adapter, tmp_path / "run-a")
+    form = BaseForm("float32", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}})
+    write_fingerprint(fingerprint(model_folder), scaled, form)
+    words = shlex.split(vllm_command(open_together([str(scaled)]), {"run-a": str(scaled)}))
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
+    values = json.loads(words[words.index("--hf-overrides") + 1])
+    assert values == {"rope_parameters": rope, "max_position_embeddings": 1024}
     config = adapter_config(opened["run-a"])
     for name, value in {"modules_to_save": ["lm_head"], "use_dora": True, "r": 700}.items():
         given = getattr(config, name)

@@ -247,7 +247,7 @@ def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty=0.5 is not supported"),
         ({"extra_body": {"min_tokens": 3}}, openai.BadRequestError, "min_tokens=3 is not supported"),
         ({"stop": [""]}, openai.BadRequestError, "none of them empty"),
-        ({"n": 22}, openai.RateLimitError, "22 more exceed 21"),
+        ({"n": 22}, openai.BadRequestError, "asks for 22 answers; ask for 21 at most"),
         ({"n": 0}, openai.BadRequestError, "n=0 must be 1 or more"),
         ({"messages": []}, openai.BadRequestError, "must be a list of turns"),
         ({"messages": [{"role": "user"}]}, openai.BadRequestError, "content"),
@@ -259,6 +259,14 @@ def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
 def test_what_is_refused(served: Served, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         served.ask(**options)
+
+
+def test_more_than_the_queue_holds_is_to_be_tried_again(served: Served) -> None:
+    with served.ask(stream=True, n=20, max_tokens=400, extra_body={}) as stream:
+        next(stream)
+        with pytest.raises(openai.RateLimitError, match="20 answers are generated or wait, and 2 more exceed 21"):
+            served.ask(n=2)
+    served.wait_until_idle()
 
 
 HALF = b'{"model": "run-a", "messages": [{"role": "user", "content": "\\uD800"}]}'

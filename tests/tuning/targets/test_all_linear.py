@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, PeftConfig
+from peft import LoHaConfig, LoraConfig, PeftConfig, RandLoraConfig, VeraConfig
+from peft.tuners.vera.layer import VeraLayer
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_configs import tiny_config
@@ -15,10 +16,13 @@ from lit_ft.tuning.wrapping import add_peft
 def adapted(architecture: str, exclude: str | list[str] | None = None, method: type[PeftConfig] = LoraConfig) -> Any:
     """Last names of the layers that get an adapter; each has an effect on the logits."""
     model = AutoModelForCausalLM.from_config(tiny_config(architecture))
-    values: dict[str, Any] = {"init_lora_weights" if method is LoraConfig else "init_weights": False}
-    peft = method(r=2, target_modules="all-linear", exclude_modules=exclude, **values)
-    wrapped = add_peft(model, peft)
-    wrapped(input_ids=torch.arange(1, 300)[None]).logits.square().sum().backward()
+    options: dict[str, Any] = {"r": 2} if exclude is None else {"r": 2, "exclude_modules": exclude}
+    wrapped = add_peft(model, method(target_modules="all-linear", **options))
+    for parameter in filter(lambda p: p.requires_grad, wrapped.parameters()):
+        torch.nn.init.normal_(parameter, std=0.02)
+    wrapped(
+        input_ids=torch.arange(1, 300 if architecture == "deepseek_v4" else 40)[None]
+    ).logits.square().sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in wrapped.parameters() if p.requires_grad)
     names = [*wrapped.targeted_module_names, *wrapped.targeted_parameter_names]
     return {name.removesuffix(".weight").rsplit(".", 1)[-1] for name in names}
@@ -81,8 +85,41 @@ def test_a_layer_of_groups_is_adapted_as_a_parameter_by_lora_and_left_out_by_oth
         add_peft(model, LoHaConfig(r=2, target_modules=["o_a_proj", "q_a_proj"]))
 
 
-def test_all_linear_leaves_out_what_chooses_tokens(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("method", [LoraConfig, VeraConfig, RandLoraConfig])
+def test_all_linear_leaves_out_what_chooses_tokens(method: type[PeftConfig], caplog: pytest.LogCaptureFixture) -> None:
+    """By ``exclude_modules``, which the configs of VeRA and RandLoRA lack."""
     caplog.set_level("INFO", "lightning.pytorch")
     mlp, attention = {"gate_proj", "up_proj", "down_proj"}, {"q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"}
-    assert adapted("deepseek_v32") == mlp | attention | {"kv_a_proj_with_mqa"}
-    assert "all-linear leaves out weights_proj, wk, wq_b of indexers, which choose tokens and get no" in caplog.text
+    assert adapted("deepseek_v32", method=method) == mlp | attention | {"kv_a_proj_with_mqa"}
+    assert "all-linear leaves out weights_proj, wk, wq_b of indexer, which chooses tokens, and a choice" in caplog.text
+
+
+def test_a_method_without_exclude_modules_gets_the_names_of_the_other_layers() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("zamba"))
+    wrapped = add_peft(model, VeraConfig(r=2, target_modules="all-linear"))
+    linear = {name for name, module in model.named_modules() if isinstance(module, VeraLayer)}
+    assert linear == set(wrapped.targeted_module_names)
+    assert {name.rsplit(".", 1)[-1] for name in linear} == {"in_proj", "linear", "out_proj"}
+    assert not any("shared_transf" in name for name in linear)
+
+
+@pytest.mark.parametrize(
+    ("exclude", "message"),
+    [
+        (["q_prj", "v_proj"], r"\['q_prj'\] match nothing in Qwen2ForCausalLM; .*'down_proj', 'gate_proj'"),
+        (".*layers[.]9.*", r"\['\.\*layers\[\.\]9\.\*'\] match nothing in Qwen2ForCausalLM; correct or"),
+        ("*", "model.peft: exclude_modules: .*nothing to repeat"),
+    ],
+)
+@pytest.mark.parametrize("target", ["all-linear", ["q_proj", "v_proj"]])
+def test_excluded_modules_that_match_nothing_are_refused(target: str | list[str], exclude: Any, message: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2"))
+    with pytest.raises(RecipeError, match=message):
+        add_peft(model, LoraConfig(r=2, target_modules=target, exclude_modules=exclude))
+
+
+@pytest.mark.parametrize("saved", [["lm_hed"], ["lm_head", "embed_token"]])
+def test_modules_to_save_that_match_nothing_are_refused(saved: list[str]) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2"))
+    with pytest.raises(RecipeError, match=rf"modules_to_save \['{saved[-1]}'\] match nothing in Qwen2.*'lm_head'"):
+        add_peft(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=saved))

@@ -1,0 +1,99 @@
+"""Reasons in jsonargparse's messages about values: which value, what is allowed, and what was probably meant."""
+
+import re
+from difflib import get_close_matches
+
+
+def reasons(message: str) -> str:
+    """Reasons in a jsonargparse message, without the types that it tried and the values that it repeats."""
+    message = re.sub(r"Type typing.Callable\[.*?\] expects a function or a callable class: ", "", message)
+    message = re.sub(r"[Ee]xpected (a )?<class '([\w.]+)'>", r"expected \2", message)
+    message = re.sub(r"[Ee]xpected a typing.Literal\[", "expected one of [", message)
+    message = re.sub(r"unhashable type: .*|argument of type .* is not iterable", "class_path must be a text", message)
+    parts = [part.strip(" -") for line in message.splitlines() for part in line.split("; ")]
+    parts = [re.sub(r"\.? Got value: ?([\[{]|Namespace).*", "", part) for part in parts if part]
+    parts = [part for part in parts if not part.startswith(_NOISE)] or [message.strip()]
+    # Where no class was named, the types are the only reasons.
+    is_told = any(not part.startswith((*_TYPES, "Given value")) for part in parts)
+    telling = [part for part in parts if not (is_told and part.startswith(_TYPES))]
+    text = "; ".join(dict.fromkeys(shortened(part, 200) for part in telling))
+    return shortened(_of_simple_types(text), 600)
+
+
+def _of_simple_types(text: str) -> str:
+    """Explanation of a value that is none of some words and no number, from jsonargparse's list of types."""
+    if (below := re.match(r"Not of type PositiveInt: .*Given value: (.*)", text)) is not None:
+        return f"{shortened(below[1], 100)} must be 1 or more"
+    found = re.fullmatch(r"(expected .*?)[;.] (?:Got value: |Given value: )(.*)", text)
+    if found is None:
+        return text
+    types, value = found[1], shortened(found[2], 100)
+    words = [
+        word for listed in re.findall(r"one of \[(.*?)\](?:;|$)", types) for word in re.findall(r"'(.*?)'", listed)
+    ]
+    plain = set(re.findall(r"expected (\w+)(?:;|$)", types))
+    if words:
+        words += ["true", "false"] if "bool" in plain else []
+        meant = [_OTHER_WORDS.get(value.lower(), "")] if _OTHER_WORDS.get(value.lower()) in words else []
+        near = meant or get_close_matches(value, words, n=1)
+        return f"{value!r} is none of {', '.join(words)}" + (f"; did you mean {near[0]}?" if near else "")
+    if plain and plain <= {"int", "float", "bool"} and plain != {"bool"}:
+        return no_number(value, whole="float" not in plain)
+    return text
+
+
+_OTHER_WORDS = {
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp16": "16-mixed",
+    "fp32": "float32",
+    "half": "float16",
+}
+"""Other trainers' words for values."""
+
+
+def no_number(value: str, whole: bool) -> str:
+    """Message about a value that is no number, with the number that was probably meant.
+
+    Args:
+        value: the value, as it was typed.
+        whole: whether a whole number is needed.
+    """
+    kind = "whole number" if whole else "number"
+    advice = ""
+    if (share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value)) is not None and not whole:
+        advice = f"; write {float(share[1]) / 100:g}"
+    elif (thousands := re.fullmatch(r"(\d+)k", value, re.IGNORECASE)) is not None:
+        advice = f"; write {thousands[1]}000"
+    elif re.fullmatch(r"\d+,\d+", value) and not whole:
+        advice = f"; write {value.replace(',', '.')}"
+    elif (integer := re.fullmatch(r"(\d+)\.0*", value)) is not None and whole:
+        advice = f"; write {integer[1]}"
+    return f"{shortened(value, 100)!r} is no {kind}{advice}"
+
+
+def shortened(text: str, length: int) -> str:
+    """Cut a text to at most ``length`` characters, with ``...`` at the end."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+_NOISE = (
+    "Parser key",
+    "Expected a path but",
+    "Does not validate",
+    "Subtypes",
+    "Errors:",
+    "expected NoneType",
+    "Problem with given class_path",
+    "Given value type",
+    "Given value: Namespace",
+    "Given value: {",
+    "Given value: [",
+    "Subclass types expect one of",
+    "a class path (str)",
+    "a dict with",
+    "Given value: NestedArg",
+)
+"""Beginnings of message lines in which jsonargparse lists types and values."""
+_TYPES = ("Not a valid subclass of", "Expected an instantiatable class")
+"""Beginnings of message lines about the classes that an option allows."""

@@ -1,0 +1,63 @@
+"""Weights that get no gradient from text do not train, and checkpoints and bases are checked accordingly."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from compared_strategies import EVERY_CASE
+from transformers import AutoModelForCausalLM
+
+from benchmarks.model_comparison import ARCHITECTURES
+from benchmarks.tiny_configs import tiny_config
+from lit_ft import CausalLM, RecipeError
+from lit_ft.model.files.text_part import config_of_text
+from lit_ft.model.isolation.architectures import REFUSED
+from lit_ft.model.spec import ModelSpec
+from lit_ft.tuning.spec import TuningSpec
+from lit_ft.tuning.targets import unreached
+
+
+@pytest.mark.parametrize(
+    ("architecture", "part"),
+    [("deepseek_v32", "indexer"), ("whisper", "encoder_attn"), ("fuyu", "vision_embed_tokens"), ("qwen2", "")],
+)
+def test_weights_that_are_not_frozen_get_a_gradient(
+    architecture: str, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture))
+    model(input_ids=torch.arange(1, 60)[None], use_cache=False).logits.square().sum().backward()
+    without = {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
+    unreached.freeze(model)
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} >= without
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    line = f"{len(without)} weights are frozen, as they get no gradient: {part}" if part else ""
+    assert line in caplog.text
+    assert bool(line) == bool(without) == bool(caplog.text)
+
+
+def test_the_architectures_that_have_such_weights_are_listed() -> None:
+    """Of every fifth architecture, and of all that are listed; with ``LIT_FT_EVERY_CASE=1`` of all."""
+    compared = [name for name in ARCHITECTURES if name not in REFUSED]
+    for name in {*compared[:: 1 if EVERY_CASE else 5], *unreached.ARCHITECTURES}:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config_of_text(tiny_config(name)))
+        has = bool(unreached.names_within(name for name, _ in model.named_parameters()))
+        assert has == (name in unreached.ARCHITECTURES), name
+
+
+def test_patterns_that_name_only_such_weights_are_refused() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v32"))
+    with pytest.raises(RecipeError, match=r"names weights alone that get no gradient: indexer, which chooses tokens"):
+        TuningSpec(trainable=["indexer"]).wrap_skeleton(model, [], None)
+
+
+@pytest.mark.parametrize(("architecture", "is_whole"), [("deepseek_v32", False), ("qwen2", True)])
+def test_a_base_of_which_a_part_is_frozen_is_no_longer_replaced_by_the_checkpoint(
+    tmp_path: Path, architecture: str, is_whole: bool
+) -> None:
+    """A checkpoint holds what trains: the frozen part comes from the base, which must be the same one."""
+    tiny_config(architecture).save_pretrained(tmp_path)
+    assert TuningSpec().trains_everything(ModelSpec(str(tmp_path), str(tmp_path))) == is_whole
+    module = CausalLM(str(tmp_path), init="random")
+    assert (module.base_fingerprint is None) == is_whole
