@@ -177,9 +177,17 @@ class StepEvents(TensorBoardLogger):
 
         Args:
             status: status with which the run has ended.
+
+        Raises:
+            RecipeError: they cannot be written, and no earlier error has ended the run.
         """
-        with explain_failed_write(Path(self.log_dir)):
-            super().finalize(status)
+        try:
+            with explain_failed_write(Path(self.log_dir)):
+                super().finalize(status)
+        except RecipeError as error:
+            if status != "failed":
+                raise
+            rank_zero_warn(str(error))  # an exception would take the place of the one that ended the run
 
     def _write(self, metrics: Mapping[str, float], step: int | None) -> None:
         file = self.experiment.file_writer
