@@ -141,7 +141,7 @@ class StageModule(nn.Module):
 
         Args:
             received: hidden states of the previous stage; ignored by the first stage.
-            place: index of the micro-batch in ``row_parts``, ``(1,)``.
+            place: index of the micro-batch in ``row_parts``, ``(1,)``, on the CPU.
         """
         row = self.row_parts[int(place)]
         decoder = self.decoder
@@ -377,7 +377,7 @@ class Pipeline:
             parameter.grad = None
 
     def _run(self, step: Callable[..., object]) -> None:
-        places = torch.arange(self.micro_batches, device=self.device)
+        places = torch.arange(self.micro_batches)  # on the CPU: a stage reads them as indices of Python lists
         first = (places,) if any(stage.is_first for stage in self.stages) else ()
         target = places if any(stage.is_last for stage in self.stages) else None
         step(*first, target=target, return_outputs=False, place=places)
