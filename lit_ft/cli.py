@@ -130,6 +130,18 @@ def _exit_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+_forking = threading.local()
+
+
+def _hold_signals() -> None:
+    """Let signals wait during a fork: Python drops one that reaches the new process before its own setup is done."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
 def _end_at_signals() -> None:
     """Let a forked process end at signals as others do: a library's pool ends its workers by SIGTERM.
 
@@ -138,9 +150,10 @@ def _end_at_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is _exit:
             signal.signal(number, signal.SIG_DFL)
+    _release_signals()
 
 
-os.register_at_fork(after_in_child=_end_at_signals)
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_end_at_signals)
 
 
 def _exit(number: int, _: FrameType | None) -> NoReturn:

@@ -3,6 +3,8 @@
 import csv
 import json
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -361,3 +363,14 @@ def test_workers_of_a_library_s_pool_end_in_silence(capfd: Any) -> None:
     for worker in workers:
         worker.join(20)
     assert capfd.readouterr().err == ""
+
+
+def test_a_signal_that_comes_during_a_fork_ends_the_new_process() -> None:
+    with cli._exit_on_signals():
+        for _ in range(40):
+            process = os.fork()
+            if process == 0:
+                time.sleep(20)
+                os._exit(0)
+            os.kill(process, signal.SIGTERM)  # before or after Python has set up the process
+            assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGTERM
