@@ -12,7 +12,18 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lit_callbacks.output.quantities import as_time
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column
+from rich.text import Text
 from torch import Tensor
 
 from lit_ft.accumulation import optimizer_steps
@@ -85,6 +96,17 @@ def _move_log_lines(before: TextIO, now: TextIO) -> list["logging.StreamHandler[
     return moved
 
 
+BAR_WIDTH = 20
+"""Characters of the bar: on a terminal of 80 they leave room for the time left and the loss."""
+
+
+class _NoteColumn(ProgressColumn):
+    """Time left and metrics. In a narrow terminal rich cuts columns that may wrap first, and this is the only one."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
+
+
 class RunProgressBar(ProgressBar):
     """Bar over the optimizer steps of the whole run; in validation, test and predict, over their batches."""
 
@@ -113,10 +135,12 @@ class RunProgressBar(ProgressBar):
 
     def _add(self, what: str, total: float, completed: int = 0) -> TaskID:
         if self._bar is None:
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                *columns,
+                BarColumn(BAR_WIDTH, table_column=Column(no_wrap=True)),
+                MofNCompleteColumn(table_column=Column(no_wrap=True)),
+                TimeElapsedColumn(table_column=Column(no_wrap=True)),
+                _NoteColumn(),
                 console=self._console,
                 disable=not self._enabled,
                 redirect_stderr=sys.stderr.isatty(),  # else lines meant for a file would go to the terminal

@@ -96,6 +96,24 @@ def test_the_bar_counts_the_steps_of_the_run(make_trainer: Any) -> None:
     assert "answers" in screen.getvalue()
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_narrow_terminal_cuts_the_metrics_and_nothing_else(make_trainer: Any, width: int) -> None:
+    class LogsMuch(Logs):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log_dict({f"throughput/quantity_{i}_per_second": 1.5 for i in range(9)}, prog_bar=True)
+            return loss
+
+    screen = io.StringIO()
+    bar = RunProgressBar(Console(file=screen, force_terminal=True, width=width))
+    make_trainer(callbacks=[bar], enable_progress_bar=True, **SCHEDULE).fit(LogsMuch(), BATCHES)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    lines = [line for line in re.split(r"[\r\n]+", shown) if "train/loss" in line]
+    assert lines
+    assert all(re.match(r"steps \S* ?\S* \d/6 \d:\d\d:\d\d .*train/loss -?\d", line.rstrip()) for line in lines)
+    assert all(len(line.rstrip()) == width and line.rstrip().endswith("…") for line in lines)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
