@@ -16,16 +16,27 @@ class Conversation:
     system: str | None = None
     """System prompt; None leaves it to the chat template."""
     turns: list[Message] = field(default_factory=list)
-    """Turns of user and assistant, in order."""
+    """Turns of user and assistant, in order; ``train: false`` marks an answer that is not complete."""
 
     @property
     def messages(self) -> list[Message]:
-        """All turns, with the system prompt first."""
-        return [*([Message(role="system", content=self.system)] if self.system else []), *self.turns]
+        """All turns without marks, with the system prompt first."""
+        turns = [Message(role=turn["role"], content=turn["content"]) for turn in self.turns]
+        return [*self._system_turn, *turns]
 
-    def add(self, question: str, answer: str) -> None:
-        """Add a question and its answer."""
-        self.turns += [Message(role="user", content=question), Message(role="assistant", content=answer)]
+    @property
+    def incomplete(self) -> int:
+        """Number of answers that are not complete."""
+        return sum("train" in turn for turn in self.turns)
+
+    @property
+    def _system_turn(self) -> list[Message]:
+        return [Message(role="system", content=self.system)] if self.system else []
+
+    def add(self, question: str, answer: str, is_complete: bool = True) -> None:
+        """Add a question and its answer; one that was stopped or cut is not complete."""
+        mark = {} if is_complete else {"train": False}
+        self.turns += [Message(role="user", content=question), Message(role="assistant", content=answer, **mark)]
 
     def asked(self, question: str) -> list[Message]:
         """All turns and a question, of which an answer is to be generated."""
@@ -38,6 +49,8 @@ class Conversation:
 
     def save(self, path: Path) -> int:
         """Append the conversation to a file of JSON lines, in the form that ``data.path`` reads.
+
+        Answers that are not complete have ``train: false``: a model that trains on them would learn to stop there.
 
         Returns:
             The number of lines of the file after it.
@@ -52,7 +65,7 @@ class Conversation:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"messages": [*self._system_turn, *self.turns]}, ensure_ascii=False) + "\n")
             return len(path.read_text(encoding="utf-8").splitlines())
         except OSError as error:
             raise RecipeError(f"{str(path)!r} cannot be written ({error.strerror}); name another file") from error

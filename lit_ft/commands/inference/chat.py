@@ -105,7 +105,7 @@ class Chat:
             if len(self.conversations) == 1:
                 ((name, conversation),) = self.conversations.items()
                 answer = self._answer(name, conversation, question, _write, is_interrupted)
-                conversation.add(question, answer.text)
+                conversation.add(question, answer.text, answer.ended == "stop")
                 print(flush=True)
                 self._say(self._figures(answer))
             else:
@@ -125,7 +125,7 @@ class Chat:
                 notes[name] = self._figures(answers[name])
                 live.update(side_by_side(texts, notes))
         for name, answer in answers.items():  # only now, so that a question that one refuses is in neither
-            self.conversations[name].add(question, answer.text)
+            self.conversations[name].add(question, answer.text, answer.ended == "stop")
 
     def _answer(
         self,
@@ -178,7 +178,10 @@ class Chat:
             if not rest:
                 raise RecipeError("/save needs a file, e.g. /save chats.jsonl")
             of_adapter = list(every)[-1]  # the base's answers are there to compare, not to train on
-            return f"{rest}: conversation {of_adapter.save(Path(rest).expanduser())} of the file"
+            saved = f"{rest}: conversation {of_adapter.save(Path(rest).expanduser())} of the file"
+            if cut := of_adapter.incomplete:
+                saved += f"; {cut} of {len(of_adapter.turns) // 2} answers stopped or cut, saved with train: false"
+            return saved
         raise RecipeError(f"{name} is no command; /help lists them")
 
     def _say(self, text: str) -> None:
