@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -172,14 +173,21 @@ def _exit(number: int, _: FrameType | None) -> NoReturn:
 
 
 def _escape_log_lines() -> None:
-    """Escape control characters in log lines and warnings, which may quote data, answers and file names."""
+    """Escape control characters in log lines and warnings, which may quote data, answers and file names.
+
+    Our own warnings are about the run: they are one line, without the line of our code that gave them.
+    """
     if logging.getLogRecordFactory() is _EscapedRecord:
         return
     form = warnings.formatwarning
+    specs = filter(None, map(find_spec, ("lit_ft", "lit_callbacks")))  # imports neither
+    folders = [f"{folder}{os.sep}" for spec in specs for folder in spec.submodule_search_locations or []]
 
     def escaped(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
+        if filename.startswith(tuple(folders)):
+            return _printable(f"lit_ft: warning: {message}\n")
         return _printable(form(message, category, filename, lineno, line))
 
     logging.setLogRecordFactory(_EscapedRecord)

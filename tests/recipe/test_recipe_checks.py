@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from command_line import recipe, run
+from lit_callbacks.export import merging
 
+from lit_ft import cli
 from lit_ft.cli import main
 
 pytestmark = pytest.mark.slow
@@ -173,3 +175,7 @@ def test_log_lines_and_warnings_cannot_steer_the_terminal(capsys: Any) -> None:
     record = logging.getLogRecordFactory()("a", 20, "b", 1, "%s", ("\x9b31m",), None)
     assert record.getMessage() == "\\x9b31m"
     assert warnings.formatwarning("a\x1b[2J", UserWarning, "b.py", 1).startswith("b.py:1: UserWarning: a\\x1b[2J")
+    for module in (cli, merging):  # ours: what is said, not where in our code
+        assert warnings.formatwarning("a\x1b[2J", UserWarning, str(module.__file__), 1) == (
+            "lit_ft: warning: a\\x1b[2J\n"
+        )
