@@ -4,7 +4,7 @@ import logging
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +18,12 @@ from lit_callbacks.report.page import render_page
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.data.inspection import (
     Report,
+    describe_ends,
     describe_lengths,
     histogram,
     inspect_split,
@@ -35,6 +36,8 @@ from lit_ft.data.text.sources import shared_content
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.model.architecture import Architecture
+from lit_ft.model.generation import stop_ids
+from lit_ft.model.loading import skeleton
 from lit_ft.packed_batch import pack_samples
 from lit_ft.recipe.allowed_code import as_options
 from lit_ft.recipe.option_parser import OptionParser, number_from
@@ -167,8 +170,8 @@ class CheckCLI(TrainingCLI):
         shared = [] if data.val_fraction else shared_content(splits.sources["train"], splits.sources["val"])
         judge_repetition(train, splits.get("val"), shared, report)
         if isinstance(self.model, CausalLM):
-            end = tokenizer.eos_token
-            report.facts["end-of-sequence token"] = f"{end!r}" if end else "none"
+            report.facts |= describe_ends(report.sources["train"])
+            report.facts["end tokens that generation stops at"] = generation_ends(self.model, tokenizer)
             leak = leak_probe(self.model)
             report.facts["leak probe"] = (
                 f"a sample's losses move by {leak:.1g} when its neighbor in the packed batch changes"
@@ -185,6 +188,16 @@ class CheckCLI(TrainingCLI):
         if isinstance(self.schedule, WarmupSchedule) and trainer.max_steps > 0:
             self.schedule.total_steps = self.schedule.total_steps or trainer.max_steps
             self.report.warnings += [self.schedule.warning] if self.schedule.warning else []
+
+
+def generation_ends(module: CausalLM, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Text with the tokens at which answers of the recipe's model end; its weights are not read."""
+    base = module.spec.base
+    model = skeleton(base.pretrained, base.dtype, base.config_overrides)
+    with suppress(OSError):  # as transformers, which then goes by config.json
+        model.generation_config = GenerationConfig.from_pretrained(base.pretrained)
+    tokens = tokenizer.convert_ids_to_tokens(stop_ids(model, tokenizer))
+    return ", ".join(map(repr, tokens)) or "none"
 
 
 def leak_probe(module: CausalLM) -> float:

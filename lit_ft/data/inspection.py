@@ -1,5 +1,6 @@
 """Statistics of tokenized data sets, and problems found in them; the data of ``check``."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -51,6 +52,8 @@ class SourceReport:
     """Number of times that the most frequent sample is there."""
     closed: float
     """Fraction of the samples whose last supervised token ends the turn; NaN where the format has no conversations."""
+    ends: dict[str, int]
+    """Samples by their last supervised token, of special ones; empty where the format has no conversations."""
     lines: list[str]
     """Messages about its rows: truncated, dropped, skipped."""
 
@@ -77,6 +80,7 @@ def describe_source(
     """Compute the statistics of one source."""
     mine = samples.take(np.flatnonzero(samples.source == number))
     _, counts = np.unique(mine.digests(), return_counts=True)
+    ends = _ends(mine, tokenizer) if form in _CONVERSATIONS else {}
     return SourceReport(
         name=name,
         format=form,
@@ -87,7 +91,8 @@ def describe_source(
         longest=int(mine.lengths.max()) if len(mine) else 0,
         duplicates=len(mine) - len(counts),
         repeats=int(counts.max(initial=0)),
-        closed=_closed(mine, tokenizer) if form in _CONVERSATIONS else float("nan"),
+        closed=sum(ends.values()) / len(mine) if form in _CONVERSATIONS and len(mine) else float("nan"),
+        ends=ends,
         lines=prepared.lines,
     )
 
@@ -95,12 +100,23 @@ def describe_source(
 _CONVERSATIONS = ("alpaca", "sharegpt", "messages")
 
 
-def _closed(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> float:
-    special = [id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special]
-    last = [
-        ids[np.flatnonzero(labels != IGNORE_INDEX)[-1]] for ids, labels in map(samples.__getitem__, range(len(samples)))
-    ]
-    return float(np.isin(last, [*special, tokenizer.eos_token_id]).mean()) if last else float("nan")
+def _ends(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    special = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if tokenizer.eos_token_id is not None:
+        special[tokenizer.eos_token_id] = str(tokenizer.eos_token)
+    last = Counter(
+        int(ids[np.flatnonzero(labels != IGNORE_INDEX)[-1]])
+        for ids, labels in map(samples.__getitem__, range(len(samples)))
+    )
+    return {special[id_]: count for id_, count in last.most_common() if id_ in special}
+
+
+def describe_ends(sources: list[SourceReport]) -> dict[str, str]:
+    """Facts on the special tokens that close supervised answers; empty where no source has conversations."""
+    ends: Counter[str] = sum((Counter(source.ends) for source in sources), Counter())
+    samples = sum(source.samples for source in sources if source.format in _CONVERSATIONS)
+    counts = ", ".join(f"{token!r} in {count:,}" for token, count in ends.most_common()) or "none"
+    return {"end tokens that are trained on": f"{counts} of {samples:,} conversations"} if samples else {}
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:

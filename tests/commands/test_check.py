@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import make_rows, make_tokenizer
+from model_families import save_family
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.cli import main
@@ -87,6 +88,16 @@ def test_it_counts_what_the_trainer_then_trains_on(
     samples = module.splits["train"]
     assert "epoch: 6 optimizer steps of 4 samples" in output
     assert f"tokens per epoch: {samples.lengths.sum():,}, {samples.supervised.sum():,} supervised" in output
+
+
+def test_end_tokens_are_those_of_training_and_of_generation(run: Any, tmp_path: Path, write_rows: Any) -> None:
+    """Gemma's turns end with another token than its texts."""
+    model = save_family("gemma3", tmp_path / "model")
+    output = run("check", *recipe(tmp_path, model, {"path": write_rows(make_rows(21))}))
+    assert "end tokens that are trained on: '<end_of_turn>' in 21 of 21 conversations" in output
+    assert "end tokens that generation stops at: '<eos>', '<end_of_turn>'" in output
+    text = recipe(tmp_path, model, {"path": write_rows([{"text": "the red cup"}, {"text": "a blue lamp"}])})
+    assert "end tokens that are trained on" not in run("check", *text)
 
 
 def test_bad_rows_are_all_listed_and_exit_1(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
