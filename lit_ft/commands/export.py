@@ -1,6 +1,7 @@
 """The ``export`` command: write a run, or adapters from folders, as a Hugging Face folder."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -113,14 +114,16 @@ def export(
     _check_gguf(merge, gguf, gguf_adapter, dtype, quantized_base)
     folder = _run_folder(run) if run is not None else None
     check = partial(_check_convertible, writes_adapter=gguf_adapter) if gguf or gguf_adapter else None
-    if adapter:
-        exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density, check)
-    elif folder is not None:
-        exported = _of_run(folder, ckpt_path, check)
-    else:
+    if not adapter and folder is None:
         raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")
     kind = "gguf_adapter" if gguf_adapter else f"gguf-{gguf}" if gguf else "merged" if merge else "adapter"
     destination = _destination(out, None if adapter else folder, kind, ckpt_path)
+    _check_writable(destination)
+    if adapter:
+        exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density, check)
+    else:
+        assert folder is not None
+        exported = _of_run(folder, ckpt_path, check)
     if destination.resolve() == Path(exported.base).resolve():
         raise RecipeError(f"out={str(destination)!r} is the base model itself; name another folder")
     try:
@@ -254,6 +257,14 @@ def _destination(out: str | None, folder: RunFolder | None, kind: str, ckpt_path
     if folder is None:
         raise RecipeError("out is not set; say where to write with --out DIR")
     return folder.exported(kind, ckpt_path)
+
+
+def _check_writable(destination: Path) -> None:
+    """Refuse a place that no folder can be made in, before a model is read."""
+    parent = next(one for one in destination.absolute().parents if one.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        why = "Permission denied" if parent.is_dir() else f"{str(parent)!r} is a file"
+        raise RecipeError(f"out={str(destination)!r} cannot be written ({why}); name another folder with --out")
 
 
 def _of_run(folder: RunFolder, ckpt_path: str, check: Check | None) -> _Exported:

@@ -169,6 +169,17 @@ def test_other_combinations(lit_ft: Any, base: Path, tmp_path: Path, combination
     assert not (tmp_path / "no").exists()
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
+    lit_ft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    said = lit_ft("export", "--adapter", tmp_path / "none", "--out", tmp_path / "file" / "out", code=2)
+    assert "file' is a file); name another folder with --out" in said
+    monkeypatch.setattr("os.access", lambda *_: False)  # what permissions say to root
+    said = lit_ft("export", "--adapter", tmp_path / "none", "--out", tmp_path / "out", code=2)
+    assert "out' cannot be written (Permission denied)" in said
+
+
 def test_runs_are_adapters_and_a_run_gives_the_base(lit_ft: Any, finished: Any, tmp_path: Path) -> None:
     one, two = finished(), finished("--seed_everything", "5")
     lit_ft("export", "--run", one, "--adapter", f"{one}=0.5", "--adapter", f"{two}=0.5", "--out", tmp_path / "mean")
