@@ -67,6 +67,7 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self.process, self.file = pty.fork()
+        self.unread = ""
         if self.process == 0:
             code: Any = 1
             try:
@@ -79,18 +80,18 @@ class Terminal:
                 sys.stdout.flush()
                 os._exit(code)
 
-    def read(self, until: str = "> ", seconds: float = 60) -> str:
-        """Output up to a text."""
-        output, end = "", time.monotonic() + seconds
-        while until not in output:
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        """Read the output up to a text; the next call reads on behind it."""
+        end = time.monotonic() + seconds
+        while text not in self.unread:
             ready = select.select([self.file], [], [], max(0, end - time.monotonic()))[0]
-            assert ready, f"no {until!r} in {output!r}"
-            output += os.read(self.file, 65536).decode(errors="replace")
-        return output
+            assert ready, f"no {text!r} in {self.unread!r}"
+            self.unread += os.read(self.file, 65536).decode(errors="replace")
+        self.unread = self.unread.partition(text)[2]
 
-    def say(self, line: str, until: str = "> ") -> str:
+    def say(self, line: str, answer: str) -> None:
         os.write(self.file, f"{line}\n".encode())
-        return self.read(until)
+        self.wait_for(answer)
 
 
 def test_long_answers_without_spaces_are_shown_whole() -> None:
@@ -122,20 +123,19 @@ def test_a_question_that_one_of_both_refuses_is_in_neither(
 
 def test_a_conversation_in_a_terminal(adapter: str, tmp_path: Path) -> None:
     terminal = Terminal(adapter, "--max_new_tokens", "8", "--compare")
-    assert "greedy, up to 8 tokens" in terminal.read()
-    assert "adapter" in terminal.say("the green lamp")
+    terminal.wait_for("greedy, up to 8 tokens")
+    terminal.say("the green lamp", "adapter")
     file = tmp_path / "chats.jsonl"
-    assert "conversation 1 of the file" in terminal.say(f"/save {file}")
+    terminal.say(f"/save {file}", "conversation 1 of the file")
     assert file.read_text().count('"role"') == 2
-    assert "taken back" in terminal.say("/undo")
-    assert "no turn to save" in terminal.say(f"/save {file}")
-    assert "top_p=3.0 must be over 0" in terminal.say("/set top_p 3")
-    assert "sampled, temperature 0.5" in terminal.say("/set temperature=0.5")
-    assert "is no command" in terminal.say("/nope")
-    terminal.say("/set max_new_tokens 400")
-    os.write(terminal.file, b"the red cup\n")
-    terminal.read("adapter")
+    terminal.say("/undo", "taken back")
+    terminal.say(f"/save {file}", "no turn to save")
+    terminal.say("/set top_p 3", "top_p=3.0 must be over 0")
+    terminal.say("/set temperature=0.5", "sampled, temperature 0.5")
+    terminal.say("/nope", "is no command")
+    terminal.say("/set max_new_tokens 400", "up to 400 tokens")
+    terminal.say("the red cup", "adapter")
     os.kill(terminal.process, signal.SIGINT)  # as Ctrl-C: the answer stops, the program goes on
-    assert "stopped" in terminal.read()
+    terminal.wait_for("stopped")
     os.write(terminal.file, b"/exit\n")
     assert os.waitstatus_to_exitcode(os.waitpid(terminal.process, 0)[1]) == 0
