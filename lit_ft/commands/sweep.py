@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.output.quantities import as_number
 
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.data.text_data import TextDataModule
@@ -257,7 +258,7 @@ def _train(
 
 def _result(trial: Trial, goal: Goal) -> str:
     value = goal.value(trial)
-    return "" if value is None else f", {goal.metric} {value:.4g}"
+    return "" if value is None else f", {goal.metric} {as_number(value)}"
 
 
 def _conclude(folder: Path, trials: list[Trial], goal: Goal) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from lit_callbacks.output.quantities import as_number
 
 Recipe = Mapping[str, Any]
 """Resolved recipe: sections and options by key."""
@@ -101,7 +102,7 @@ class Card:
             counted = [f"- `{name}`: {count:,} samples" for name, count in self.samples.items()]
             found.append("## Data\n\n" + "\n".join(counted or [f"- `{path}`" for path in paths]))
         if self.metrics:
-            rows = [f"| {name} | {value:.4g} |" for name, value in self.metrics.items()]
+            rows = [f"| {name} | {as_number(value)} |" for name, value in self.metrics.items()]
             found.append("\n".join(["## Results", "", "| metric, at the end | value |", "|---|---|", *rows]))
         if self.recipe:
             found.append(f"## Recipe\n\n```yaml\n{_yaml(_publishable(self.recipe))}\n```")

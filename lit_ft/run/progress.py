@@ -10,7 +10,7 @@ from typing import TextIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lit_callbacks.output.quantities import as_time
+from lit_callbacks.output.quantities import as_number, as_time
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -75,7 +75,7 @@ def describe_metrics(metrics: Mapping[str, float | Tensor | str], stage: str) ->
         for name, value in numbers.items()
         if (name.startswith(f"{stage}/") if stage == "val" else not name.startswith(("val", "test")))
     }
-    return ", ".join(f"{name} {float(value):,.4g}" for name, value in shown.items())
+    return ", ".join(f"{name} {as_number(float(value))}" for name, value in shown.items())
 
 
 def _move_log_lines(before: TextIO, now: TextIO) -> list["logging.StreamHandler[TextIO]"]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.output.quantities import as_number
 from lit_callbacks.output.tables import show_table
 
 from lit_ft.sweeps.search_space import LOG_RATIO
@@ -51,7 +52,7 @@ def show(trials: Sequence[Trial], goal: Goal) -> None:
     rows = [_row(trial, goal) for trial in ordered]
     columns = list(rows[0]) if rows else []
     # Numbers are shortened here: where a trial failed, the column has a text too.
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row.values()] for row in rows]
+    cells = [[as_number(cell) if isinstance(cell, float) else cell for cell in row.values()] for row in rows]
     shown = [column for column in columns if column not in ("failure", "run_dir")]
     show_table(f"{len(trials)} trials by {goal.metric} ({goal.mode})", shown, [row[: len(shown)] for row in cells])
 

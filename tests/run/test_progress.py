@@ -13,7 +13,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lit_ft.run.folder import RunFolder
-from lit_ft.run.progress import RunProgressBar, StepTimes, as_time
+from lit_ft.run.progress import RunProgressBar, StepTimes
 from lit_ft.training import console
 
 
@@ -41,14 +41,6 @@ class Logs(LightningModule):
 
 BATCHES = DataLoader(torch.ones(6, 1))
 SCHEDULE = {"max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1, "log_every_n_steps": 1}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0 s"), (59.6, "1 min"), (61, "1 min 1 s"), (3600, "1 h"), (3960, "1 h 6 min"), (90_000, "1 d 1 h")],
-)
-def test_times(seconds: float, text: str) -> None:
-    assert as_time(seconds) == text
 
 
 def test_time_left_counts_the_steps_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,11 @@
-"""Times and sizes as text."""
+"""Numbers, times and sizes as text."""
 
 MIB = 2**20
+
+
+def as_number(value: float) -> str:
+    """Text of a number with four significant digits, from 1,000 on with all before the point, e.g. ``17,724``."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:,.4g}"
 
 
 def as_time(seconds: float) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_callbacks.output.printable import printable
+from lit_callbacks.output.quantities import as_number
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -30,7 +31,7 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object
 
 
 def _shown(cell: object) -> str:
-    return f"{cell:.4g}" if isinstance(cell, float) else printable(str(cell), one_line=True)
+    return as_number(cell) if isinstance(cell, float) else printable(str(cell), one_line=True)
 
 
 def _show_rich(title: str, header: Sequence[str], cells: list[list[str]], is_number: list[bool]) -> bool:

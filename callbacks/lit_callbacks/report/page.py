@@ -6,6 +6,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader  # torch brings it
 
 from lit_callbacks.output.chat_text import split_turns
+from lit_callbacks.output.quantities import as_number
 
 
 def render_page(template: Path, title: str, **values: object) -> str:
@@ -29,4 +30,4 @@ def _environment(folder: Path) -> Environment:
 
 
 def _number(value: object) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return as_number(value) if isinstance(value, float) else "" if value is None else str(value)

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from fastapi import Request
+from lit_callbacks.output.quantities import as_number
 from nicegui import ui
 
 from lit_ft.board.texts import COOKIE, LANGUAGES, Texts, language_of
@@ -99,4 +100,4 @@ def ago(texts: Texts, moment: float) -> str:
 
 def number(value: float | None) -> str:
     """Number with four digits; empty for None."""
-    return "" if value is None else f"{value:,.4g}"
+    return "" if value is None else as_number(value)
