@@ -29,6 +29,7 @@ from lit_ft.model.loading import load_config, load_tokenizer
 from lit_ft.process import return_freed_memory
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import RunFolder
+from lit_ft.run.output_place import writable
 from lit_ft.training.console import show_progress_on_terminals_only
 
 
@@ -90,25 +91,31 @@ def convert_data(
         chat_template: replacement for the tokenizer's chat template: Jinja text, a file of it, or a built-in name.
         supervise: supervised tokens: assistant, last or all.
     """
+    prefix = writable(out)
+    files = [Path(f"{prefix}{suffix}") for suffix in ((".parquet",) if to == "parquet" else (".bin", ".idx"))]
+    if existing := [str(file) for file in files if file.exists()]:
+        raise RecipeError(f"out={out!r}: {existing[0]} exists, and is not overwritten; name another, or remove it")
     data = TextDataModule(
         path, format=format, system=system, chat_template=chat_template, supervise=supervise, max_length=None
     )
     with option_called("model.pretrained", "--tokenizer"):
         data.load(load_tokenizer(tokenizer))
     samples = data.splits["train"]
-    prefix = Path(out)
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    if to == "parquet":
-        written = [_write_parquet(samples, Path(f"{prefix}.parquet"))]
-    else:
-        written = _write_indexed(samples, prefix, len(data.splits.tokenizer))
+    with _folder_beside(prefix) as folder:
+        if to == "parquet":
+            _write_parquet(samples, folder / files[0].name)
+        else:
+            _write_indexed(samples, folder / prefix.name, len(data.splits.tokenizer))
+        for file in files:
+            (folder / file.name).rename(file)
+    if to == "indexed":
         masked = int(samples.lengths.sum() - samples.supervised.sum() - len(samples))
         if masked:
             rank_zero_info(
                 f"{masked:,} tokens are not supervised; indexed data holds no labels, so that training on it "
                 "supervises them too (--to parquet keeps them apart)"
             )
-    names = ", ".join(str(file) for file in written)
+    names = ", ".join(map(str, files))
     rank_zero_info(f"{len(samples):,} documents, {int(samples.lengths.sum()):,} tokens: {names}")
 
 
@@ -143,6 +150,7 @@ def convert_model(
         verify: comparison of logits: megatron (Megatron-Core's own model) or reduced (first and last layer, in plain
             torch); by default megatron where it is installed and memory suffices.
     """
+    destination = writable(out)
     if source == to:
         raise RecipeError(f"--from {source} --to {to} converts nothing; name hf and megatron, in either order")
     if to == "hf":
@@ -153,18 +161,18 @@ def convert_model(
         if layout != Layout():
             raise RecipeError("sizes of a parallel layout are for --to megatron; a Hugging Face folder has none")
         with option_called("model.pretrained", "--like"):
-            to_hugging_face(Path(path), like, Path(out), verify)
+            to_hugging_face(Path(path), like, destination, verify)
         return
     if like is not None:
         raise RecipeError(f"like={like!r} is for --to hf; the model's own config is read")
     naming = Naming(format, layer_spec, has_experts=False, grouped=moe_grouped_gemm)
     if not (Path(path) / "config.yaml").is_file():
         with option_called("model.pretrained", "path"):
-            to_megatron(path, Path(out), layout, naming, verify)
+            to_megatron(path, destination, layout, naming, verify)
     elif adapter == "apart":
-        _convert_base(RunFolder(Path(path)), Path(out).expanduser(), layout, naming, verify)
+        _convert_base(RunFolder(Path(path)), destination, layout, naming, verify)
     else:
-        _convert_run(RunFolder(Path(path)), Path(out).expanduser(), layout, naming, verify, optimizer_state)
+        _convert_run(RunFolder(Path(path)), destination, layout, naming, verify, optimizer_state)
 
 
 def _convert_base(run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None) -> None:
@@ -197,7 +205,7 @@ def _folder_beside(out: Path) -> Iterator[Path]:
     """Context of a temporary folder on the disk of ``out``."""
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".of-run-") as folder:
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".unfinished-") as folder:
         yield Path(folder)
 
 
@@ -214,15 +222,14 @@ def _state(run: RunFolder, model: str, naming: Naming) -> AdamState | None:
     return None
 
 
-def _write_indexed(samples: Samples, prefix: Path, vocabulary: int) -> list[Path]:
+def _write_indexed(samples: Samples, prefix: Path, vocabulary: int) -> None:
     writer = IndexedWriter(prefix, vocabulary)
     for i in range(len(samples)):
         writer.add(samples[i][0])
     writer.close()
-    return [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
 
 
-def _write_parquet(samples: Samples, file: Path) -> Path:
+def _write_parquet(samples: Samples, file: Path) -> None:
     from datasets import Dataset, Features, Sequence, Value
 
     columns = {"input_ids": Sequence(Value("int32")), "labels": Sequence(Value("int32"))}
@@ -232,4 +239,3 @@ def _write_parquet(samples: Samples, file: Path) -> Path:
     )
     ids, labels = zip(*rows, strict=True)
     Dataset.from_dict({"input_ids": ids, "labels": labels}, features=Features(columns)).to_parquet(str(file))
-    return file

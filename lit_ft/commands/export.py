@@ -1,7 +1,6 @@
 """The ``export`` command: write a run, or adapters from folders, as a Hugging Face folder."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from lit_ft.model.files.text_part import text_class
 from lit_ft.model.spec import ModelSpec
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
+from lit_ft.run.output_place import writable
 from lit_ft.training.console import show_progress_on_terminals_only
 
 WeightType = Literal["f32", "f16", "bf16", "q8_0"]
@@ -117,8 +117,7 @@ def export(
     if not adapter and folder is None:
         raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")
     kind = "gguf_adapter" if gguf_adapter else f"gguf-{gguf}" if gguf else "merged" if merge else "adapter"
-    destination = _destination(out, None if adapter else folder, kind, ckpt_path)
-    _check_writable(destination)
+    destination = writable(_destination(out, None if adapter else folder, kind, ckpt_path))
     if adapter:
         exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density, check)
     else:
@@ -253,18 +252,10 @@ def _name_of(to: Path) -> str:
 
 def _destination(out: str | None, folder: RunFolder | None, kind: str, ckpt_path: str) -> Path:
     if out is not None:
-        return Path(out)
+        return Path(out).expanduser()
     if folder is None:
         raise RecipeError("out is not set; say where to write with --out DIR")
     return folder.exported(kind, ckpt_path)
-
-
-def _check_writable(destination: Path) -> None:
-    """Refuse a place that no folder can be made in, before a model is read."""
-    parent = next(one for one in destination.absolute().parents if one.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        why = "Permission denied" if parent.is_dir() else f"{str(parent)!r} is a file"
-        raise RecipeError(f"out={str(destination)!r} cannot be written ({why}); name another folder with --out")
 
 
 def _of_run(folder: RunFolder, ckpt_path: str, check: Check | None) -> _Exported:

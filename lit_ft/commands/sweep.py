@@ -12,7 +12,7 @@ from lit_callbacks.output.quantities import as_number
 
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.data.text_data import TextDataModule
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, option_called
 from lit_ft.recipe.allowed_code import is_allowed
 from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.run.folder import RunFolder
@@ -48,9 +48,10 @@ def run(arguments: list[str]) -> None:
     definition: dict[str, object] = {"recipe": first.resolved, "vary": options.vary}
     if options.trials is not None:
         definition |= {"metric": goal.metric, "mode": goal.mode}
-    folder = sweep_folder(options.sweep_dir, _recipe_name(fit), definition)
     try:
-        lock_run(folder)
+        with option_called("run_dir", "sweep_dir"):
+            folder = sweep_folder(options.sweep_dir, _recipe_name(fit), definition)
+            lock_run(folder)
         write_definition(folder, definition)
         rank_zero_info(f"sweep of {count} trials, by {goal.metric} ({goal.mode}): {folder}")
         trials = _train(folder, count, lambda trials: propose(trials, goal, first.seed), fit, goal)

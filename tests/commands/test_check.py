@@ -205,6 +205,29 @@ def test_conversations_to_parquet_keep_their_masks(
     assert "tokens are not supervised; indexed data holds no labels" in run(*said, "--to", "indexed")
 
 
+@pytest.mark.parametrize("to", ["indexed", "parquet"])
+def test_a_conversion_overwrites_nothing_and_leaves_nothing_half_written(
+    run: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    said = ["convert", "data", "--path", write_rows(make_rows(8)), "--tokenizer", model_folder, "--to", to]
+    run(*said, "--out=~/rows")
+    written = {file.name: file.read_bytes() for file in (tmp_path / "home").iterdir() if file.is_file()}
+    assert set(written) == ({"rows.parquet"} if to == "parquet" else {"rows.bin", "rows.idx"})
+    assert "exists, and is not overwritten" in run(*said, "--out=~/rows", code=2)
+    with monkeypatch.context() as full:
+        full.setattr("lit_ft.commands.convert._write_parquet", _disk_full)
+        full.setattr("lit_ft.commands.convert._write_indexed", _disk_full)
+        assert "No space left" in run(*said, "--out=~/others", code=2)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "home").iterdir() if file.is_file()} == written
+    assert "rows.json' is a file); name another place" in run(*said, "--out", str(tmp_path / "rows.json" / "x"), code=2)
+
+
+def _disk_full(samples: Any, file: Path, *_: Any) -> None:
+    Path(f"{file}.bin").write_bytes(b"some")
+    raise OSError(28, "No space left on device")
+
+
 def test_convert_explains_itself(run: Any) -> None:
     for arguments in (["weights"], []):
         assert "say `convert data --path FILE" in run("convert", *arguments, code=2)

@@ -174,7 +174,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
 ) -> None:
     (tmp_path / "file").touch()
     said = lit_ft("export", "--adapter", tmp_path / "none", "--out", tmp_path / "file" / "out", code=2)
-    assert "file' is a file); name another folder with --out" in said
+    assert "file' is a file); name another place with --out" in said
     monkeypatch.setattr("os.access", lambda *_: False)  # what permissions say to root
     said = lit_ft("export", "--adapter", tmp_path / "none", "--out", tmp_path / "out", code=2)
     assert "out' cannot be written (Permission denied)" in said
