@@ -105,9 +105,9 @@ class Chat:
             if len(self.conversations) == 1:
                 ((name, conversation),) = self.conversations.items()
                 answer = self._answer(name, conversation, question, _write, is_interrupted)
-                conversation.add(question, answer.text, answer.ended == "stop")
                 print(flush=True)
                 self._say(self._figures(answer))
+                self._add(question, {name: answer})
             else:
                 self._ask_both(question, is_interrupted)
 
@@ -124,7 +124,14 @@ class Chat:
                 answers[name] = self._answer(name, conversation, question, show, is_interrupted)
                 notes[name] = self._figures(answers[name])
                 live.update(side_by_side(texts, notes))
-        for name, answer in answers.items():  # only now, so that a question that one refuses is in neither
+        self._add(question, answers)  # only now, so that a question that one refuses is in neither
+
+    def _add(self, question: str, answers: dict[str, StreamedAnswer]) -> None:
+        """Add a question and its answers to the conversations; without an answer, no data set could hold it."""
+        if not all(answer.text.strip() for answer in answers.values()):
+            self._say("no answer: the question is taken back")
+            return
+        for name, answer in answers.items():
             self.conversations[name].add(question, answer.text, answer.ended == "stop")
 
     def _answer(
@@ -140,7 +147,7 @@ class Chat:
             return stream_answer(self.opened, prompt, self.decoding, show, is_interrupted)
 
     def _figures(self, answer: StreamedAnswer) -> str:
-        speed = f"{answer.tokens} tokens, {answer.tokens / answer.seconds:.1f} tokens/s"
+        speed = f"{answer.tokens} token{'s' * (answer.tokens != 1)}, {answer.tokens / answer.seconds:.1f} tokens/s"
         return {"stop": speed, "length": f"{speed}; {self._cut(answer)}", "cancelled": f"{speed}; stopped"}[
             answer.ended
         ]

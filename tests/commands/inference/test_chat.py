@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from lit_ft.cli import main
 from lit_ft.commands.inference.chat import Chat, side_by_side
 from lit_ft.inference.opening import open_model
-from lit_ft.inference.text_stream import Decoding
+from lit_ft.inference.text_stream import Decoding, StreamedAnswer
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +119,19 @@ def test_a_question_that_one_of_both_refuses_is_in_neither(
     assert "512 positions" in shown
     assert "taken back" in shown
     assert [len(one.turns) for one in chat.conversations.values()] == [0, 0]
+
+
+def test_a_question_without_an_answer_is_taken_back(adapter: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    chat = Chat(open_model(adapter), Decoding(max_new_tokens=4, temperature=0), None, compare=False)
+    stopped = StreamedAnswer("", (5,), 0.5, "cancelled")
+    monkeypatch.setattr(chat, "_answer", lambda *_: stopped)
+    questions = iter(["the green lamp", None])
+    monkeypatch.setattr("lit_ft.commands.inference.chat._read", lambda: next(questions))
+    chat.talk()
+    shown = "".join(capsys.readouterr())
+    assert "1 token, 2.0 tokens/s; stopped" in shown
+    assert "no answer: the question is taken back" in shown
+    assert [len(one.turns) for one in chat.conversations.values()] == [0]
 
 
 def test_a_conversation_in_a_terminal(adapter: str, tmp_path: Path) -> None:
