@@ -37,6 +37,15 @@ def test_help_is_quick_and_lists_every_command() -> None:
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
+def test_a_log_line_of_a_library_that_is_being_imported_imports_nothing() -> None:
+    code = (
+        "import logging, sys; from lit_ft import cli; cli._escape_log_lines(); logging.warning('no cache: 红\\n');"
+        "assert not {'torch', 'lightning', 'lit_callbacks'} & set(sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
+    assert said == "WARNING:root:no cache: 红\n\n"
+
+
 def test_fit_help_explains_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["fit", "--help"], ["--run_dir", "--merge", "lit_ft.schedules.CosineWithWarmup", "--ckpt_path"]),

@@ -108,7 +108,8 @@ def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
         _acquire(lock)
     except OSError as error:
         raise RecipeError(
-            f"data.cache_dir={str(folder)!r} cannot be written ({error.strerror}); give another folder"
+            f"data.cache_dir={str(folder)!r} cannot be written ({error.strerror}); give another folder, there or "
+            "as LIT_FT_CACHE in the environment"
         ) from error
     try:
         if path.is_dir() and (damage := damage_of(path)):
@@ -121,7 +122,7 @@ def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
             raise
         raise RecipeError(
             f"data.cache_dir={str(folder)!r}: tokens cannot be written ({error.strerror}); make room there, or give "
-            "another folder"
+            "another folder, there or as LIT_FT_CACHE in the environment"
         ) from error
     finally:
         lock.release()
