@@ -83,6 +83,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if name not in COMMANDS:
         _fail(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}{_did_you_mean(name)}", 2)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    _open_closed_streams()
     _escape_log_lines()
     if not debug:
         _quieten()
@@ -97,6 +98,18 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _fail("stopped by Ctrl-C", 130)
     sys.exit(0)
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started with closed streams (a daemon, ``>&-``) what it can write to and read from."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # The number too: a file that is opened later would get it, and C++ code would write into that file.
+            if (opened := os.open(os.devnull, os.O_RDWR)) != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _command(module: str) -> Callable[[list[str]], None]:

@@ -4,6 +4,7 @@ import csv
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -44,6 +45,15 @@ def test_a_log_line_of_a_library_that_is_being_imported_imports_nothing() -> Non
     )
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
     assert said == "WARNING:root:no cache: 红\n\n"
+
+
+def test_a_process_with_closed_streams_gets_others() -> None:
+    code = (
+        "import os, sys; from lit_ft import cli; cli._open_closed_streams(); print(1, flush=True); sys.stdin.read();"
+        "print(2, file=sys.stderr); assert all(os.path.sameopenfile(n, os.open(os.devnull, os.O_RDWR)) for n in range(3));"
+        "assert all(os.get_inheritable(n) for n in range(3))"
+    )
+    subprocess.run(f"{shlex.join([sys.executable, '-c', code])} <&- >&- 2>&-", shell=True, check=True)
 
 
 def test_fit_help_explains_the_options(capsys: pytest.CaptureFixture[str]) -> None:
