@@ -49,8 +49,9 @@ def test_a_log_line_of_a_library_that_is_being_imported_imports_nothing() -> Non
 
 def test_a_process_with_closed_streams_gets_others() -> None:
     code = (
-        "import os, sys; from lit_ft import cli; cli._open_closed_streams(); print(1, flush=True); sys.stdin.read();"
-        "print(2, file=sys.stderr); assert all(os.path.sameopenfile(n, os.open(os.devnull, os.O_RDWR)) for n in range(3));"
+        "import os, sys; from lit_ft import cli; cli._open_closed_streams(); print(1, flush=True);"
+        "sys.stdin.read(); print(2, file=sys.stderr);"
+        "assert all(os.path.sameopenfile(n, os.open(os.devnull, os.O_RDWR)) for n in range(3));"
         "assert all(os.get_inheritable(n) for n in range(3))"
     )
     subprocess.run(f"{shlex.join([sys.executable, '-c', code])} <&- >&- 2>&-", shell=True, check=True)
