@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.parser import RecipeParser
+from lit_ft.run.launching import check_world_size
 
 WARM_UP = 3
 """Number of unmeasured exchanges at the beginning, which open connections and allocate buffers."""
@@ -55,6 +56,9 @@ def bandwidth(
         parameters: number of parameters of a model, e.g. 7e9; adds the communication time of an optimizer step.
         bytes_per_parameter: bytes per parameter that gradients and weights are sent with, 2 for bfloat16.
         timeout: maximum time that a rank waits for the others.
+
+    Raises:
+        RecipeError: there is one rank, or other processes were started than ``devices`` and ``num_nodes`` say.
     """
     found = _started()
     devices, num_nodes = devices or found[0], num_nodes or found[1]
@@ -62,6 +66,7 @@ def bandwidth(
         raise RecipeError(
             f"devices={devices} x num_nodes={num_nodes} is one rank, which sends nothing; set --devices 2"
         )
+    check_world_size(devices, num_nodes)
     strategy = DDPStrategy(process_group_backend=backend, timeout=timeout)
     accelerator = "cuda" if torch.cuda.is_available() and backend != "gloo" else "cpu"
     fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=num_nodes, strategy=strategy)

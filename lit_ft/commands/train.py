@@ -241,7 +241,8 @@ class TrainingCLI(LightningCLI):
         """
         try:
             self._build()
-            check_world_size(self.trainer)
+            if self._computes:
+                check_world_size(self.trainer.num_devices, self.trainer.num_nodes)
             if self.options.ckpt_path is not None:
                 check_unpickling(self.options.weights_only, self.trainer.strategy)
         except BaseException:

@@ -11,7 +11,7 @@ from torch.distributed.constants import default_pg_timeout
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
 from lit_ft.run.folder import BEST, LAST, RunFolder, new_run, newest_run, unfinished_run
-from lit_ft.run.launching import from_rank_zero
+from lit_ft.run.launching import from_rank_zero, meet
 
 RUN_DIR_VARIABLE = "LIT_FT_RUN_DIR"
 """Environment variable that passes the chosen run folder to the processes that Lightning starts."""
@@ -58,8 +58,10 @@ class RunChoice:
     def folder(self) -> RunFolder:
         """Run folder: the one that is named, the one that the recipe's file lies in, or one that is chosen."""
         run_dir = self.run_dir()
-        if run_dir is None:
-            nodes, timeout = self._options.trainer.num_nodes, self._timeout() or default_pg_timeout
+        nodes, timeout = self._options.trainer.num_nodes, self._timeout() or default_pg_timeout
+        if run_dir is not None:
+            meet(nodes, timeout)
+        else:
             run_dir = from_rank_zero(lambda: str(self._choose_run().root), nodes, timeout)
         for file in self._options.config or []:
             if (here := RunFolder.of_config(Path(str(file)), run_dir)) is not None:

@@ -16,19 +16,60 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals import lightning as lightning_internals
 
 
-def check_world_size(trainer: Trainer) -> None:
-    """Compare the number of processes that torchrun or SLURM has started with that of the recipe.
+def check_world_size(devices: int, num_nodes: int) -> None:
+    """Compare the number of processes that were started with that of the recipe.
+
+    Args:
+        devices: number of ranks per node.
+        num_nodes: number of nodes.
 
     Raises:
         RecipeError: they differ; Lightning would train in each process separately, or wait forever for missing ones.
     """
-    environment = _launcher()
-    started = None if environment is None else environment.world_size()
-    if started not in (None, trainer.world_size):
+    launcher, world_size = _launcher(), devices * num_nodes
+    if launcher is None:
+        _check_rendezvous(num_nodes)
+        _check_not_alone(world_size)
+    elif (started := launcher.world_size()) != world_size:
+        raise RecipeError(f"{started} processes were started, but devices x num_nodes = {world_size}; {_SIZES}")
+
+
+_SIZES = "set devices to the processes of one node and num_nodes to the number of nodes"
+
+
+def _check_rendezvous(num_nodes: int) -> None:
+    """Refuse several nodes that cannot meet: Lightning would take each for node 0, at a port of its own choice."""
+    given = {
+        "NODE_RANK": "NODE_RANK" in os.environ or "GROUP_RANK" in os.environ,
+        **{name: name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT")},
+    }
+    if num_nodes > 1 and (missing := [name for name, is_set in given.items() if not is_set]):
         raise RecipeError(
-            f"{started} processes were started, but trainer.devices x trainer.num_nodes = {trainer.world_size}; set "
-            "trainer.devices to the processes of one node and trainer.num_nodes to the number of nodes"
+            f"num_nodes={num_nodes} needs {', '.join(missing)}, not set here; set NODE_RANK to each node's number, "
+            "from 0, and MASTER_ADDR and MASTER_PORT to the address of node 0 and a free port there, or start the "
+            "processes with torchrun or SLURM"
         )
+
+
+def _check_not_alone(world_size: int) -> None:
+    """Refuse the variables of a launcher that Lightning does not read: each of its processes would train alone."""
+    if "LOCAL_RANK" not in os.environ and "NODE_RANK" not in os.environ and (rank := _number("RANK")) > 0:
+        raise RecipeError(
+            f"RANK={rank} says that this is one of several processes, but without NODE_RANK it would work alone; start "
+            f"it with torchrun, or, where RANK counts the nodes, set NODE_RANK to it; {_SIZES}"
+        )
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        if (started := _number(name)) > world_size:
+            raise RecipeError(
+                f"{name}={started} says that {started} processes work together, but devices x num_nodes = "
+                f"{world_size}, so that each would work alone; {_SIZES}, or unset {name}"
+            )
+
+
+def _number(variable: str) -> int:
+    """Value of an environment variable; 0 where it is not set or no number."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else 0
 
 
 def _launcher() -> TorchElasticEnvironment | SLURMEnvironment | None:
@@ -63,9 +104,12 @@ def from_rank_zero(choose: Callable[[], str], num_nodes: int, timeout: timedelta
         timeout: maximum wait for the other processes.
 
     Raises:
+        RecipeError: there are several nodes, and a variable by which they meet is not set.
         DistStoreError: the other processes have not connected in time.
     """
     launcher = _launcher()
+    if launcher is None:
+        _check_rendezvous(num_nodes)
     environment = launcher or LightningEnvironment()
     rank, world = (launcher.global_rank(), launcher.world_size()) if launcher else (environment.node_rank(), num_nodes)
     if world == 1:
@@ -84,6 +128,15 @@ def from_rank_zero(choose: Callable[[], str], num_nodes: int, timeout: timedelta
         _wait_for(store, [key], timeout)
         store.set(f"{key}/{rank}", "read")
     return bytes(store.get(key)).decode()
+
+
+def meet(num_nodes: int, timeout: timedelta) -> None:
+    """Wait for the other nodes where a user has started one process on each.
+
+    A signal ends this wait, but none ends that of a process group.
+    """
+    if _launcher() is None and "LOCAL_RANK" not in os.environ:
+        from_rank_zero(str, num_nodes, timeout)
 
 
 def _wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> None:

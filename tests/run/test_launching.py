@@ -4,9 +4,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -15,13 +17,13 @@ import pytest
 import torch
 from command_line import ENVIRONMENT, assert_same_run, here, losses, recipe
 from conftest import make_rows, make_tokenizer
-from forked_commands import ForkedCommand, session_members
+from forked_commands import ForkedCommand, session_members, wait_until
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import free_port
 
 from lit_ft import RecipeError, TextDataModule
 from lit_ft.commands.bandwidth import Measured, describe_steps
-from lit_ft.run.launching import explain_distributed_error
+from lit_ft.run.launching import check_world_size, explain_distributed_error
 
 pytestmark = pytest.mark.processes
 TESTS = str(Path(__file__).parents[1])
@@ -231,8 +233,57 @@ def test_as_many_processes_as_the_recipe_wants(
     here(monkeypatch, *arguments, "--run_dir", str(tmp_path / "run"), code=2)
     errors = capsys.readouterr().err
     assert "lit_ft: rank 0: error: 2 processes were started" in errors
-    assert "trainer.devices x trainer.num_nodes = 1; set" in errors
+    assert "devices x num_nodes = 1; set devices" in errors
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "devices", "refused"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 1, "WORLD_SIZE=2 says that 2 processes work together"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 2, "RANK=1 says that this is one of several processes"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 2, "OMPI_COMM_WORLD_SIZE=4 says that 4 processes work together"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 2, None),
+        ({"RANK": "x", "WORLD_SIZE": ""}, 1, None),
+    ],
+    ids=["one-device", "as-many-devices", "mpi", "left-over", "no-numbers"],
+)
+def test_processes_of_another_launcher_do_not_train_alone(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], devices: int, refused: str | None
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with nullcontext() if refused is None else pytest.raises(RecipeError, match=refused):
+        check_world_size(devices, 1)
+
+
+@pytest.mark.parametrize("run_dir", [[], ["--run_dir", "run"]], ids=["chosen", "named"])
+def test_nodes_that_cannot_meet(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], tmp_path: Path, run_dir: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GROUP_RANK", "0")
+    here(monkeypatch, *arguments, *run_dir, "--trainer.num_nodes", "2", code=2)
+    assert "error: num_nodes=2 needs MASTER_ADDR, MASTER_PORT, not set here; set NODE_RANK" in capsys.readouterr().err
+    assert not list(tmp_path.glob("run*"))
+
+
+def test_a_signal_ends_the_wait_for_the_other_nodes(tmp_path: Path, started: Started, arguments: list[str]) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
+    started.start(*arguments, "--trainer.num_nodes", "2", "--run_dir", str(tmp_path / "run"), **place)
+    wait_until(lambda: _listens(int(place["MASTER_PORT"])))
+    os.kill(started.processes[0].pid, signal.SIGTERM)
+    assert "stopped by SIGTERM" in started.wait(20)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_plan_needs_no_second_node(capsys: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    here(monkeypatch, "plan", *arguments[1:], "--num_nodes", "2")
+    assert "each of 2 ranks" in capsys.readouterr().out
 
 
 def test_more_ranks_than_samples(write_rows: Any) -> None:
