@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.output.quantities import as_number
+from lit_callbacks.output.quantities import as_count, as_number
 
 from lit_ft.commands.train import TrainingCLI
 from lit_ft.data.text_data import TextDataModule
@@ -250,7 +250,7 @@ def _train(
             logged = ", ".join(name for name in trial.metrics() if not name.startswith("throughput/run"))
             advice = f"it has logged {logged}; compare by one of these, or" if logged else "it has logged nothing;"
             raise RecipeError(
-                f"--metric {goal.metric}: {trial.name} has not logged it in its {trial.steps:,} optimizer steps; "
+                f"--metric {goal.metric}: {trial.name} has not logged it in {as_count(trial.steps, 'optimizer step')}; "
                 f"{advice} lower trainer.log_every_n_steps or trainer.val_check_interval"
             )
         rank_zero_info(f"{place}: {trial.seconds:,.0f} s{_result(trial, goal)}")

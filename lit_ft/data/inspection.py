@@ -8,6 +8,7 @@ from operator import attrgetter
 
 import numpy as np
 from lit_callbacks.batch_tokens import SampleTokens
+from lit_callbacks.output.quantities import as_count
 from lit_callbacks.output.token_pieces import ShownSample, TokenPiece, show_sample
 from transformers import PreTrainedTokenizerBase
 
@@ -241,14 +242,14 @@ def steps_of(samples: Samples, plan: BatchPlan, accumulate: int) -> dict[str, st
     members = np.concatenate([np.array(unit) for unit in units])
     tokens, supervised = int(samples.lengths[members].sum()), int(samples.supervised[members].sum())
     facts = {
-        "epoch": f"{steps:,} optimizer steps of {plan.micro_batch_size * plan.replicas * accumulate} "
-        f"{'packed sequences' if plan.packing else 'samples'}",
+        "epoch": f"{as_count(steps, 'optimizer step')} of "
+        + as_count(plan.micro_batch_size * plan.replicas * accumulate, "packed sequence" if plan.packing else "sample"),
         "tokens per epoch": f"{tokens:,}, {supervised:,} supervised ({supervised / tokens:.1%}); "
         f"{tokens / steps:,.0f} a step",
     }
     if plan.packing:
         facts["packing"] = (
-            f"{len(units):,} packed sequences of {plan.packing:,} tokens, "
+            f"{as_count(len(units), 'packed sequence')} of {plan.packing:,} tokens, "
             f"{tokens / (len(units) * plan.packing):.2%} full"
         )
     return facts

@@ -119,8 +119,8 @@ def _check_folder(pretrained: str) -> None:
         is_cached = try_to_load_from_cache(pretrained, "config.json") is not None
     except HFValidationError as error:
         raise RecipeError(
-            f"model.pretrained={pretrained!r} is no folder here, and no hub id can be spelt so ({_first_line(error)}); "
-            "name a model folder or a hub id"
+            f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}), and no hub id can be spelt so "
+            f"({_first_line(error)}); name a model folder or a hub id"
         ) from error
     if not is_cached:
         _check_hub(pretrained)
@@ -136,7 +136,7 @@ def _check_hub(pretrained: str) -> None:
 
 def _unreachable(pretrained: str, error: Exception) -> RecipeError:
     return RecipeError(
-        f"model.pretrained={pretrained!r} is no folder here and cannot be had from the hub "
+        f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}) and cannot be had from the hub "
         f"({_first_line(error)}); where there is a network, download it with `hf download {pretrained} "
         f"--local-dir models/{pretrained.split('/')[-1]}` and name that folder, or try the embedded model: "
         "python -m lit_ft fit --config recipes/quickstart.yaml"

@@ -60,6 +60,17 @@ def _check_numbers(trainer: Namespace) -> None:
         value = trainer.get(name)
         if isinstance(value, int | float) and not value >= least:
             raise RecipeError(f"trainer.{name}={value} must be {least} or more")
+    for least_name, most_name in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
+        least, most = trainer.get(least_name), trainer.get(most_name)
+        if least is not None and most not in (None, -1) and least > most:
+            raise RecipeError(
+                f"trainer.{least_name}={least} is more than trainer.{most_name}={most}, where training ends; lower one "
+                "or raise the other"
+            )
+    if trainer.get("barebones"):
+        raise RecipeError(
+            "trainer.barebones=true is for measuring Lightning's own time: it logs and saves nothing; leave it out"
+        )
 
 
 def check_something_trains(trainer: Namespace) -> None:

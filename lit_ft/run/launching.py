@@ -47,7 +47,7 @@ def _check_rendezvous(num_nodes: int) -> None:
         raise RecipeError(
             f"num_nodes={num_nodes} needs {', '.join(missing)}, not set here; set NODE_RANK to each node's number, "
             "from 0, and MASTER_ADDR and MASTER_PORT to the address of node 0 and a free port there, or start the "
-            "processes with torchrun or SLURM"
+            "processes with torchrun or SLURM; on one machine set num_nodes to 1"
         )
 
 

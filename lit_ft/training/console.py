@@ -6,6 +6,7 @@ import time
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.output.quantities import as_count
 from transformers.utils.logging import disable_progress_bar
 
 from lit_ft.accumulation import accumulation, optimizer_steps
@@ -105,12 +106,13 @@ class ConsoleSummary(Callback):
 
     def _describe_end(self, trainer: Trainer) -> str:
         if self._times is None:  # Lightning starts no training where a resumed run is at its end
-            return f"nothing was left to train after {trainer.global_step:,} optimizer steps"
+            return f"nothing was left to train after {as_count(trainer.global_step, 'optimizer step')}"
         first = self._times.first_step
         earlier = f" after {first:,} earlier ones" if first else ""
         loss = trainer.callback_metrics.get("train/loss")
         ending = "" if loss is None else f", last train/loss {float(loss):.4f}"
-        return f"{trainer.global_step - first:,} optimizer steps{earlier} in {self._times.seconds():.0f} s{ending}"
+        taken = as_count(trainer.global_step - first, "optimizer step")
+        return f"{taken}{earlier} in {self._times.seconds():.0f} s{ending}"
 
 
 def put_losses_on_one_chart(trainer: Trainer) -> None:
@@ -165,14 +167,15 @@ def describe_steps(trainer: Trainer) -> str:
     steps = optimizer_steps(trainer)
     loader: object = trainer.train_dataloader
     if isinstance(loader, StreamLoader):
-        return f"{steps} optimizer steps of a stream; {loader.buffer_rows:,} rows are shuffled at a time"
+        return f"{as_count(steps, 'optimizer step')} of a stream; {loader.buffer_rows:,} rows are shuffled at a time"
     if not isinstance(loader, PackedBatchLoader):
-        return f"{steps} optimizer steps"
+        return as_count(steps, "optimizer step")
     draws, tokens, supervised = loader.epoch_size()
     per_epoch = -(-loader.batches // accumulation(trainer, 0))
+    per_step = tokens // max(per_epoch, 1)
     return (
-        f"{steps:,} optimizer steps; an epoch is {draws:,} samples, {tokens:,} tokens ({supervised / tokens:.0%} "
-        f"supervised) in {per_epoch:,} steps of about {tokens // max(per_epoch, 1):,} tokens"
+        f"{as_count(steps, 'optimizer step')}; an epoch is {as_count(draws, 'sample')}, {tokens:,} tokens "
+        f"({supervised / tokens:.0%} supervised) in {as_count(per_epoch, 'step')} of about {per_step:,} tokens"
     )
 
 

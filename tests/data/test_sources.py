@@ -194,7 +194,7 @@ def test_saved_data_sets(tmp_path: Path) -> None:
 def test_a_hub_name_that_cannot_be_had() -> None:
     start = time.monotonic()
     with pytest.raises(
-        RecipeError, match=r"'nobody/nothing' is no file or folder here, and cannot be had from the hub \("
+        RecipeError, match=r"'nobody/nothing' is no file or folder here \(in /.*\), and cannot be had from the hub \("
     ):
         read("nobody/nothing")
     assert time.monotonic() - start < 20
@@ -331,6 +331,7 @@ def test_there_is_nothing(tmp_path: Path, path: str, message: str) -> None:
     ("path", "message"),
     [
         ("https://host/a/rows.json", "addresses are not read; download the file, and name it"),
+        ("none/rows.json", f"there is no folder 'none' here (in {os.getcwd()})"),
         ("a.json, b.jsonl", "of several files write --data.sources '[{path: a.json}, {path: b.jsonl}]'"),
     ],
 )

@@ -96,6 +96,11 @@ CASES: dict[str, tuple[str, str]] = {
     "a file for a model": ("model: {pretrained: README.md}", "model.pretrained='README.md' is no folder here"),
     "a negative bin": ("data: {packing: -5}", "data.packing=-5 must be the token budget of a packed sequence"),
     "no epoch between": ("trainer: {check_val_every_n_epoch: 0}", "check_val_every_n_epoch=0 must be 1 or more"),
+    "a minimum above the maximum": (
+        "trainer: {min_epochs: 3, max_epochs: 2}",
+        "trainer.min_epochs=3 is more than trainer.max_epochs=2, where training ends",
+    ),
+    "nothing saved": ("trainer: {barebones: true}", "trainer.barebones=true is for measuring Lightning's own time"),
     "no step": ("trainer: {max_steps: 0}", "trainer.max_steps=0 would train nothing; give more, or use the command"),
     "no epoch": ("trainer: {max_epochs: 0}", "trainer.max_epochs=0 would train nothing"),
     "no batch": ("trainer: {limit_train_batches: 0}", "trainer.limit_train_batches=0 would train nothing"),

@@ -8,6 +8,16 @@ def as_number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:,.4g}"
 
 
+def as_count(number: float, noun: str) -> str:
+    """Text of a number of things, e.g. ``1 step`` or ``2,400 steps``.
+
+    Args:
+        number: how many; infinity where it is not known.
+        noun: the thing, in the singular; its plural ends in ``s``.
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def as_time(seconds: float) -> str:
     """Text of a time with its two largest units, e.g. ``1 h 5 min``."""
     whole = round(seconds)

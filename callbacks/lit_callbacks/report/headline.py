@@ -4,7 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
-from lit_callbacks.output.quantities import MIB, as_size, as_time
+from lit_callbacks.output.quantities import MIB, as_count, as_size, as_time
 from lit_callbacks.report.report_data import Points, RunData
 
 
@@ -41,7 +41,7 @@ def _matching(run: RunData, pattern: str) -> list[str]:
 def _steps(run: RunData) -> str:
     first, last = run.environment["first_step"], run.environment["optimizer_steps"]
     earlier = f" after {first:,} earlier ones" if first else ""
-    return f"{last - first:,} optimizer steps{earlier}"
+    return as_count(last - first, "optimizer step") + earlier
 
 
 def _before_and_after(name: str, points: Points, form: str) -> Figure:

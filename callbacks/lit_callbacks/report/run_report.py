@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.printable import printable
-from lit_callbacks.output.quantities import as_time
+from lit_callbacks.output.quantities import as_count, as_time
 from lit_callbacks.peak_memory import device_peak, host_peak
 from lit_callbacks.protocols import tokenizer_of
 from lit_callbacks.report.first_batch import describe_batch, holds_tokens, write_first_batch
@@ -152,7 +152,7 @@ class RunReport(Callback):
         if not any(title == "loss" for title, _ in sort_into_charts(run.curves)):
             every, steps = trainer.log_every_n_steps, trainer.global_step - self._first_step  # type: ignore[attr-defined]
             advice = (
-                f"the run took {steps} steps and logs each {every}th; "
+                f"the run took {as_count(steps, 'step')} and logs at intervals of {every}; "
                 + ("lower log_every_n_steps" if every > 1 else "train longer")
                 if 0 < steps < 2 * every  # one point is no curve
                 else "log one as 'train/loss', say, with a CSVLogger"

@@ -1,7 +1,9 @@
 """Numbers, times and sizes as text."""
 
+import math
+
 import pytest
-from lit_callbacks.output.quantities import as_number, as_time
+from lit_callbacks.output.quantities import as_count, as_number, as_time
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,10 @@ def test_numbers(value: float, text: str) -> None:
 )
 def test_times(seconds: float, text: str) -> None:
     assert as_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 steps"), (1, "1 step"), (2400, "2,400 steps"), (math.inf, "inf steps")]
+)
+def test_counts(number: float, text: str) -> None:
+    assert as_count(number, "step") == text

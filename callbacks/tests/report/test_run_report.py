@@ -431,7 +431,7 @@ def test_a_run_without_a_loss_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_was_logged_once_is_no_curve(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="the run took 12 steps and logs each 12th; lower log_every_n"):
+    with pytest.warns(UserWarning, match="the run took 12 steps and logs at intervals of 12; lower log_every_n"):
         fit(tmp_path, [RunReport()], CSVLogger(tmp_path), log_every_n_steps=12)
 
 

@@ -8,6 +8,7 @@ import csv
 import gzip
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -180,8 +181,9 @@ class Source:
         except Exception as error:  # from a failed name resolution to a wrong name: it cannot be loaded
             why = str(error).strip().split("\n")[0].rstrip(".:")[:160]
             raise RecipeError(
-                f"{self.path!r} is no file or folder here, and cannot be had from the hub ({why}); fix the path, or "
-                "the name, split or subset of the data set (HF_HUB_OFFLINE=1 takes one that was downloaded before)"
+                f"{self.path!r} is no file or folder here (in {os.getcwd()}), and cannot be had from the hub ({why}); "
+                "fix the path, or the name, split or subset of the data set (HF_HUB_OFFLINE=1 takes one that was "
+                "downloaded before)"
             ) from error
 
     def content(self) -> list[Path]:
@@ -225,6 +227,8 @@ def _what_to_name(path: str) -> str:
         names = [file.name for file in folder.iterdir() if file.name.endswith(SUFFIXES)] if folder.is_dir() else []
         if near := get_close_matches(Path(path).name, names, n=1, cutoff=0.75):
             return f"did you mean {str(folder / near[0])!r}?"
+    if not folder.is_absolute() and not folder.is_dir():
+        return f"there is no folder {str(folder)!r} here (in {os.getcwd()})"
     return "give a file, a folder, a glob, or a hub data set's name"
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+from lit_callbacks.output.quantities import as_count
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import StateDict
@@ -42,7 +43,7 @@ class WarmupSchedule(LambdaLR):
         if self.total_steps is None or self.warmup_steps < self.total_steps:
             return None
         return (
-            f"the warm-up takes {self.warmup_steps:,} optimizer steps and the run {self.total_steps:,}: "
+            f"the warm-up takes {as_count(self.warmup_steps, 'optimizer step')} and the run {self.total_steps:,}: "
             "the learning rate never reaches its full value; lower lr_scheduler.warmup, or train longer"
         )
 
