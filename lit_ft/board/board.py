@@ -150,11 +150,15 @@ class Board:
     # --- check, export, report ---------------------------------------------------------------------
 
     def check(self, arguments: Sequence[str] | None, recipe: str) -> str:
-        """Start ``check`` of a recipe, as ``start_run``; returns the name under which its log and page are found."""
+        """Start ``check`` of a recipe, as ``start_run``; returns the name under which its log and page are found.
+
+        Raises:
+            RecipeError: the folder cannot be written.
+        """
         above = self.runs.roots[0] / _CHECKS
         name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(4)}"
         self._checks[name] = folder = above / name
-        folder.mkdir(parents=True)
+        RunFolder(folder).create()
         given = _saved(folder, "recipe", arguments, recipe)
         self.processes.start(folder, "check", ["check", *given, "--html", str(folder / "check.html"), *_allowed()])
         for old in sorted(one for one in above.iterdir() if one.name not in self._checks)[:-_KEPT_CHECKS]:
@@ -186,10 +190,10 @@ class Board:
         folder = run.root / BOARD
         record = self.processes.find(folder, "serve")
         if record is None or not self.processes.is_alive(record):
-            (folder / "serve.log").unlink(missing_ok=True)
             model = run.recipe()["model"].get("init_args", {})
             base = [model["pretrained"]] if model.get("peft") is None and "pretrained" in model else []
             key = _write_key(folder / SERVE_KEY)
+            (folder / "serve.log").unlink(missing_ok=True)
             arguments = ["serve", *base, shown(run.root), "--port", "0", "--api_key_file", shown(key), *_allowed()]
             record = self.processes.start(folder, "serve", arguments)
         self._chats[folder] = record

@@ -247,6 +247,13 @@ def test_checks_are_found_by_the_name_that_was_given_out(board: Board, tmp_path:
             board.check_folder(wrong)
 
 
+def test_a_place_that_cannot_be_written(board: Board) -> None:
+    board.runs.roots[0].write_text("a file")
+    for start in (lambda: board.check(None, ""), lambda: board.start_run("one", None, "")):
+        with pytest.raises(RecipeError, match="cannot be written"):
+            start()
+
+
 # --- access ----------------------------------------------------------------------------------------
 
 TOKEN = "a-token-of-a-test"
