@@ -24,7 +24,7 @@ from lit_ft.model.isolation import lengths
 
 ISOLATING_KINDS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that attention alone mixes tokens in."""
-_CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "state", "mems", "use_cache"}
+_CACHES = {"cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "state", "mems", "use_cache"}
 
 
 def keep_samples_apart(model: PreTrainedModel) -> None:
