@@ -14,6 +14,7 @@ from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.layout import Layout
 from lit_ft.strategies.module_calls import gather_in_answer
 from lit_ft.strategies.parallel.mesh import MeshSizes, base_of
+from lit_ft.strategies.separate_dtypes import shard_by_dtype
 from lit_ft.strategies.sharded import ShardedStrategy
 from lit_ft.training.spec import spec_of
 from lit_ft.tuning.compatibility import check_situation
@@ -122,10 +123,10 @@ class FSDPStrategy(ShardedStrategy):
         )
         for layer in decoder_layers(module):
             self._settle(layer)
-            shard(layer, reshard_after_forward=self.reshard_after_forward)
+            shard_by_dtype(layer, partial(shard, reshard_after_forward=self.reshard_after_forward))
         self._settle(module)
         # Embedding and head are needed at the start and at the end of every pass: they stay gathered in between.
-        shard(module, reshard_after_forward=False)
+        shard_by_dtype(module, partial(shard, reshard_after_forward=False))
         gather_in_answer(module)
 
     def layout(self) -> Layout:

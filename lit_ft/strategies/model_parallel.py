@@ -48,6 +48,7 @@ from lit_ft.strategies.parallel.pipeline_parallel import Pipeline, StageModule
 from lit_ft.strategies.parallel.tensor_parallel import TensorParallel
 from lit_ft.strategies.parallel.tensor_plan import Plan
 from lit_ft.strategies.parallel.tied_embeddings import TiedEdges
+from lit_ft.strategies.separate_dtypes import shard_by_dtype
 from lit_ft.strategies.sharded import ShardedStrategy, T
 
 PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
@@ -304,10 +305,10 @@ class ModelParallelStrategy(ShardedStrategy):
         # With a pipeline, freeing weights between passes gives wrong gradients under zero-bubble schedules.
         reshard = self.reshard_after_forward and not stages
         for layer in layers:
-            shard(layer, reshard_after_forward=reshard)
+            shard_by_dtype(layer, partial(shard, reshard_after_forward=reshard))
         roots: Sequence[nn.Module] = stages or [module]
         for root in roots:
-            shard(root, reshard_after_forward=False)
+            shard_by_dtype(root, partial(shard, reshard_after_forward=False))
         for stage in stages:
             register_fsdp_forward_method(stage, "next_logits")
         if not stages:

@@ -32,6 +32,7 @@ from lit_callbacks.export.merge_check import (
 )
 from lit_callbacks.internals.transformers_internals import (
     attention_implementation,
+    dequantize,
     is_quantized,
     kept_in_fp32,
     save_under_names_of,
@@ -321,7 +322,7 @@ def _cast(
     """
     kept = kept_in_fp32(model)
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or any(part in name.split(".") for part in kept):
+        if not parameter.is_floating_point() or kept.search(_name_in_base(name)):
             continue
         if narrow or torch.promote_types(parameter.dtype, dtype) == dtype:
             parameter.data = parameter.data.to(dtype)
@@ -334,7 +335,7 @@ def _dequantized(model: "PeftModel", dtype: torch.dtype) -> "PeftModel":
 
     adapter, config = get_peft_model_state_dict(model, save_embedding_layers=False), model.active_peft_config
     try:
-        base = model.unload().dequantize(dtype).to(dtype)
+        base = dequantize(model.unload(), dtype).to(dtype)
     except NotImplementedError as error:
         raise ValueError(
             f"transformers cannot dequantize {model.config.quantization_config.quant_method} weights ({error}); merge "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -24,14 +26,27 @@ def attention_implementation(config: PretrainedConfig) -> str:
     return str(config._attn_implementation)
 
 
-def kept_in_fp32(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of submodules that a model's class keeps in fp32, whatever the model's dtype."""
-    return tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+def kept_in_fp32(model: PreTrainedModel) -> re.Pattern[str]:
+    """Pattern that is found in the names of weights that a model's class keeps in fp32, whatever the model's dtype."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return re.compile("|".join(one.replace("*", ".*") for one in kept) or "(?!)")
 
 
 def save_under_names_of(model: PreTrainedModel, loaded: PreTrainedModel) -> None:
     """Let a model save its tensors under the names in the files that ``loaded`` was loaded from."""
     model._weight_conversions = getattr(loaded, "_weight_conversions", None)
+
+
+def dequantize(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Dequantize a model, which keeps the names that its tensors have in files; transformers 5.24 forgets them.
+
+    Raises:
+        NotImplementedError: transformers cannot dequantize such weights.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    plain: PreTrainedModel = model.dequantize(dtype)
+    plain._weight_conversions = conversions
+    return plain
 
 
 # --- names of tensors in weight files ----------------------------------------------------------------
