@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lit_ft.errors import RecipeError
 from lit_ft.inference.opening import OpenedModel
+from lit_ft.internals.peft import virtual_tokens_in_answers
 from lit_ft.model.generation import stop_ids
 
 
@@ -246,13 +247,14 @@ def stream_tokens(
     prompt = torch.tensor([list(ids)], device=opened.base.device)
     given, opened.base.generation_config = opened.base.generation_config, config
     try:
-        opened.model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            streamer=streamer,
-            stopping_criteria=StoppingCriteriaList([_Cancelled(is_cancelled)]),
-            logits_processor=LogitsProcessorList([] if choice is None else [choice]),
-        )
+        with virtual_tokens_in_answers(opened.model):
+            opened.model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([_Cancelled(is_cancelled)]),
+                logits_processor=LogitsProcessorList([] if choice is None else [choice]),
+            )
     finally:
         opened.base.generation_config = given
 

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import TYPE_CHECKING
 
+from lit_ft.internals.transformers import cache_option
+
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
@@ -77,3 +79,35 @@ def renamed_targets(model: PreTrainedModel) -> frozenset[str]:
 
     pattern = _MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
     return frozenset(_MOE_TARGET_MODULE_MAPPING.get(pattern, ()) if pattern in _MOE_FUSED_TARGETS else ())
+
+
+@contextmanager
+def virtual_tokens_in_answers(model: nn.Module) -> Iterator[None]:
+    """Context in which a ``PeftModel`` of a prompt-learning method generates with transformers 5.24.
+
+    PEFT prepends virtual tokens while ``past_key_values`` is empty, which transformers 5.24 calls ``cache``: it would
+    prepend them before each new token.
+    """
+    from peft import PeftModelForCausalLM
+
+    if not isinstance(model, PeftModelForCausalLM) or not model.active_peft_config.is_prompt_learning:
+        yield
+        return
+    of_base, of_peft = model.base_model_prepare_inputs_for_generation, model.prepare_inputs_for_generation
+
+    def prepare_base(*args: object, **options: object) -> dict[str, object]:
+        return _renamed(of_base(*args, **options), "cache", "past_key_values")
+
+    def prepare(*args: object, **options: object) -> dict[str, object]:
+        return _renamed(of_peft(*args, **options), "past_key_values", cache_option(model.get_base_model()))
+
+    model.base_model_prepare_inputs_for_generation, model.prepare_inputs_for_generation = prepare_base, prepare
+    try:
+        yield
+    finally:
+        model.base_model_prepare_inputs_for_generation = of_base
+        del model.prepare_inputs_for_generation  # the method of the class again
+
+
+def _renamed(inputs: dict[str, object], old: str, new: str) -> dict[str, object]:
+    return {new if name == old else name: value for name, value in inputs.items()}

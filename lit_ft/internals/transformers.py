@@ -171,3 +171,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, is_transposed: bo
 def gated(experts: GroupedExperts, gate_and_up: Tensor) -> Tensor:
     """Activation of the gate times the other half, ``(S, 2 I) -> (S, I)``, as the model's class has it."""
     return experts._apply_gate(gate_and_up)
+
+
+def cache_option(module: nn.Module) -> str:
+    """Name of the option of a model or layer that takes the keys and values of earlier tokens."""
+    return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"

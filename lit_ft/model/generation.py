@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.peft import virtual_tokens_in_answers
 from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model.packed_attention import PACKED
 from lit_ft.model.render_limits import render_chat
@@ -244,7 +245,7 @@ def generate_answers(
     was_training = model.training
     model.eval()
     stops = stop_ids(base, tokenizer)
-    with dense_attention(base), greedy_decoding(base, stops, pad_token_id):
+    with dense_attention(base), greedy_decoding(base, stops, pad_token_id), virtual_tokens_in_answers(model):
         generated = model.generate(
             input_ids=input_ids,
             attention_mask=mask,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.transformers import cache_option
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch
@@ -81,6 +82,6 @@ def _with_prefix(model: PeftModel, decoder: Decoder, row: PackedBatch) -> Tensor
     parts = []
     for ids in row["input_ids"].split(row["segment_lengths"], dim=1):
         with samples_of([ids.shape[1]]):
-            prefix = model.get_prompt(batch_size=1)
-            parts.append(decoder(input_ids=ids, past_key_values=prefix, use_cache=False).last_hidden_state)
+            options = {cache_option(model.get_base_model()): model.get_prompt(batch_size=1)}
+            parts.append(decoder(input_ids=ids, use_cache=False, **options).last_hidden_state)
     return torch.cat(parts, dim=1)
