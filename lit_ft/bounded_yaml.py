@@ -13,6 +13,7 @@ MOST_VALUES = 100_000
 """Maximum number of values of a document, with all references expanded."""
 DEEPEST = 100
 """Maximum nesting of lists and mappings; libyaml's composer is recursive and crashes the process far beyond it."""
+_TOO_DEEP = f"the YAML is nested over {DEEPEST} deep, which no option is; write it flatter"
 LONG_TEXT = 1_000
 """Length in characters above which a string is checked as YAML too: jsonargparse parses strings again."""
 
@@ -58,7 +59,7 @@ def check_size(text: str, strings_within: int = 3) -> None:
             if isinstance(event, yaml.CollectionStartEvent):
                 open_values.append((event.anchor, 1))
                 if len(open_values) > DEEPEST:
-                    raise RecipeError(f"the YAML is nested over {DEEPEST} deep, which no option is; write it flatter")
+                    raise RecipeError(_TOO_DEEP)
             elif (ended := _ended(event, open_values, sizes, strings_within)) is not None:
                 anchor, size = ended
                 if anchor is not None:
@@ -70,7 +71,9 @@ def check_size(text: str, strings_within: int = 3) -> None:
                         f"the YAML stands for over {MOST_VALUES:,} values once its references are written out, or "
                         "refers to itself; write it without anchors (&) and references (*)"
                     )
-    except yaml.YAMLError:
+    except yaml.YAMLError as error:
+        if "nesting depth" in str(error):  # libyaml's own limit, 1,000, from PyYAML 6.0.4 on
+            raise RecipeError(_TOO_DEEP) from None
         return  # loading it reports the syntax error; the part before it is within the limits
 
 

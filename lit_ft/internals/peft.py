@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 from lit_ft.internals.transformers import cache_option
 
@@ -83,23 +84,30 @@ def renamed_targets(model: PreTrainedModel) -> frozenset[str]:
 
 @contextmanager
 def virtual_tokens_in_answers(model: nn.Module) -> Iterator[None]:
-    """Context in which a ``PeftModel`` of a prompt-learning method generates with transformers 5.24.
+    """Context in which a ``PeftModel`` of a prompt-learning method generates what it was trained to.
 
     PEFT prepends virtual tokens while ``past_key_values`` is empty, which transformers 5.24 calls ``cache``: it would
-    prepend them before each new token.
+    prepend them before each new token. And it drops the positions, so that padding would be counted.
     """
     from peft import PeftModelForCausalLM
 
     if not isinstance(model, PeftModelForCausalLM) or not model.active_peft_config.is_prompt_learning:
         yield
         return
+    is_prefix = model.active_peft_config.peft_type.value == "PREFIX_TUNING"
     of_base, of_peft = model.base_model_prepare_inputs_for_generation, model.prepare_inputs_for_generation
 
-    def prepare_base(*args: object, **options: object) -> dict[str, object]:
-        return _renamed(of_base(*args, **options), "cache", "past_key_values")
+    @wraps(of_base)
+    def prepare_base(*args: object, **kwargs: object) -> dict[str, object]:
+        inputs = _renamed(of_base(*args, **kwargs), "cache", "past_key_values")
+        return inputs if is_prefix else inputs | {"position_ids": None}  # which PEFT would drop with a warning
 
-    def prepare(*args: object, **options: object) -> dict[str, object]:
-        return _renamed(of_peft(*args, **options), "past_key_values", cache_option(model.get_base_model()))
+    @wraps(of_peft)  # generate reads its signature
+    def prepare(*args: object, **kwargs: object) -> dict[str, object]:
+        inputs = of_peft(*args, **kwargs)
+        if inputs.get("position_ids") is None:
+            inputs["position_ids"] = _positions(inputs)
+        return _renamed(inputs, "past_key_values", cache_option(model.get_base_model()))
 
     model.base_model_prepare_inputs_for_generation, model.prepare_inputs_for_generation = prepare_base, prepare
     try:
@@ -107,6 +115,12 @@ def virtual_tokens_in_answers(model: nn.Module) -> Iterator[None]:
     finally:
         model.base_model_prepare_inputs_for_generation = of_base
         del model.prepare_inputs_for_generation  # the method of the class again
+
+
+def _positions(inputs: dict[str, Any]) -> Tensor:
+    """Positions of a step's tokens, ``(N, T)``, without padding; of its attention mask ``(N, all tokens so far)``."""
+    tokens = inputs["inputs_embeds"] if inputs.get("inputs_embeds") is not None else inputs["input_ids"]
+    return (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :].long()
 
 
 def _renamed(inputs: dict[str, object], old: str, new: str) -> dict[str, object]:

@@ -12,12 +12,13 @@ from lit_callbacks import ForgettingProbe, SampleGenerations
 from lit_callbacks.output.step_lines import read_lines
 from lit_callbacks.report.report_data import VALIDATION_ANSWERS
 from model_families import save_family
+from peft import PrefixTuningConfig, PromptEncoderConfig, PromptLearningConfig, PromptTuningConfig
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_ft import CausalLM, ExactMatch, TextDataModule
 from lit_ft.model import render_limits
-from lit_ft.model.generation import Sampling, closing_tokens, stop_ids
+from lit_ft.model.generation import Sampling, closing_tokens, dense_attention, stop_ids
 
 pytestmark = pytest.mark.slow
 
@@ -126,6 +127,24 @@ def with_bos(folder: Path) -> str:
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[opening])
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig])
+def test_answers_with_virtual_tokens_are_those_of_one_pass_over_all_tokens(
+    model_folder: str, config: type[PromptLearningConfig]
+) -> None:
+    module = CausalLM(model_folder, peft=config(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    module.configure_model()
+    prompts, expected = ["the red book", "a lamp under the green cup"], []
+    for prompt in prompts:
+        ids = module.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        prompt_length = ids.shape[1]
+        for _ in range(8):
+            with torch.no_grad(), dense_attention(module.base_model):
+                logits = module.model.eval()(input_ids=ids, use_cache=False).logits[:, -1:]
+            ids = torch.cat([ids, logits.argmax(-1)], 1)
+        expected.append(module.tokenizer.decode(ids[0, prompt_length:], skip_special_tokens=True))
+    assert module.answer(prompts, 8) == expected
 
 
 def test_a_raw_prompt_begins_as_raw_text_does_in_training(
