@@ -105,7 +105,7 @@ def virtual_tokens_in_answers(model: nn.Module) -> Iterator[None]:
     @wraps(of_peft)  # generate reads its signature
     def prepare(*args: object, **kwargs: object) -> dict[str, object]:
         inputs = of_peft(*args, **kwargs)
-        if inputs.get("position_ids") is None:
+        if inputs.get("position_ids") is None and inputs.get("attention_mask") is not None:
             inputs["position_ids"] = _positions(inputs)
         return _renamed(inputs, "past_key_values", cache_option(model.get_base_model()))
 

@@ -77,7 +77,8 @@ def served(folders: dict[str, str], model_folder: str) -> Iterator[Served]:
         cut = [pool.submit(served.ask, name, **long) for name in ("run-a", "prompted")]
         stream = served.ask("run-b", **{**long, "n": 1}, stream=True)
         next(stream)
-        while served.running() < 20:
+        deadline = time.monotonic() + 30  # a test that failed may have left fewer
+        while served.running() < 20 and time.monotonic() < deadline:
             time.sleep(0.01)
         served.server.should_exit = True
         served.thread.join(10)
