@@ -48,23 +48,24 @@ _ENCODERS = frozenset("bert bert-generation big_bird electra ernie megatron-bert
 
 COMPARED = frozenset(
     """
-    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert bert-generation big_bird biogpt bitnet
-    bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_v32
-    deepseek_v4 diffllama doge dots1 dots3_note dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone4
-    exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text
-    gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2
-    gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
-    granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4
-    hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lfm2
-    lfm2_moe lfm3 llama longcat_flash mamba mamba2 megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2
-    minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder moshi moss_transcribe_diarize mpt
-    nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal phimoe
-    qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp
-    qwen4_exp_text recurrent_gemma rembert roc_bert rwkv seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
-    whisper xglm xlstm youtu zamba zamba2 zaya
+    afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert bert-generation
+    big_bird biogpt bitnet bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2
+    deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dory dots1 dots3_note dots3_note_text electra emu3 ernie
+    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint fuyu gemma
+    gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm
+    glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese
+    gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_loop_text inkling2_text inkling_text
+    internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama
+    longcat_flash mamba mamba2 megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text
+    ministral ministral3 mistral mixtral modernbert-decoder moshi moss_transcribe_diarize mpt nanochat nemotron
+    nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe
+    qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text
+    recurrent_gemma rembert roc_bert rwkv sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2
+    vaultgemma whisper xglm xlstm youtu zamba zamba2 zaya
     """.split()
 )
-"""Architectures of which packed batches were found to equal single samples (transformers 5.23), to 1e-5."""
+"""Architectures of which packed batches were found to equal single samples (transformers 5.24), to 1e-5."""
 
 
 def check(config: PretrainedConfig) -> None:

@@ -135,8 +135,8 @@ class _Part:
         return value
 
     def _of_tensor(self, tensor: Tensor) -> Tensor:
-        """Both last dimensions of a mask ``(.., T, T)``; else the first of T tokens after that of the batch."""
-        if tensor.ndim > 3 and tensor.shape[-2:] == (self.tokens, self.tokens):
+        """Both last dimensions of a mask ``(.., T, T)``, of distances ``(T, T)``; else the first of T after the batch's."""
+        if tensor.ndim != 3 and tensor.shape[-2:] == (self.tokens, self.tokens):
             return tensor[..., self.slice, self.slice]
         for dimension in range(int(tensor.ndim > 1), tensor.ndim):
             if tensor.shape[dimension] == self.tokens:
