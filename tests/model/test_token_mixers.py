@@ -50,7 +50,13 @@ def test_all_arguments_and_results_are_those_of_one_sample() -> None:
     call = token_mixers._sample_by_sample(mixer)
     hidden, mask = torch.arange(20.0).view(1, 5, 4), torch.arange(25.0).view(1, 1, 5, 5)
     positions = torch.tensor([0, 1, 0, 1, 2])
-    rest = {"mask": mask, "cos": (hidden, positions[None]), "positions": positions[None, None], "scale": torch.ones(())}
+    rest = {
+        "mask": mask,
+        "distances": mask[0, 0],
+        "cos": (hidden, positions[None]),
+        "positions": positions[None, None],
+        "scale": torch.ones(()),
+    }
     with lengths.samples_of([2, 3]):
         whole, pieces, nothing = call(hidden, **rest, segment_lengths=[2, 3])
         call(hidden_states=hidden, chosen=pieces)
@@ -59,6 +65,7 @@ def test_all_arguments_and_results_are_those_of_one_sample() -> None:
     assert nothing is None
     second = mixer.calls[1]
     torch.testing.assert_close(second["mask"], mask[..., 2:, 2:])
+    torch.testing.assert_close(second["distances"], mask[0, 0, 2:, 2:])
     torch.testing.assert_close(second["cos"][0], hidden[:, 2:])
     assert second["positions"].tolist() == [[[0, 1, 2]]]
     assert second["segment_lengths"] == [3]
@@ -88,6 +95,14 @@ def test_the_leak_probe_sees_layers_of_all_kinds(
     assert leak_probe(CausalLM(folder)) == 0
     monkeypatch.setattr(token_mixers, "isolates", lambda model, mixer: True)
     assert leak_probe(CausalLM(folder)) > 1e-4
+
+
+def test_a_model_whose_caches_have_unknown_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_mixers, "_CACHES", {"earlier_tokens"})
+    with pytest.raises(
+        RecipeError, match="no layer of Qwen3_5ForCausalLM takes a cache under a name that lit_ft knows"
+    ):
+        CausalLM(save(tmp_path, "qwen3_5_text")).configure_model()
 
 
 def test_kernels_get_the_boundaries_of_the_samples() -> None:

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
 
+from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import attention_implementation, calls_attention_interface, reads_boundaries
 from lit_ft.model.architecture import Architecture
-from lit_ft.model.isolation import lengths
+from lit_ft.model.isolation import architectures, lengths
 
 ISOLATING_KINDS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that attention alone mixes tokens in."""
@@ -32,10 +34,24 @@ def keep_samples_apart(model: PreTrainedModel) -> None:
 
     Args:
         model: model, changed in place.
+
+    Raises:
+        RecipeError: nothing that mixes tokens is found in an architecture that was compared.
     """
-    for mixer in mixers(model):
+    for mixer in _found(model):
         if not isolates(model, mixer):
             mixer.forward = _sample_by_sample(mixer)
+
+
+def _found(model: PreTrainedModel) -> list[nn.Module]:
+    found = list(mixers(model))
+    if not found and model.config.model_type in architectures.COMPARED:
+        raise RecipeError(
+            f"no layer of {type(model).__name__} takes a cache under a name that lit_ft knows (transformers "
+            f"{transformers_version}), so that the samples of a packed batch could not be kept apart; install "
+            "transformers 5.24"
+        )
+    return found
 
 
 def mixers(module: nn.Module, in_layer: bool = False) -> Iterator[nn.Module]:
@@ -135,7 +151,7 @@ class _Part:
         return value
 
     def _of_tensor(self, tensor: Tensor) -> Tensor:
-        """Both last dimensions of a mask ``(.., T, T)``, of distances ``(T, T)``; else the first of T after the batch's."""
+        """Both last dimensions of ``(.., T, T)``, a mask or distances; else the first of T after that of the batch."""
         if tensor.ndim != 3 and tensor.shape[-2:] == (self.tokens, self.tokens):
             return tensor[..., self.slice, self.slice]
         for dimension in range(int(tensor.ndim > 1), tensor.ndim):
