@@ -1,4 +1,4 @@
-"""Private and undeclared attributes of transformers' models and configs, as read in transformers 5.23."""
+"""Private and undeclared attributes of transformers' models and configs, as read in transformers 5.24."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from lit_ft.model.quantization import linear_modules
 from lit_ft.tuning.targets import unreached
 
 _MULTIPLIED_BY_THE_MIXER = {"dt_proj": frozenset({"falcon_mamba", "jamba", "mamba"})}
-"""Layers whose weight the module around them reads, past an adapter, and the architectures (transformers 5.23)."""
+"""Layers whose weight the module around them reads, past an adapter, and the architectures (transformers 5.24)."""
 
 
 _GROUPED = frozenset({"DeepseekV4GroupedLinear"})
 """Classes derived from ``nn.Linear`` that multiply each group of their inputs by a part of their weight, whose outputs
-PEFT would add to those of the whole weight (transformers 5.23)."""
+PEFT would add to those of the whole weight (transformers 5.24)."""
 
 
 def grouped_layers(model: PreTrainedModel) -> list[str]:
