@@ -14,6 +14,7 @@ import torch
 import yaml
 from command_line import losses, recipe
 from conftest import make_rows
+from lit_callbacks.output.quantities import as_count
 
 from lit_ft.checkpointing.selection import best_known
 from lit_ft.cli import main
@@ -95,7 +96,7 @@ def test_every_command_takes_the_best(fit: Any, said: Any) -> None:
     assert next_line(last) == ["predict", *config]  # the best is merged
     goes_on = said("fit", *config)
     assert named in goes_on
-    assert f"done: {STEPS - best - 1} optimizer steps after {best + 1} earlier ones in " in goes_on
+    assert f"done: {as_count(STEPS - best - 1, 'optimizer step')} after {best + 1} earlier ones in " in goes_on
 
 
 def _rows(run: Path) -> str:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.output.log_figures import log_figures
-from lit_callbacks.output.quantities import as_number
+from lit_callbacks.output.quantities import as_count, as_number
 from lit_callbacks.phases import Phase, unwatch, watch
 from lit_callbacks.protocols import KnowsFullModelFlops
 from lit_callbacks.throughput.batch_counts import BatchCounts, Number, count_batch
@@ -295,5 +295,5 @@ def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
         texts.append(f"{summary['model_flops_per_second'] / ranks / 1e12:,.3g} model TFLOP/s per device{mfu}")
     total = summary["step_seconds"]
     parts = ", ".join(f"{name.replace('_', '+')} {summary[f'step_seconds/{name}'] / total:.1%}" for name in PARTS)
-    devices = "1 device" if ranks == 1 else f"{ranks} devices"
-    return f"throughput of {steps:,} steps on {devices}: {', '.join(texts)}\na step takes {as_number(total)} s: {parts}"
+    devices = as_count(ranks, "device")
+    return f"throughput of {as_count(steps, 'step')} on {devices}: {', '.join(texts)}\na step takes {as_number(total)} s: {parts}"
