@@ -295,5 +295,5 @@ def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
         texts.append(f"{summary['model_flops_per_second'] / ranks / 1e12:,.3g} model TFLOP/s per device{mfu}")
     total = summary["step_seconds"]
     parts = ", ".join(f"{name.replace('_', '+')} {summary[f'step_seconds/{name}'] / total:.1%}" for name in PARTS)
-    devices = as_count(ranks, "device")
-    return f"throughput of {as_count(steps, 'step')} on {devices}: {', '.join(texts)}\na step takes {as_number(total)} s: {parts}"
+    measured = f"{as_count(steps, 'step')} on {as_count(ranks, 'device')}"
+    return f"throughput of {measured}: {', '.join(texts)}\na step takes {as_number(total)} s: {parts}"
