@@ -32,6 +32,8 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
+from lit_ft.training.evaluation_steps import EvaluationStepsModule
+from lit_ft.training.fp32_buffers import Fp32BuffersModule
 from lit_ft.training.guarded_steps import GuardedStepsModule
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
@@ -46,15 +48,14 @@ from lit_ft.tuning.spec import TuningSpec
 from lit_ft.tuning.targets import experts
 
 
-class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
+class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, GuardedStepsModule, ScheduleFreeModule):
     """Fine-tune a causal language model.
 
-    Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, each a mean over supervised tokens
-    (train: of one optimizer step over all ranks; val and test: of the whole set), ``.../loss/<source>`` where
-    the data has several sources (train: of those in the step), and ``train/grad_norm``, ``train/learning_rate``,
-    ``train/router_aux_loss`` (without its factor), ``train/padding_share`` with ``pad_rows_to``, and of
-    mixture-of-experts models ``train/expert_load_max_over_mean/layer_<n>``, a step's tokens of the layer's busiest
-    expert over the mean of its experts, and without ``layer_<n>`` the largest of these.
+    Logged: ``{train,val,test}/{loss,perplexity,token_accuracy}``, means over supervised tokens (train: of one optimizer
+    step over all ranks; val and test: of the whole set), ``.../loss/<source>`` where the data has several sources,
+    ``train/grad_norm``, ``train/learning_rate``, ``train/router_aux_loss`` (without its factor),
+    ``train/padding_share`` with ``pad_rows_to``, and ``train/expert_load_max_over_mean``, of each layer and the largest
+    of all, where the model has experts (``metrics.ExpertLoad``).
     """
 
     def __init__(
@@ -127,17 +128,14 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
             lr_scheduler: makes the schedule from the optimizer; a recipe gives it at the top level.
         """
         super().__init__()
-        added = added_tokens or [], added_special_tokens or []
+        new = added_tokens or [], added_special_tokens or []
         pretrained, tokenizer = (os.path.expanduser(name) for name in (pretrained, tokenizer or pretrained))
-        base = ModelSpec(
-            pretrained, tokenizer, *added, init, dtype, attn_implementation, quantization, config_overrides
-        )
+        base = ModelSpec(pretrained, tokenizer, *new, init, dtype, attn_implementation, quantization, config_overrides)
         tuning = TuningSpec(peft, adapter_dtype, trainable)
         passes = gradient_checkpointing, activation_offload, compile, pad_rows_to, liger, fused_lora
         self.spec = TrainingSpec(base, tuning, *passes, neftune_alpha, router_aux_loss)
         self.init_rows, self.max_new_tokens, self.lr_factors = init_rows, max_new_tokens, lr_factors or {}
-        self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-4)
-        self.lr_scheduler = lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer or partial(torch.optim.AdamW, lr=1e-4), lr_scheduler
         self.model: PreTrainedModel | PeftModel | None = None
         self.start: LoraInitState | None = None
         """What the adapter's init found in an earlier run, where it is not to be done again."""
@@ -148,9 +146,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         self.record_losses: Callable[..., None] | None = None
         """Takes ids, tokens' losses, tokens and sources of a batch's samples; ``lit_callbacks.LossLedger``'s."""
         self.train_metrics = StageMetrics(has_router_loss=router_aux_loss is not None)
-        self.val_metrics, self.test_metrics = StageMetrics(), StageMetrics()
         self._window, self._bar_metrics = TokenWindow(), BarMetrics()
-        self._fp32_buffers: dict[str, Tensor] = {}
         self.strict_loading = False  # a checkpoint holds what trains; on_load_checkpoint is strict in its place
 
     # --- configure -------------------------------------------------------------------------------
@@ -188,18 +184,10 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
             if not self.spec.compile:  # hooks would break the graphs of layers
                 self.train_metrics.expert_load = ExpertLoad.of(self._packed.base)
             self._state = SavedState(self, self._packed, self.start, self.base_fingerprint)
-            self._fp32_buffers = {n: b.clone() for n, b in self.model.named_buffers() if b.dtype == torch.float32}
+            self.keep_fp32_buffers()
 
     def _device_of_run(self) -> torch.device | None:
         return None if self._trainer is None else self._trainer.strategy.root_device
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CausalLM":
-        # Precision bf16-true casts every buffer; rotary frequencies in bf16 put tokens at wrong places.
-        super()._apply(fn, recurse)
-        for name, buffer in [] if self.model is None else self.model.named_buffers():
-            if name in self._fp32_buffers and buffer.dtype != torch.float32:
-                buffer.data = self._fp32_buffers[name].to(buffer.device)
-        return self
 
     # --- step ------------------------------------------------------------------------------------
 
@@ -247,26 +235,6 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
             self.log("train/padding_share", torch.tensor(padding))
         self._finite.watch(self.trainer, "train/loss", self._window.mean(loss))
 
-    # --- evaluate --------------------------------------------------------------------------------
-
-    def validation_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
-        """Count the batch into val/loss, val/perplexity and val/token_accuracy."""
-        packed = as_packed_batch(batch)
-        self.val_metrics.add(self(packed), packed)
-
-    def test_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
-        """Count the batch into test/loss, test/perplexity and test/token_accuracy."""
-        packed = as_packed_batch(batch)
-        self.test_metrics.add(self(packed), packed)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the means over the validation set."""
-        self.val_metrics.log(self, "val", prog_bar=True)
-
-    def on_test_epoch_end(self) -> None:
-        """Log the means over the test set."""
-        self.test_metrics.log(self, "test")
-
     # --- optimize --------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -301,9 +269,7 @@ class CausalLM(AnsweringModule, GuardedStepsModule, ScheduleFreeModule):
         """Keep gradients of one micro-batch from the memory of CUDA graphs, where the next one is computed."""
         super().on_after_backward()
         if compiled_layers.records_graphs(self.spec.compile) and self.trainer.accumulate_grad_batches > 1:
-            for parameter in self.trainable_parameters().values():
-                if parameter.grad is not None and parameter.grad.is_cuda:
-                    parameter.grad = parameter.grad.clone()
+            compiled_layers.copy_gradients(self.parameters())
 
     def on_fit_end(self) -> None:
         """Leave the trainer as it was given, where nothing was left to train on."""

@@ -50,6 +50,13 @@ def records_graphs(compiled: bool | str) -> bool:
     return isinstance(compiled, str) and bool(compile_modes().get(compiled, {}).get("triton.cudagraphs"))
 
 
+def copy_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Move gradients on CUDA out of the memory of CUDA graphs, which the next replay writes to."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_cuda:
+            parameter.grad = parameter.grad.clone()
+
+
 def _backends() -> list[str]:
     """Backends of torch.compile on this machine: all but those for debugging, and ``eager``, which fuses nothing."""
     return ["eager", "aot_eager", *torch.compiler.list_backends()]
