@@ -32,9 +32,7 @@ from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
-from lit_ft.training.evaluation_steps import EvaluationStepsModule
 from lit_ft.training.fp32_buffers import Fp32BuffersModule
-from lit_ft.training.guarded_steps import GuardedStepsModule
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics
@@ -42,6 +40,8 @@ from lit_ft.training.optimizers.configure import configure_optimizers
 from lit_ft.training.optimizers.schedule_free import ScheduleFreeModule
 from lit_ft.training.saved_state import SavedState
 from lit_ft.training.spec import TrainingSpec, batches_for_init
+from lit_ft.training.steps.evaluation_steps import EvaluationStepsModule
+from lit_ft.training.steps.guarded_steps import GuardedStepsModule
 from lit_ft.tuning import adapter_files, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
