@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,14 +76,39 @@ def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(model) if every else shallow(model, tmp_path_factory.mktemp("models") / "tiny-qwen2", layers=2)
 
 
-def quickstart_with(fragment: Path, *options: str) -> Any:
+ON_TOP = {
+    "adalora": "optimizers/adafactor",
+    "bottleneck": "optimizers/adamw_8bit",
+    "dora": "optimizers/adamw_fused",
+    "eva": "optimizers/lion",
+    "pissa": "optimizers/muon",
+    "qlora_int8": "optimizers/paged_adamw_8bit",
+    "p_tuning": "optimizers/schedule_free",
+    "prefix_tuning": "precision/bf16_mixed",
+    "prompt_tuning": "precision/bf16_true",
+    "ia3": "precision/float32",
+    "llama_adapter": "precision/fp8",
+    "qlora_loftq": "speed/activation_offload",
+    "qlora_nf4": "speed/compile",
+}
+"""Fragments of a tuning method, and one each that runs on top of it; with ``LIT_FT_EVERY_CASE=1`` all run alone."""
+if os.environ.get("LIT_FT_EVERY_CASE"):
+    ON_TOP = {}
+
+
+def quickstart_with(fragments: Sequence[str], *options: str) -> Any:
     """Exit code of a run of two steps."""
+    configs = [word for name in ("recipes/quickstart.yaml", *fragments) for word in ("--config", name)]
     with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", "recipes/quickstart.yaml", "--config", str(fragment), *options])
+        main(["fit", *configs, *options])
     return stop.value.code
 
 
-@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def name_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.mark.parametrize("path", [path for path in FRAGMENTS if name_of(path) not in ON_TOP.values()], ids=name_of)
 def test_fragments_run_on_top_of_the_quickstart(
     path: Path,
     quickstart_model: str,
@@ -94,10 +120,13 @@ def test_fragments_run_on_top_of_the_quickstart(
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("LIT_FT_RUN_DIR", "")
     caplog.set_level("INFO", "lightning.pytorch")
-    name = path.relative_to(REPOSITORY)
-    assert f"python -m lit_ft fit --config recipes/quickstart.yaml --config {name}" in path.read_text()
+    name, on_top = f"recipes/{name_of(path)}.yaml", ON_TOP.get(path.stem)
+    fragments = [name] if on_top is None else [name, f"recipes/{on_top}.yaml"]
+    for fragment in fragments:
+        opening = f"python -m lit_ft fit --config recipes/quickstart.yaml --config {fragment}"
+        assert opening in (REPOSITORY / fragment).read_text()
     if path.stem in NOT_HERE or (path.stem in PACKAGE and find_spec(PACKAGE[path.stem]) is not None):
-        assert quickstart_with(name, "--print_config") == 0
+        assert quickstart_with(fragments, "--print_config") == 0
         return
     options = ["--trainer.max_steps", "2", "--trainer.callbacks", "[]", "--trainer.limit_val_batches", "1"]
     options += ["--run_dir", str(tmp_path / "run"), "--model.pretrained", quickstart_model]
@@ -108,19 +137,21 @@ def test_fragments_run_on_top_of_the_quickstart(
         command = re.search(r"--trainer.devices (\d+)$", path.read_text(), re.MULTILINE)
         ranks = int(command[1]) if command is not None and "ModelParallelStrategy" in path.read_text() else 1
         options += ["--trainer.devices", str(ranks)]
-        assert on_ranks(ranks, quickstart_with, name, *options) == [0] * ranks
+        assert on_ranks(ranks, quickstart_with, fragments, *options) == [0] * ranks
     elif path.stem in PACKAGE:
-        assert quickstart_with(name, *options) == 2
+        assert quickstart_with(fragments, *options) == 2
         assert re.search(rf"error: .*Logger.*{PACKAGE[path.stem]}", capsys.readouterr().err.replace("-", "_"))
         return
     elif path.stem in REFUSED and not torch.cuda.is_available():
-        assert quickstart_with(name, *options) == 2
+        assert quickstart_with(fragments, *options) == 2
         assert REFUSED[path.stem] in capsys.readouterr().err
         return
     else:
         if path.stem == "lora_experts":
             options += ["--model.pretrained", save_model("qwen3_moe", tmp_path / "model")]
-        assert quickstart_with(name, *options, *INSTEAD.get(path.stem, [])) == 0
+        for fragment in fragments:
+            options += INSTEAD.get(Path(fragment).stem, [])
+        assert quickstart_with(fragments, *options) == 0
         assert ("routers are frozen; experts train by LoRA on" in caplog.text) == (path.stem == "lora_experts")
         assert "done: 2 optimizer steps" in caplog.text
     written = ("adapter/adapter_config.json", "merged/config.json")  # what trains all weights has no adapter
