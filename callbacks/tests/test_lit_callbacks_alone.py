@@ -19,22 +19,19 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 IMPORT = """
 import time, sys, lightning.pytorch, torch
-before, start = set(sys.modules), time.perf_counter()
+before, start = set(sys.modules), time.process_time()
 import lit_callbacks
-print(time.perf_counter() - start, *set(sys.modules) - before)
+print(time.process_time() - start, *set(sys.modules) - before)
 """
 
 
 def test_importing_costs_under_a_fifth_of_a_second_and_brings_no_other_package(tmp_path: Path) -> None:
-    """Beyond lightning and torch; three attempts, because other work runs on the machine."""
-    costs = []
-    while len(costs) < 3 and min(costs, default=1) >= 0.2:
-        cost, *modules = python(sys.executable, "-c", IMPORT, folder=tmp_path).split()
-        assert "lit_callbacks" in modules
-        extras = {"peft", "transformers", "matplotlib", "pyarrow", "pandas", "jinja2", "plotly", "bokeh", "lit_ft"}
-        assert not extras & set(modules)
-        costs.append(float(cost))
-    assert min(costs) < 0.2
+    """Beyond lightning and torch; seconds of CPU time, because other work runs on the machine."""
+    cost, *modules = python(sys.executable, "-c", IMPORT, folder=tmp_path).split()
+    assert "lit_callbacks" in modules
+    extras = {"peft", "transformers", "matplotlib", "pyarrow", "pandas", "jinja2", "plotly", "bokeh", "lit_ft"}
+    assert not extras & set(modules)
+    assert float(cost) < 0.2
 
 
 def link(names: list[str], site: Path) -> None:

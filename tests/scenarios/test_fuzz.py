@@ -533,7 +533,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 def test_mutated_recipes(tmp_path: Path, inputs: tuple[Path, str, str]) -> None:
     """``python tests/fuzz_recipes.py`` runs 2,000."""
     _, model, rows = inputs
-    verdicts = dict(in_turn(fuzz_recipes.cases(40, 0, model, rows), tmp_path))
+    verdicts = dict(in_turn(fuzz_recipes.cases(30, 0, model, rows), tmp_path))
     assert not {title: outcome for title, outcome in verdicts.items() if not outcome.is_good}
     assert {outcome.verdict for outcome in verdicts.values()} == {"runs", "refused"}
 
@@ -543,7 +543,7 @@ def test_damaged_folders(tmp_path: Path, inputs: tuple[Path, str, str]) -> None:
     """``python tests/fuzz_folders.py`` runs 300."""
     folder, model, rows = inputs
     run = fuzz_folders.make_run(folder, model, rows)
-    verdicts = dict(in_turn(fuzz_folders.cases(30, 0, Path(model), run, rows), tmp_path))
+    verdicts = dict(in_turn(fuzz_folders.cases(20, 0, Path(model), run, rows), tmp_path))
     assert not {title: outcome for title, outcome in verdicts.items() if not outcome.is_good}
     assert {outcome.verdict for outcome in verdicts.values()} == {"runs", "refused"}
 
