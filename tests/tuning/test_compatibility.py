@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from peft import LoraConfig, PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
-from transformers import BitsAndBytesConfig
-from tuning_methods import METHODS, NOT_TRAINED, ON_QUANTIZED_ONLY, PARAMETERS, TOKENS
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from tuning_methods import METHODS, NOT_COMBINED, NOT_TRAINED, ON_QUANTIZED_ONLY, PARAMETERS, TOKENS
 
 from benchmarks.support_tables import headings
 from lit_ft import CausalLM, RecipeError
@@ -21,9 +21,10 @@ from lit_ft.strategies import FSDPStrategy
 from lit_ft.strategies.parallel.mesh import MeshSizes, ParallelDims
 from lit_ft.strategies.zero import config as zero_config
 from lit_ft.tuning import compatibility
+from lit_ft.tuning.added_tokens import with_added_rows
 from lit_ft.tuning.compatibility import check_quantized, check_situation, rows_of
 
-ALL: dict[str, PeftConfig] = {**METHODS, **ON_QUANTIZED_ONLY, **PARAMETERS, **TOKENS, **NOT_TRAINED}
+ALL: dict[str, PeftConfig] = {**METHODS, **ON_QUANTIZED_ONLY, **PARAMETERS, **TOKENS, **NOT_COMBINED, **NOT_TRAINED}
 NF4 = BitsAndBytesConfig(load_in_4bit=True)
 
 
@@ -34,6 +35,11 @@ def module(folder: str, method: str) -> CausalLM:
 @cache
 def skeleton(folder: str, method: str) -> nn.Module:
     return module(folder, method).check()
+
+
+@cache
+def base(folder: str) -> PreTrainedModel:
+    return loading.skeleton(folder)
 
 
 def on_mesh(**sizes: int) -> Callable[[str, str], None]:
@@ -48,6 +54,8 @@ def on_mesh(**sizes: int) -> Callable[[str, str], None]:
 CHECKS: dict[str, Callable[[str, str], Any]] = {
     "packed": skeleton,
     "merge": lambda folder, method: check_situation(ALL[method], "merge", "merge=true"),
+    "combined": lambda folder, method: check_situation(ALL[method], "combined"),
+    "added_tokens": lambda folder, method: with_added_rows(ALL[method], base(folder), [0]),
     "bitsandbytes": lambda folder, method: CausalLM(folder, peft=ALL[method], quantization=NF4),
     "torchao": lambda folder, method: check_quantized(ALL[method], "torchao"),
     "gptqmodel": lambda folder, method: check_quantized(ALL[method], "awq"),
