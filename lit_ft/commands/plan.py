@@ -28,6 +28,7 @@ from lit_ft.planning.report import MIB, Share, aligned, by_stage, format_layout,
 from lit_ft.planning.timeline_plot import draw
 from lit_ft.protocols import ChecksRecipe, micro_batch_size
 from lit_ft.recipe.option_parser import OptionParser, positive
+from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.model_parallel import base_of
 from lit_ft.strategies.parallel.mesh import MeshSizes
@@ -93,16 +94,13 @@ class PlanCLI(TrainingCLI):
             devices = str(max(1, torch.accelerator.device_count() if given.accelerator == "auto" else 1))
         if not devices.isdecimal() or devices == "0":
             raise RecipeError(f"trainer.devices={devices} says no number; give one with --devices N")
-        return Trainer(
+        return quiet_trainer(
             accelerator="cpu",
             devices=int(devices),
             num_nodes=self.num_nodes or given.num_nodes,
             strategy=given.strategy,
             precision="bf16-mixed" if given.precision in ("16-mixed", 16, "16") else given.precision,  # same bytes
             accumulate_grad_batches=given.accumulate_grad_batches,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
         )
 
     def before_fit(self) -> None:

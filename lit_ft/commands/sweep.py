@@ -15,6 +15,7 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.recipe.allowed_code import is_allowed
 from lit_ft.recipe.option_parser import OptionParser
+from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import rank_prefix
 from lit_ft.run.lock import lock_run, release_runs
@@ -168,7 +169,7 @@ class TrialCLI(TrainingCLI):
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build a trainer without output on the CPU: devices are the trials' own."""
-        return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        return quiet_trainer(accelerator="cpu")
 
     def check_metric(self, metric: str) -> None:
         """Refuse a metric that the recipe does not log, as far as its classes are known.

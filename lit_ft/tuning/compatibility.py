@@ -1,7 +1,7 @@
 """Where each tuning method works, and the reason where it does not.
 
-``METHODS`` has one row per PEFT method, and per option of a config that changes the answer. All refusals of a method in a
-situation come from it, ``python -m benchmarks.support_tables`` prints docs/methods.md from it, and tests are
+``METHODS`` has one row per PEFT method, and per option of a config that changes the answer. All refusals of a method
+in a situation come from it, ``python -m benchmarks.support_tables`` prints docs/methods.md from it, and tests are
 parametrized by it. Options that contradict each other are refused where they are read (``check_method``,
 ``lora_init.check_init``, ``targets.experts``).
 """
@@ -230,9 +230,7 @@ METHODS: Sequence[MethodSupport] = (
     ),
     _row("FROD", packed=_UNBUILT),
 )
-NOT_LISTED = _row(
-    "any other", _NOT_LORA, _on_quantized(_NOT_ON_THIS_BASE), tensor=_NOT_COMPARED, zero3=_NOT_COMPARED
-)
+NOT_LISTED = _row("any other", _NOT_LORA, _on_quantized(_NOT_ON_THIS_BASE), tensor=_NOT_COMPARED, zero3=_NOT_COMPARED)
 _NOT_LISTED_PROMPT = _row("any other", _PROMPT, _on_quantized(_NOT_ON_THIS_BASE), zero3=_NOT_COMPARED)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.internals.torch_internals import unscales_gradients_itself
 from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch.optim import Optimizer
 
@@ -54,7 +55,7 @@ _NORMS = "scales steps by the norm of each weight"
 OPTIMIZERS: Sequence[OptimizerSupport] = (
     OptimizerSupport(
         "fused",
-        mark=lambda optimizer: bool(getattr(optimizer, "_step_supports_amp_scaling", False)),
+        mark=unscales_gradients_itself,
         scaled="leaves gradients scaled until a fused optimizer's step, so that they cannot be measured or clipped",
     ),
     OptimizerSupport(
