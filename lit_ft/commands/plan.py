@@ -23,8 +23,8 @@ from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.communication import step_of
 from lit_ft.planning.layout import Layout, Replication
 from lit_ft.planning.memory import Memory, layer_inputs, memory_of, replicated_memory
-from lit_ft.planning.pipeline_timeline import idle_share, timetable
-from lit_ft.planning.report import MIB, Share, aligned, by_stage, format_layout, rank_share
+from lit_ft.planning.pipeline_timeline import idle_fraction, timeline
+from lit_ft.planning.report import MIB, RankContents, aligned, by_stage, format_layout, rank_contents
 from lit_ft.planning.timeline_plot import draw
 from lit_ft.protocols import ChecksRecipe, micro_batch_size
 from lit_ft.recipe.option_parser import OptionParser, positive
@@ -140,13 +140,13 @@ class PlanCLI(TrainingCLI):
 
     def _plan_model_parallel(self, strategy: ModelParallelStrategy) -> list[Memory]:
         world, size = self.trainer.world_size, self.trainer.world_size // strategy.sizes().pipeline
-        shares: list[Share] = []
+        shares: list[RankContents] = []
         memory: list[Memory] = []
         for first in range(0, world, size):  # the first rank of a stage has the largest shards where sizes differ
             with pretended_rank(first, world):
                 split = self._split(strategy)
                 layout = split.layout()
-                shares.append(rank_share(layout, self.model, step_of(self.trainer)))
+                shares.append(rank_contents(layout, self.model, step_of(self.trainer)))
                 memory.append(self._memory(split))
         print(format_layout(layout, shares, step_of(self.trainer)))
         stages = by_stage(shares, world, strategy.sizes().pipeline)
@@ -226,8 +226,8 @@ class PlanCLI(TrainingCLI):
             raise RecipeError("--draw shows the schedule of a pipeline, and the recipe has pipeline_parallel_size=1")
         ranks = strategy.sizes().pipeline
         count = strategy.micro_batches(micro_batch_size(self.datamodule))
-        table = timetable(strategy.schedule, ranks, count)
-        share = idle_share(table)
+        table = timeline(strategy.schedule, ranks, count)
+        share = idle_fraction(table)
         draw(table, self.picture, f"{strategy.schedule}, {ranks} ranks, {count} micro-batches: {share:.1%} bubble")
         print(f"schedule: {self.picture}")
 

@@ -65,7 +65,7 @@ from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import check_world_size, is_rank_zero, starts_ranks
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.progress import RunProgressBar
-from lit_ft.run.repeated_lines import said_once
+from lit_ft.run.repeated_lines import without_repetitions
 from lit_ft.run.state import RunState
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
@@ -386,7 +386,7 @@ class TrainingCLI(LightningCLI):
                 self.model.start = saved_start(self.options.ckpt_path)
                 if stage == "fit" and self.trainer.world_size == 1:
                     resume_threads(saved_threads(self.options.ckpt_path))
-            with said_once():
+            with without_repetitions():
                 skeleton = self.model.check()
             self._try_optimizer(skeleton)
             if isinstance(strategy, ChecksModel):

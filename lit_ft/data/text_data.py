@@ -297,7 +297,7 @@ class TextDataModule(LightningDataModule):
             self._train_loader.load_state_dict(state)
         return self._train_loader
 
-    def first_rows(self, count: int) -> list[PackedBatch]:
+    def first_batches(self, count: int) -> list[PackedBatch]:
         """The first ``count`` micro-batches of the training data, the same on every rank."""
         if not self.streaming and "train" not in self.splits:  # the stage is not fit
             self._load_training()
@@ -364,9 +364,9 @@ class TextDataModule(LightningDataModule):
             )
         return True
 
-    def begin_again(self, state: LoaderState) -> None:
+    def restart_epoch(self, state: LoaderState) -> None:
         """Set a saved position to the beginning of its epoch, unless that epoch was complete."""
-        (StreamLoader if self.streaming else PackedBatchLoader).begin_again(state)
+        (StreamLoader if self.streaming else PackedBatchLoader).restart_epoch(state)
 
     def state_dict(self) -> LoaderState:
         """Position in the training data, and the order of samples that it refers to."""

@@ -122,7 +122,7 @@ class Adapter:
 
     def _check_shapes(self, base: ModelSpec, name: str) -> None:
         skeleton = loading.skeleton(base.pretrained, overrides=base.config_overrides)
-        make_room(skeleton, base.tokenizer)
+        resize_to_tokenizer(skeleton, base.tokenizer)
         config = self.config
         if isinstance(config, LoraConfig) and isinstance(config.init_lora_weights, str):
             config.init_lora_weights = True  # other inits read weights, which a skeleton does not have
@@ -179,7 +179,7 @@ def check_base_config(base: ModelSpec, adapter: Adapter) -> None:
         )
 
 
-def make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def resize_to_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add rows to a model's embeddings where the tokenizer has more tokens."""
     rows = model.get_input_embeddings().num_embeddings
     embeddings.resize_embeddings(model, tokenizer, max(0, len(tokenizer) - rows))

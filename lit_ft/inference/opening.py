@@ -21,7 +21,7 @@ from lit_ft.export.adapter_folders import (
     check_unchanged,
     describe_base,
     load_adapters,
-    make_room,
+    resize_to_tokenizer,
 )
 from lit_ft.export.model_card import Recipe
 from lit_ft.export.restore_run import module_of, rebuild
@@ -294,7 +294,7 @@ def _open_adapter(
         check_unchanged(Path(spec.pretrained).expanduser())
         adapter.check(spec)
         base = (spec if shared is None else shared.of(spec)).build("sdpa")
-    make_room(base, spec.tokenizer)
+    resize_to_tokenizer(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chosen)
 
 

@@ -90,7 +90,7 @@ def saved_arguments(
     )
 
 
-_SPELT_OTHERWISE = {"add_bias_linear": "disable_bias_linear"}
+_OPPOSITE_OPTIONS = {"add_bias_linear": "disable_bias_linear"}
 """Flags of the command line that set an argument to False."""
 
 
@@ -123,8 +123,8 @@ def command_line(
     }
     lines = []
     for name, value in values.items():
-        if value is False and name in _SPELT_OTHERWISE:
-            name, value = _SPELT_OTHERWISE[name], True
+        if value is False and name in _OPPOSITE_OPTIONS:
+            name, value = _OPPOSITE_OPTIONS[name], True
         option = f"--{name.replace('_', '-')}"
         if value is True:
             lines.append(option)

@@ -131,7 +131,7 @@ def layer_inputs(layout: Layout, layers: int, hidden: int, itemsize: int, step: 
     if not layout.stages:
         return of_batch
     count = layout.micro_batches
-    table = pipeline_timeline.timetable(layout.schedule, layout.sizes.pipeline, count)[layout.pipeline_rank]
+    table = pipeline_timeline.timeline(layout.schedule, layout.sizes.pipeline, count)[layout.pipeline_rank]
     return of_batch / count / len(layout.stages) * pipeline_timeline.most_in_flight(table)
 
 

@@ -68,7 +68,7 @@ def _work_of(actions: Sequence[Any], is_in_order: bool) -> list[tuple[str, int, 
     return found
 
 
-def timetable(
+def timeline(
     schedule: str, ranks: int, micro_batches: int, durations: Mapping[str, float] = DURATIONS
 ) -> list[list[Work]]:
     """Work of each rank with start and end times, each as early as possible.
@@ -108,7 +108,7 @@ def _needs(kind: str, stage: int, micro_batch: int, last: int) -> list[tuple[str
     return [(FORWARD, stage, micro_batch), *([(INPUT, stage + 1, micro_batch)] if stage < last else [])]
 
 
-def idle_share(table: Sequence[Sequence[Work]]) -> float:
+def idle_fraction(table: Sequence[Sequence[Work]]) -> float:
     """Fraction of the step's time that ranks wait, averaged over ranks."""
     length = max(work.end for of_rank in table for work in of_rank)
     busy = sum(work.end - work.start for of_rank in table for work in of_rank)

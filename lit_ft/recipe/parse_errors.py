@@ -166,9 +166,9 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
         return "unknown option 'run'; write --config RUN/config.yaml --ckpt_path last"
     if ours is not None:
         return f"{head}unknown option {shortened(name, 100)!r}; here it is {ours}"
-    spelt = re.sub("[:-]", lambda sign: "." if sign[0] == ":" else "_", name)
-    near = [option for option in options if option.startswith(spelt)]  # an abbreviation
-    near += [near for part in (spelt, spelt.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
+    dotted = re.sub("[:-]", lambda sign: "." if sign[0] == ":" else "_", name)
+    near = [option for option in options if option.startswith(dotted)]  # an abbreviation
+    near += [near for part in (dotted, dotted.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
     own = [option for option in own if not option.endswith("help")]
     advice = "see --help for what there is"
     if near:

@@ -29,7 +29,7 @@ _LOGGER = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
+def without_repetitions() -> Iterator[None]:
     """Drop the next repetition of each line that is said within."""
     _REPETITIONS.said.clear()
     _LOGGER.addFilter(_REPETITIONS)  # has no effect the second time

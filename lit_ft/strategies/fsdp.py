@@ -122,9 +122,9 @@ class FSDPStrategy(ShardedStrategy):
             offload_policy=pinned if self.cpu_offload else OffloadPolicy(),
         )
         for layer in decoder_layers(module):
-            self._settle(layer)
+            self._cast_to_trained_dtype(layer)
             shard_by_dtype(layer, partial(shard, reshard_after_forward=self.reshard_after_forward))
-        self._settle(module)
+        self._cast_to_trained_dtype(module)
         # Embedding and head are needed at the start and at the end of every pass: they stay gathered in between.
         shard_by_dtype(module, partial(shard, reshard_after_forward=False))
         gather_in_answer(module)

@@ -174,8 +174,8 @@ def batches_for_init(trainer: Trainer | None, count: int, base: PreTrainedModel,
     if trainer is None or not isinstance(data, GivesFirstBatches):
         raise RecipeError(
             f"model.peft: init_lora_weights={init!r} looks at training data, which there is in `fit` with data "
-            "that hands out first_rows(count), as lit_ft.TextDataModule does; take another init"
+            "that hands out first_batches(count), as lit_ft.TextDataModule does; take another init"
         )
     device = trainer.strategy.root_device
     base.to(device)
-    return [move_data_to_device(batch, device) for batch in data.first_rows(count)]
+    return [move_data_to_device(batch, device) for batch in data.first_batches(count)]

@@ -102,7 +102,7 @@ class TuningSpec:
             base,
             self.peft,
             wrap=lambda peft: _peft_model(self._wrap(base, ids, peft)),
-            rows=batches(base, init) if init in lora_init.FROM_DATA else [],
+            batches=batches(base, init) if init in lora_init.FROM_DATA else [],
             forward=forward,
             unquantized=spec.build_unquantized,
         )

@@ -36,7 +36,7 @@ StageContent = tuple[list[str], list[tuple[OptimizerState, list[str]]]]
 """Names of a pipeline stage's weights; for each optimizer, its state without tensors and its parameters' names."""
 
 
-def is_folder_of_shares(path: Path) -> bool:
+def is_sharded_folder(path: Path) -> bool:
     """Whether it is a folder that ``save_sharded`` wrote."""
     return (path / META).is_file()
 
@@ -295,7 +295,7 @@ def load_sharded(
     return whole
 
 
-def read_whole(path: Path) -> Checkpoint:
+def read_full(path: Path) -> Checkpoint:
     """Read a Lightning checkpoint from a folder with full tensors, for a process that holds all weights."""
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
     tensors: dict[str, Tensor] = {

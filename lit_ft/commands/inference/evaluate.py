@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> None:
     options = _parser().parse_args(arguments[1:])
     how = _checked(options)
     tasks = harness_tasks.load_tasks(_names(options.tasks)) if options.tasks else []
-    found = Found(tasks, how)
+    found = Evaluation(tasks, how)
     with results.new_folder(options.path, options.out) as folder:
         if options.url is None:
             judge = _judge(options)
@@ -119,7 +119,7 @@ def _names(given: Sequence[str]) -> list[str]:
 
 
 @dataclass
-class Found:
+class Evaluation:
     """What an evaluation found."""
 
     tasks: Sequence[Any]
@@ -293,7 +293,7 @@ def _text(cell: Cell, is_change: bool) -> str:
     return printable(cell) if isinstance(cell, str) else f"{cell:{'+' if is_change else ''},.4f}"
 
 
-def _write(folder: Path, found: Found, rows: Sequence[Sequence[Cell]], options: Namespace, command: str) -> None:
+def _write(folder: Path, found: Evaluation, rows: Sequence[Sequence[Cell]], options: Namespace, command: str) -> None:
     for side, content in found.harness.items():
         results.write_json(folder / f"harness-{side}.json", content)
     for side, answers in found.answers.items():

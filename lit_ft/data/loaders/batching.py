@@ -173,7 +173,7 @@ def position_under(state: LoaderState, plan: BatchPlan, accumulate: int) -> int:
     return int(units // now["units"])
 
 
-def lay_out(piece: Piece, samples: Samples) -> PackedBatch:
+def build_packed_batch(piece: Piece, samples: Samples) -> PackedBatch:
     """Build the packed batch of a micro-batch."""
     members, window, compute = piece
     if members:
@@ -196,7 +196,7 @@ class _PackedBatches(Dataset[PackedBatch]):
         self.samples = samples
 
     def __getitem__(self, piece: Piece) -> PackedBatch:
-        batch, members = lay_out(piece, self.samples), piece[0]
+        batch, members = build_packed_batch(piece, self.samples), piece[0]
         if members:
             batch["sample_ids"] = self.samples.ids(members)
             batch["sample_sources"] = self.samples.sources_of(members)
@@ -297,7 +297,7 @@ class PackedBatchLoader:
         state["is_over"] = False
 
     @staticmethod
-    def begin_again(state: LoaderState) -> None:
+    def restart_epoch(state: LoaderState) -> None:
         """Set a saved position to the beginning of its epoch, unless that epoch was complete."""
         if not state["is_over"]:
             state["position"] = 0

@@ -16,7 +16,14 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.data.loaders.batching import BatchPlan, MicroBatch, batch_geometry, lay_out, micro_batches, position_under
+from lit_ft.data.loaders.batching import (
+    BatchPlan,
+    MicroBatch,
+    batch_geometry,
+    build_packed_batch,
+    micro_batches,
+    position_under,
+)
 from lit_ft.data.loaders.mixing import Mixing
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens.preparation import BAD_ROWS_NAMED, ROWS_PER_BATCH, Preparation
@@ -201,7 +208,7 @@ class StreamLoader:
         state |= {"batch": micro_batch, "is_over": False}
 
     @staticmethod
-    def begin_again(state: LoaderState) -> None:
+    def restart_epoch(state: LoaderState) -> None:
         """Set a saved position to the beginning of its pass over all rows."""
         state |= start_of_pass(state["epoch"])
 
@@ -258,7 +265,7 @@ class StreamLoader:
                 if at % accumulate == 0:
                     self._windows.append(state)
                 started = time.perf_counter()
-                batch = lay_out(piece, buffer.samples)
+                batch = build_packed_batch(piece, buffer.samples)
                 self.seconds_waited += time.perf_counter() - started
                 self._batch += 1
                 # The trainer draws one micro-batch ahead unless it knows where the epoch ends.

@@ -68,7 +68,7 @@ def check_arguments(strategy: type, args: Sequence[object], kwargs: Mapping[str,
         )
 
 
-def with_settled_values(config: Config) -> dict[str, Any]:
+def with_explicit_values(config: Config) -> dict[str, Any]:
     """DeepSpeed's configuration without ``"auto"``, and with the settings that torch's own optimizers need."""
     found = _without_auto(config)
     found.setdefault("zero_allow_untested_optimizer", True)
