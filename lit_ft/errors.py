@@ -1,4 +1,4 @@
-"""Errors that a user can fix, and what tables of refused combinations have in common."""
+"""Errors that a user can fix, and the common part of the tables of refused combinations."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

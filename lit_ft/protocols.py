@@ -1,4 +1,4 @@
-"""Optional protocols: what module, strategy and data module may ask of each other beyond Lightning's hooks."""
+"""Optional protocols between module, strategy and data module, beyond Lightning's hooks."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Board:
             os.kill(pid, signal.SIGINT)  # of another session: its other ranks stop together with rank 0
         except OSError as error:
             raise RecipeError(
-                f"the process of {run.root} is not to be signalled here; stop it where it runs"
+                f"the process of {run.root} cannot be signaled from here; stop it where it runs"
             ) from error
 
     # --- check, export, report ---------------------------------------------------------------------

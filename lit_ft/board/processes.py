@@ -119,7 +119,7 @@ class Processes:
 
 
 def _created(pid: int) -> float | None:
-    """Start of a process; None where there is none, or only what a parent has not yet taken notice of."""
+    """Start time of a process; None where it does not run, also if its parent has not noticed that yet (a zombie)."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()

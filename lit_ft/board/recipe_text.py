@@ -175,7 +175,7 @@ def _child(inside: Any, key: str, create: bool) -> Any:
 
 
 def _last_comment(tree: Any) -> tuple[Any, Any] | None:
-    """Where ruamel keeps what follows the last value of a block up to the next key: its comments, its key there."""
+    """Comments that follow the last value of a block, as ruamel keeps them, and their key there."""
     if not isinstance(tree, CommentedMap | CommentedSeq) or not tree:
         return None
     key = list(tree)[-1] if isinstance(tree, CommentedMap) else len(tree) - 1

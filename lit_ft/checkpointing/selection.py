@@ -172,7 +172,7 @@ def resumed_step(path: Path) -> tuple[int, bool]:
 
 
 class _Header(NamedTuple):
-    """What a checkpoint says about itself: values without tensors, which would keep its file mapped."""
+    """Metadata of a checkpoint, without tensors, which would keep its file mapped."""
 
     position: tuple[int, int, int] | None
     """Session, optimizer step and epoch; None for a checkpoint without loop state."""

@@ -93,7 +93,7 @@ class PlanCLI(TrainingCLI):
         if devices == "auto" and given.accelerator in ("auto", "cpu"):  # those of this machine, as fit takes them
             devices = str(max(1, torch.accelerator.device_count() if given.accelerator == "auto" else 1))
         if not devices.isdecimal() or devices == "0":
-            raise RecipeError(f"trainer.devices={devices} says no number; give one with --devices N")
+            raise RecipeError(f"trainer.devices={devices} is not a number; give one with --devices N")
         return quiet_trainer(
             accelerator="cpu",
             devices=int(devices),
@@ -205,7 +205,7 @@ class PlanCLI(TrainingCLI):
     def _compare(self, memory: list[Memory]) -> None:
         """Say whether the memory of a device is enough, if it is given; exit code 1 if not."""
         if self.memory_gib is None:
-            print("does it fit? --memory_gib N, the memory of a device, says it")
+            print("does it fit? give the memory of a device: --memory_gib N")
             return
         most = max(of_rank.total for of_rank in memory) / GIB
         sizes = f"{most:,.2f} GiB of {self.memory_gib:,.2f} GiB"

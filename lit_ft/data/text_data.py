@@ -355,12 +355,12 @@ class TextDataModule(LightningDataModule):
         message = f"the checkpoint was written on other data: {'; '.join(changes)}"
         if self.resume_data != "changed":
             raise RecipeError(
-                f"{message}. Its position in the data means other samples now; resume with what it was written on, "
-                "or begin the epoch again on what there is now with --resume_data changed"
+                f"{message}. The saved position stands for other samples now; resume with the data of the checkpoint, "
+                "or start the epoch again on the present data with --resume_data changed"
             )
         if not is_said:
             rank_zero_info(
-                f"{message}. resume_data=changed: its epoch, unless it was over, begins again on what there is"
+                f"{message}. resume_data=changed: its epoch, unless it was over, starts again on the present data"
             )
         return True
 

@@ -1,4 +1,4 @@
-"""Answers of a run's data, each with the tokens that training has before it and for it."""
+"""Answers of a run's data, each with the tokens of its prompt and its own, as in training."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from lit_ft.recipe.parser import RecipeParser
 
 @dataclass(frozen=True)
 class AnsweredTurn:
-    """An answer of the data, with the tokens that training has before it and for it."""
+    """An answer of the data, with the tokens of its prompt and its own, as in training."""
 
     name: str
     """Location of the row, and number of the turn."""

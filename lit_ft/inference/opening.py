@@ -220,7 +220,7 @@ def open_model(
 
 
 def base_opener(opened: OpenedModel) -> Callable[[], OpenedModel] | None:
-    """Function that reads the base model of a run anew, without keeping ``opened`` alive; None for what is no run.
+    """Function that reads the base model of a run anew, without keeping ``opened`` alive; None unless it is a run.
 
     For runs whose base is not in memory: those that train all weights, or whose init has changed the base.
     """

@@ -39,7 +39,7 @@ tens."""
 
 @dataclass
 class TurnParity:
-    """What the server makes of one turn, against the run; None where the server does not give it."""
+    """Comparison of one turn on the server with the run; None in place of values that the server does not give."""
 
     turn: AnsweredTurn
     served_prompt: list[int] | None = None

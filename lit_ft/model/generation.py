@@ -191,7 +191,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _around(tokenizer: PreTrainedTokenizerBase, turn: Message, text: str) -> tuple[str, str]:
-    """What the chat template writes between the prompt and a text of the turn behind it, and after the text.
+    """Text that the chat template writes between a prompt and the text of the turn that follows, and after that text.
 
     Both are empty where the template does not render it.
     """

@@ -119,7 +119,7 @@ def _check_folder(pretrained: str) -> None:
         is_cached = try_to_load_from_cache(pretrained, "config.json") is not None
     except HFValidationError as error:
         raise RecipeError(
-            f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}), and no hub id can be spelt so "
+            f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}), and no hub id is spelled like that "
             f"({first_line(error)}); name a model folder or a hub id"
         ) from error
     if not is_cached:
@@ -263,7 +263,7 @@ def _dtype_of_weights(config: PretrainedConfig, dtype: Dtype) -> torch.dtype:
 
 
 class _DecoderOutput(MoeModelOutputWithPast):
-    """Output of a decoder in which all that some architecture adds to it is None (cross attentions, states)."""
+    """Output of a decoder; fields that only some architectures have (cross attentions, states) are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):

@@ -1,4 +1,4 @@
-"""Checks of a recipe's callbacks before training: what they monitor is logged in time, and files have names."""
+"""Checks of a recipe's callbacks before training: monitored metrics are logged in time, and files have names."""
 
 import re
 from collections.abc import Iterable

@@ -65,7 +65,9 @@ class RunChoice:
             run_dir = from_rank_zero(lambda: str(self._choose_run().root), nodes, timeout)
         for file in self._options.config or []:
             if (here := RunFolder.of_config(Path(str(file)), run_dir)) is not None:
-                rank_zero_info(f"{file} names the run folder {run_dir}; taken is the one it lies in, {here.root}")
+                rank_zero_info(
+                    f"{file} names the run folder {run_dir}; the folder that it lies in is used: {here.root}"
+                )
                 run_dir = str(here.root)
         os.environ[RUN_DIR_VARIABLE] = run_dir
         return RunFolder(Path(run_dir))

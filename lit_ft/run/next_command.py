@@ -1,4 +1,4 @@
-"""The command that makes something of a run that has ended: one that works for what the run has left."""
+"""The next command after a run: export, chat or validation, whichever its files allow."""
 
 import shlex
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from lit_ft.run.lock import check_still_there
 
 
 class RunState(Callback):
-    """Number the starts and resumptions of a run, mark it as finished, and write what a killed run has not written.
+    """Number the starts and resumptions of a run, mark it as finished, and write exports that a killed run lacks.
 
     Lightning does not call ``on_train_end`` when the resumed checkpoint is of the run's last step, so the exports of a
     run that was killed after its last checkpoint would never be written; this callback writes them.

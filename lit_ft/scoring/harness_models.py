@@ -1,4 +1,4 @@
-"""Models as lm-evaluation-harness asks them: an opened one in this process, or one behind OpenAI's HTTP interface.
+"""Models for lm-evaluation-harness: an opened one in this process, or one behind OpenAI's HTTP interface.
 
 The harness moves the white space at the end of a prompt into the answer, and a chat template's prompt ends in white
 space (ChatML: a line break). Log-likelihoods would be those of other tokens than training has: rendered prompts are
@@ -109,7 +109,7 @@ class ServedLM(TemplateLM):
         at_once: int,
         api: Literal["completions", "chat"] = "completions",
     ) -> None:
-        """Set what is asked.
+        """Set server, model and interface.
 
         Args:
             client: connection to the server.

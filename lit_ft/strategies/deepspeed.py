@@ -240,7 +240,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
                 deepspeed.zero.register_external_parameter(module, parameter)
 
     def replication(self) -> Replication:
-        """What the ranks share out, from DeepSpeed's configuration."""
+        """Numbers of ranks that each part is split over, from DeepSpeed's configuration."""
         assert isinstance(self.config, dict)
         zero, ranks = self.config.get("zero_optimization", {}), self.num_nodes * self.num_processes
         stage = zero_config.stage_of(self.config)

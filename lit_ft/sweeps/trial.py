@@ -1,4 +1,4 @@
-"""One trial of a sweep: a ``fit`` process in a run folder, and what it has left there."""
+"""One trial of a sweep: a ``fit`` process in a run folder, and its files there."""
 
 import csv
 import json

@@ -31,7 +31,7 @@ from lit_ft.tuning.spec import TuningSpec
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """What ``lit_ft.CausalLM`` builds and trains.
+    """Model that ``lit_ft.CausalLM`` builds and trains.
 
     Raises:
         RecipeError: two of the options exclude each other.

@@ -1,4 +1,4 @@
-"""Where each tuning method works, and the reason where it does not.
+"""Table of the situations in which each tuning method works, with the reasons where it does not.
 
 ``METHODS`` has one row per PEFT method, and per option of a config that changes the answer. All refusals of a method
 in a situation come from it, ``python -m benchmarks.support_tables`` prints docs/methods.md from it, and tests are

@@ -81,8 +81,9 @@ def check_init(peft: PeftConfig, is_quantized: bool) -> None:
     """
     if isinstance(peft, LoraConfig) and peft.use_dora and init_of(peft).startswith(FROM_THE_BASE):
         raise RecipeError(
-            f"model.peft: init_lora_weights={init_of(peft)!r} takes the start out of the base, and use_dora trains "
-            "magnitudes of that changed base, so that the adapter could not be used on the base itself; leave one out"
+            f"model.peft: init_lora_weights={init_of(peft)!r} subtracts its first product from the base, and use_dora "
+            "trains magnitudes of that changed base, so that the adapter could not be used on the base itself; leave one "
+            "out"
         )
     if isinstance(peft, LoraConfig) and peft.target_parameters and init_of(peft) not in ("", "gaussian"):
         raise RecipeError(
@@ -185,8 +186,9 @@ def check_same(ours: LoraInitState | None, saved: LoraInitState | None) -> None:
         return
     if ours is None or saved is None or ours["settings"] != saved["settings"] or _differ(ours["taken"], saved["taken"]):
         raise RecipeError(
-            "the checkpoint was trained from another start than the adapter's init has found now; set module.start to "
-            "the checkpoint's 'adapter_start' before the trainer builds the model, as the command line does"
+            "the checkpoint was trained from another initial state than the adapter's init has computed now; set "
+            "module.start to the checkpoint's 'adapter_start' before the trainer builds the model, as the command line "
+            "does"
         )
 
 

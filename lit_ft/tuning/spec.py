@@ -1,4 +1,4 @@
-"""Description of what is trained of a model: an adapter, weights selected by name, or all weights."""
+"""Description of the part of a model that trains: an adapter, weights selected by name, or all weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

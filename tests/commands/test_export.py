@@ -459,7 +459,7 @@ def test_a_copied_run_goes_on_from_its_own_checkpoints(lit_ft: Any, fit: Any, tm
     shutil.rmtree(run)
     options = ["--trainer.max_steps", "3"] if command == "fit" else []
     said = lit_ft(command, "--config", copy / "config.yaml", "--ckpt_path", "last", *options)
-    assert f"config.yaml names the run folder {run}; taken is the one it lies in, {copy}" in said
+    assert f"config.yaml names the run folder {run}; the folder that it lies in is used: {copy}" in said
     assert not run.exists()
     steps = [torch.load(path)["global_step"] for path in (copy / "checkpoints").glob("last*.ckpt")]
     assert max(steps) == (3 if command == "fit" else 2)

@@ -1,4 +1,4 @@
-"""What an exported model takes over from its base's folder: tensors that training does not use, and other files.
+"""Tensors that training does not use, and other files, which an exported model takes over from its base's folder.
 
 Published models hold more than the model for text that is trained: heads for multi-token prediction (``mtp.*``), vision
 towers, processors. Their tensors are copied bit by bit from the base's files into files beside the trained ones, one

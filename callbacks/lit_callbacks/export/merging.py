@@ -277,7 +277,7 @@ def _write_merged(
 def _check_quantized(
     expected: Tensor, got: Tensor, untrained: Tensor, in_memory: Tensor | None, dtype: torch.dtype
 ) -> str:
-    """Compare what a merge into a quantized base has written with the model that was trained; what was found, in words.
+    """Compare the files of a merge into a quantized base with the trained model; returns the result as a sentence.
 
     Args:
         expected: logits of the model that was trained.

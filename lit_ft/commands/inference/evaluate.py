@@ -120,7 +120,7 @@ def _names(given: Sequence[str]) -> list[str]:
 
 @dataclass
 class Evaluation:
-    """What an evaluation found."""
+    """Results of an evaluation."""
 
     tasks: Sequence[Any]
     options: harness.HarnessOptions
@@ -225,7 +225,7 @@ def _sides(options: Namespace) -> Iterator[tuple[Side, str, OpenedModel]]:
 def _say_what_is_opened(options: Namespace, opened: OpenedModel) -> None:
     folder = RunFolder(Path(options.path).expanduser())
     if folder.config.is_file() and finished_step(folder.finished) is None:
-        rank_zero_info(f"the run has not finished; evaluated is its checkpoint {opened.name}")
+        rank_zero_info(f"the run has not finished; its checkpoint {opened.name} is evaluated")
     if not opened.has_template and (options.data.path or options.questions):
         rank_zero_info(
             f"the tokenizer of {opened.name} has no chat template: conversations are written as `plain`; give another "

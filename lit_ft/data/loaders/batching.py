@@ -113,7 +113,7 @@ def _spread(share: list[MicroBatch], count: int) -> list[MicroBatch]:
 
 
 class Window(NamedTuple):
-    """What each micro-batch of a window says of all of it."""
+    """Facts on a window (an optimizer step) that each of its micro-batches holds."""
 
     tokens: int
     """Supervised tokens on this rank."""

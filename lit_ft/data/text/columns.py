@@ -1,4 +1,4 @@
-"""Columns of rows that no format reads as they are: which option maps them, filled in with the columns found."""
+"""Advice for rows that no format reads: the option that maps their columns, filled in with the row's own."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Client of servers with OpenAI's HTTP interface or llama.cpp's: what they make of tokens and conversations.
+"""Client of servers with OpenAI's HTTP interface or llama.cpp's: tokens, log-probabilities and answers.
 
 What is asked for has several ways, since servers differ: each is tried until one gives it.
 """
@@ -27,11 +27,11 @@ CANDIDATES = 100
 
 
 class Lacking(Exception):
-    """The server does not give what is asked for."""
+    """Error of a request for something that the server does not offer."""
 
 
 class ServerFailed(RecipeError):
-    """The server answers a request with an error that says nothing of what it has."""
+    """Error of a request that failed on the server, whatever the server offers."""
 
 
 class OpenAIClient:

@@ -212,8 +212,8 @@ def check_method(stage: int, module: nn.Module) -> None:
         return
     if stage == 3 and spec.router_aux_loss is not None:
         raise RecipeError(
-            f"model.router_aux_loss={spec.router_aux_loss} and trainer.strategy stage=3: nobody has tried; set stage "
-            "to 2, or take lit_ft.strategies.FSDPStrategy"
+            f"model.router_aux_loss={spec.router_aux_loss} and trainer.strategy stage=3 were not compared "
+            "with one process; set stage to 2, or take lit_ft.strategies.FSDPStrategy"
         )
     peft, added = spec.tuning.peft, [*spec.base.added_tokens, *spec.base.added_special_tokens]
     if peft is not None and added:  # which the module will train as rows of the embeddings

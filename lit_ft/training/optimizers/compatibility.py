@@ -1,4 +1,4 @@
-"""Where each optimizer works, and the reason where it does not.
+"""Table of the situations in which each optimizer works, with the reasons where it does not.
 
 ``OPTIMIZERS`` has one row per class, or kind of classes. All refusals come from it, ``python -m
 benchmarks.support_tables`` prints docs/optimizers.md from it, and tests are parametrized by it.
