@@ -35,5 +35,5 @@ def optimizer_steps(trainer: Trainer) -> int | float:
 
 
 def _scheduler(trainer: Trainer) -> GradientAccumulationScheduler | None:
-    found = (one for one in callbacks_of(trainer) if isinstance(one, GradientAccumulationScheduler))
-    return next(found, None)
+    schedulers = (one for one in callbacks_of(trainer) if isinstance(one, GradientAccumulationScheduler))
+    return next(schedulers, None)

@@ -106,9 +106,9 @@ def _rewind(
     trained, ready = progress.trained, progress.ready
     start = trained // accumulate * accumulate
     if isinstance(data, RewindsPosition):
-        for place in (state, *progress.loader_states):
-            if place:
-                data.rewind(place, start, ready)
+        for saved in (state, *progress.loader_states):
+            if saved:
+                data.rewind(saved, start, ready)
     elif start < trained:
         rank_zero_warn(
             f"the checkpoint was written {trained - start} micro-batches into an optimizer step of {accumulate}, and "
@@ -126,8 +126,8 @@ def _rewind(
 
 
 def _restart_epoch(progress: FitProgress, trainer: Trainer, data: ChecksOrder, state: LoaderState) -> Replay | None:
-    for place in (state, *progress.loader_states):
-        data.restart_epoch(place)
+    for saved in (state, *progress.loader_states):
+        data.restart_epoch(saved)
     if progress.epoch_is_over:
         return None
     progress.rewind(0)

@@ -197,8 +197,8 @@ class _Exported:
     def save_merged(
         self, to: Path, dtype: str | None, quantized_base: Literal["dequantize", "keep"] | None, text_only: bool
     ) -> None:
-        wanted = getattr(torch, DTYPES.get(dtype, dtype)) if dtype else None
-        save_merged(self.model, to, self.tokenizer, wanted, quantized_base, self.texts("merged"), text_only)
+        torch_dtype = getattr(torch, DTYPES.get(dtype, dtype)) if dtype else None
+        save_merged(self.model, to, self.tokenizer, torch_dtype, quantized_base, self.texts("merged"), text_only)
 
     def save_adapter(self, to: Path) -> None:
         if not is_peft(self.model):

@@ -237,15 +237,15 @@ def _train(
         root = folder / f"trial-{number:03d}"
         trial = Trial.read(root) or Trial(RunFolder(root), propose(trials))
         trials.append(trial)
-        place = f"{number}/{count} {described(trial.values)}"
+        label = f"{number}/{count} {described(trial.values)}"
         if trial.is_finished:
-            rank_zero_info(f"{place}: finished already{_result(trial, goal)}")
+            rank_zero_info(f"{label}: finished already{_result(trial, goal)}")
             continue
-        rank_zero_info(f"{place}: {trial.log}")
+        rank_zero_info(f"{label}: {trial.log}")
         trial.train(fit)
         results.write_csv(trials, goal, folder / "sweep.csv")
         if not trial.is_finished:
-            rank_zero_info(f"{place}: failed, {trial.failure}")
+            rank_zero_info(f"{label}: failed, {trial.failure}")
             continue
         if goal.value(trial) is None:
             logged = ", ".join(name for name in trial.metrics() if not name.startswith("throughput/run"))
@@ -254,7 +254,7 @@ def _train(
                 f"--metric {goal.metric}: {trial.name} has not logged it in {as_count(trial.steps, 'optimizer step')}; "
                 f"{advice} lower trainer.log_every_n_steps or trainer.val_check_interval"
             )
-        rank_zero_info(f"{place}: {trial.seconds:,.0f} s{_result(trial, goal)}")
+        rank_zero_info(f"{label}: {trial.seconds:,.0f} s{_result(trial, goal)}")
     return trials
 
 

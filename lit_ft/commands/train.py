@@ -392,8 +392,8 @@ class TrainingCLI(LightningCLI):
             if isinstance(strategy, ChecksModel):
                 strategy.check_model(self.model, skeleton)
             if self.options.ckpt_path is not None:
-                wanted = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
-                check_fit(saved_shapes(self.options.ckpt_path), wanted)
+                shapes = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
+                check_fit(saved_shapes(self.options.ckpt_path), shapes)
                 check_same_base(saved_base(self.options.ckpt_path), self.model.base_fingerprint, "the checkpoint")
             if self.options.get("merge"):
                 check_situation(self.model.spec.tuning.peft, "merge", "merge=true")

@@ -132,9 +132,9 @@ class Adapter:
         held = dict(size_check.shapes_of(file, name))
         for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items():
             if held.get(key) != tuple(tensor.shape):
-                found = f"is {held[key]}" if key in held else "is missing"
+                actual = f"is {held[key]}" if key in held else "is missing"
                 raise RecipeError(
-                    f"{name} was trained on another base: {key} {found} there, and {tuple(tensor.shape)} on this one; "
+                    f"{name} was trained on another base: {key} {actual} there, and {tuple(tensor.shape)} on this one; "
                     "name the base that it was trained on"
                 )
 

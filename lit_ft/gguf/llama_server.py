@@ -56,8 +56,8 @@ def llama_server(model: Path, lora: Path | None = None, positions: int = 512, th
             if not address.startswith("http://"):
                 server.wait()
                 messages.seek(0)
-                said = " ".join(messages.read().split())[-LONGEST_SAID:]
-                raise LlamaFailed(f"llama.cpp does not read {model.name} (exit code {server.returncode}): {said}")
+                output = " ".join(messages.read().split())[-LONGEST_SAID:]
+                raise LlamaFailed(f"llama.cpp does not read {model.name} (exit code {server.returncode}): {output}")
             yield address
         finally:
             server.stdin.close()

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 def rank() -> int:
     """Rank of this process as Lightning knows it, also before a process group exists; type checkers do not see it."""
-    found: int = rank_zero_only.rank  # type: ignore[attr-defined]
-    return found
+    number: int = rank_zero_only.rank  # type: ignore[attr-defined]
+    return number
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

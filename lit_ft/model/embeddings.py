@@ -48,14 +48,14 @@ def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         RecipeError: the tokenizer had more tokens than the model before tokens were added.
     """
     embeddings = model.get_input_embeddings()
-    rows, wanted, is_skeleton = embeddings.num_embeddings, len(tokenizer), embeddings.weight.is_meta
-    if wanted - added > rows:
+    rows, tokens, is_skeleton = embeddings.num_embeddings, len(tokenizer), embeddings.weight.is_meta
+    if tokens - added > rows:
         raise RecipeError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has {wanted - added} tokens, the model {rows} embeddings; "
+            f"the tokenizer of {tokenizer.name_or_path!r} has {tokens - added} tokens, the model {rows} embeddings; "
             "set model.tokenizer to one that belongs to the model, and name new tokens in model.added_tokens"
         )
-    if wanted > rows:
-        model.resize_token_embeddings(wanted, mean_resizing=not is_skeleton)
+    if tokens > rows:
+        model.resize_token_embeddings(tokens, mean_resizing=not is_skeleton)
     if added and not is_skeleton:
-        how = f"the embeddings grow from {rows:,} to {wanted:,} rows" if wanted > rows else "in spare rows"
+        how = f"the embeddings grow from {rows:,} to {tokens:,} rows" if tokens > rows else "in spare rows"
         rank_zero_info(f"{added} tokens are added: {how}")

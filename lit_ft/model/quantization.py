@@ -217,9 +217,9 @@ def check_gradient(module: Any, dtype: torch.dtype) -> None:
     except RuntimeError as error:
         problem, cause = first_line(error), error
     else:
-        wanted, got = output.detach().float().square().sum(), (gradient.float() * probe.detach().float()).sum()
-        if (got - wanted).abs() > 0.05 * wanted:
-            problem = f"it is {got / wanted:.0%} of what it should be"
+        expected, got = output.detach().float().square().sum(), (gradient.float() * probe.detach().float()).sum()
+        if (got - expected).abs() > 0.05 * expected:
+            problem = f"it is {got / expected:.0%} of what it should be"
     if problem is not None:
         kind = f"{type(module).__name__} with {type(getattr(module, 'weight', None)).__name__}"
         raise RecipeError(

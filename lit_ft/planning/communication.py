@@ -55,14 +55,14 @@ class _Piece:
 
     def blocks(self) -> list[tuple[bool, bool]]:
         """For each block: whether its input needs a gradient, and whether its output gets one."""
-        found, flows = [], self.trains_before
+        needs, flows = [], self.trains_before
         for layer in self.layers:
             blocks = [child for child in layer.children() if is_block(child)]
             flows = flows or any(_trains(child) for child in layer.children() if child not in blocks)
             for block in blocks:
                 before, flows = flows, flows or _trains(block)
-                found.append((before, flows))
-        return found
+                needs.append((before, flows))
+        return needs
 
     def back(self) -> list[nn.Module]:
         """Layers that take part in the backward pass."""
@@ -82,7 +82,7 @@ def _pieces(layout: Layout) -> list[_Piece]:
     layers = getattr(base, base.base_model_prefix).layers
     return [
         _Piece(
-            [layers[place] for place in stage.layers],
+            [layers[index] for index in stage.layers],
             stage.is_first,
             stage.is_last,
             stage.index,
@@ -171,7 +171,7 @@ class Communication:
     def _along_pipeline(self, ranks: int) -> float:
         """Bytes for hidden states, their gradients, the loss of each token, and a tied weight's gradient once."""
         here, last = {piece.index for piece in self.pieces}, ranks * len(self.pieces) - 1
-        neighbors = [place for k in here for place in (k - 1, k + 1) if 0 <= place <= last and place not in here]
+        neighbors = [stage for k in here for stage in (k - 1, k + 1) if 0 <= stage <= last and stage not in here]
         # Without FSDP's precision policy, hidden states are sent in the base model's dtype.
         dtype = self.policy.param_dtype if self.sizes.data * self.sizes.context > 1 else None
         boundary = self.stream / self.itemsize * (dtype or self.base.dtype).itemsize

@@ -50,22 +50,22 @@ def order(schedule: str, ranks: int, micro_batches: int) -> list[list[tuple[str,
     ]
     make = get_schedule_class(schedule)
     try:
-        made = make(stages[0] if per_rank == 1 else stages, micro_batches, loss_fn=lambda *_: None)
+        built = make(stages[0] if per_rank == 1 else stages, micro_batches, loss_fn=lambda *_: None)
     except ValueError as error:
         raise RecipeError(f"trainer.strategy schedule={schedule}: {error}") from error
-    return [_work_of(made.pipeline_order[rank], is_in_order=per_rank == 1) for rank in range(ranks)]
+    return [_work_of(built.pipeline_order[rank], is_in_order=per_rank == 1) for rank in range(ranks)]
 
 
 def _work_of(actions: Sequence[Any], is_in_order: bool) -> list[tuple[str, int, int]]:
-    found, forwards = [], 0
+    work, forwards = [], 0
     for action in actions:
         for part in () if action is None else action.sub_actions or (action,):
             kind, micro_batch = part.computation_type.value, part.microbatch_index
             if kind == FORWARD and is_in_order:  # torch 2.13 counts 1F1B's micro-batches on the last rank from 1
                 micro_batch, forwards = forwards, forwards + 1
             if kind in DURATIONS:
-                found.append((kind, part.stage_index, micro_batch))
-    return found
+                work.append((kind, part.stage_index, micro_batch))
+    return work
 
 
 def timeline(

@@ -81,7 +81,7 @@ def by_stage(shares: Sequence[RankContents], world: int, pipeline_ranks: int) ->
     """Group shares by pipeline rank: each group's ranks, as text, and its shares."""
     size = world // pipeline_ranks
     places = [range(start, start + size) for start in range(0, world, size)]
-    return [(_span(place), [share for share in shares if share.rank in place]) for place in places]
+    return [(_span(ranks), [share for share in shares if share.rank in ranks]) for ranks in places]
 
 
 def _mesh(layout: Layout) -> str:

@@ -82,9 +82,9 @@ class RunChoice:
         if "LOCAL_RANK" in os.environ and CHECKPOINT_VARIABLE in os.environ:
             return os.environ[CHECKPOINT_VARIABLE] or None
         nodes, timeout = self._options.trainer.num_nodes, self._timeout() or default_pg_timeout
-        found = from_rank_zero(lambda: self._look_for_checkpoint(folder), nodes, timeout)
-        os.environ[CHECKPOINT_VARIABLE] = found
-        return found or None
+        chosen = from_rank_zero(lambda: self._look_for_checkpoint(folder), nodes, timeout)
+        os.environ[CHECKPOINT_VARIABLE] = chosen
+        return chosen or None
 
     def _choose_run(self) -> RunFolder:
         if self._resumes:

@@ -36,7 +36,9 @@ class RunState(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the state that earlier processes left, and remove the finished marker."""
         if trainer.is_global_zero:
-            self._session = 1 + max((found.position.session for found in candidates(self.checkpoints)[0]), default=0)
+            self._session = 1 + max(
+                (candidate.position.session for candidate in candidates(self.checkpoints)[0]), default=0
+            )
             self._finished_step = finished_step(self.marker)
             self.marker.unlink(missing_ok=True)
         loop = trainer.fit_loop

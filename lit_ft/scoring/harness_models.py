@@ -201,14 +201,14 @@ class ServedLM(TemplateLM):
         """Log-likelihoods of whole texts, in windows of ``max_length`` tokens."""
         if self._api == "chat":
             self.loglikelihood(requests)
-        found = []
+        sums = []
         for request in requests:
             windows = get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length - 1, context_len=1
             )
             scores = self._loglikelihood_tokens([(None, *make_disjoint_window(window)) for window in windows])
-            found.append(sum(score for score, _ in scores))
-        return found
+            sums.append(sum(score for score, _ in scores))
+        return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate answers."""

@@ -72,11 +72,11 @@ def load_tasks(names: Sequence[str], manager: "TaskManager | None" = None) -> "l
         use_the_cache_without_a_network()
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
-        found: Any = _load(manager, name, name in files)
+        entries: Any = _load(manager, name, name in files)
         for part, members in loaded.items():
-            if twice := sorted(members.keys() & found.get(part, {}).keys()):
+            if twice := sorted(members.keys() & entries.get(part, {}).keys()):
                 raise RecipeError(f"--tasks has {twice[0]!r} twice; name it once")
-            members.update(found.get(part, {}))
+            members.update(entries.get(part, {}))
     grouped = {name for members in loaded["group_map"].values() for name in members}
     every = {**loaded["groups"], **loaded["tasks"]}
     return [member for name, member in every.items() if name not in grouped]

@@ -97,13 +97,13 @@ def held_out_scores(
     (metrics,) = trainer.test(module, datamodule=data, verbose=False)
     if opened.base.device != device:  # Lightning leaves a module on the CPU
         module.to(device)
-    found = [Score(name, metric, metrics[f"test/{metric}"]) for metric in ("loss", "perplexity", "token_accuracy")]
+    scores = [Score(name, metric, metrics[f"test/{metric}"]) for metric in ("loss", "perplexity", "token_accuracy")]
     prompts = data.splits.prompts("test")
     scored = answer_rows(module, prompts, range(len(prompts)), max_new_tokens, batch_size, len(prompts))
     answers = list(scored.values())
     if not answers:  # raw text has no questions
-        return found, []
+        return scores, []
     share = sum(one.is_right for one in answers) / len(answers)
     error = math.sqrt(share * (1 - share) / (len(answers) - 1)) if len(answers) > 1 else None
     rows = [{"question": one.question, "expected": one.expected, "answer": one.answer} for one in answers]
-    return [*found, Score(name, "exact_match", share, error)], rows
+    return [*scores, Score(name, "exact_match", share, error)], rows

@@ -140,5 +140,5 @@ class FSDPStrategy(ShardedStrategy):
             sync_each_micro_batch=self.sync_each_micro_batch,
         )
 
-    def _sync_gradients(self, wanted: bool) -> None:
-        super()._sync_gradients(wanted or self.sync_each_micro_batch)
+    def _sync_gradients(self, is_on: bool) -> None:
+        super()._sync_gradients(is_on or self.sync_each_micro_batch)

@@ -441,7 +441,7 @@ class ModelParallelStrategy(ShardedStrategy):
         dist.gather_object(own, parts, dst=first, group=group)
         return parts if parts is not None else [own]
 
-    def _local_part(self, checkpoint: Mapping[str, Any], place: int, state: OptimizerState) -> OptimizerState:
+    def _local_part(self, checkpoint: Mapping[str, Any], number: int, state: OptimizerState) -> OptimizerState:
         if self.sizes().pipeline == 1:
             return state
         if "optimizer_names" not in checkpoint:
@@ -450,5 +450,5 @@ class ModelParallelStrategy(ShardedStrategy):
                 "theirs; resume without a pipeline (pipeline_parallel_size: 1) and save again"
             )
         return sharded.select_optimizer_state(
-            state, checkpoint["optimizer_names"][place], self._names_in_optimizers()[place]
+            state, checkpoint["optimizer_names"][number], self._names_in_optimizers()[number]
         )

@@ -90,10 +90,10 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """Data-parallel size and rank, which each micro-batch asks for; Lightning makes a mesh each time."""
         mesh = self.device_mesh
         assert mesh.mesh_dim_names is not None
-        place = mesh.mesh_dim_names.index("data_parallel")
+        dimension = mesh.mesh_dim_names.index("data_parallel")
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "every rank is in the mesh"
-        return {"num_replicas": mesh.size(place), "rank": coordinate[place]}
+        return {"num_replicas": mesh.size(dimension), "rank": coordinate[dimension]}
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, then build the optimizer on the shards."""
@@ -150,9 +150,9 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self._within_window = False
             self._sync_gradients(True)
 
-    def _sync_gradients(self, wanted: bool) -> None:
+    def _sync_gradients(self, is_on: bool) -> None:
         for module in self._fsdp_modules():
-            module.set_requires_gradient_sync(wanted, recurse=False)
+            module.set_requires_gradient_sync(is_on, recurse=False)
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """L2 norm of the parameters' gradients over all ranks, a scalar; a collective.
@@ -262,10 +262,10 @@ class ShardedStrategy(LightningModelParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's shards of the saved optimizer states."""
-        for place, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            optimizer.load_state_dict(sharded.split_state(optimizer, self._local_part(checkpoint, place, state)))
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            optimizer.load_state_dict(sharded.split_state(optimizer, self._local_part(checkpoint, number, state)))
 
-    def _local_part(self, checkpoint: Mapping[str, Any], place: int, state: OptimizerState) -> OptimizerState:
+    def _local_part(self, checkpoint: Mapping[str, Any], number: int, state: OptimizerState) -> OptimizerState:
         """Entries of a saved optimizer state for the parameters that this rank holds."""
         return state
 

@@ -100,8 +100,8 @@ class TrainingSpec:
 
     def _check_liger(self, device: torch.device | None) -> None:
         if self.liger:
-            found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            liger_kernels.check(self.base.config, device or found)
+            default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            liger_kernels.check(self.base.config, device or default)
 
     def build(
         self,

@@ -82,8 +82,7 @@ def check_init(peft: PeftConfig, is_quantized: bool) -> None:
     if isinstance(peft, LoraConfig) and peft.use_dora and init_of(peft).startswith(FROM_THE_BASE):
         raise RecipeError(
             f"model.peft: init_lora_weights={init_of(peft)!r} subtracts its first product from the base, and use_dora "
-            "trains magnitudes of that changed base, so that the adapter could not be used on the base itself; leave one "
-            "out"
+            "trains magnitudes of that base, so that the adapter could not be used on the base itself; leave one out"
         )
     if isinstance(peft, LoraConfig) and peft.target_parameters and init_of(peft) not in ("", "gaussian"):
         raise RecipeError(
@@ -130,7 +129,7 @@ def run_lora_init(
     )
     if init in ("corda", "lora_ga") and config.target_modules in (None, "all-linear"):
         config.target_modules = _names_of_targets(wrap(with_default_init(config)))  # PEFT's preprocessing needs a list
-    with _weights_kept(base, wanted=init.startswith(FROM_THE_BASE)):
+    with _weights_kept(base, is_needed=init.startswith(FROM_THE_BASE)):
         if init == "corda":
             preprocess_corda(base, config, run_model=lambda: _run(forward, batches))
         elif init == "lora_ga":
@@ -207,9 +206,9 @@ def _subtract_initial_product(model: PeftModel, taken: dict[str, Tensor]) -> Non
 
 
 @contextmanager
-def _weights_kept(base: nn.Module, wanted: bool) -> Iterator[None]:
+def _weights_kept(base: nn.Module, is_needed: bool) -> Iterator[None]:
     """Restore the weights of linear layers after PEFT has changed them; ``_subtract_initial_product`` does it again."""
-    layers = [module for module in base.modules() if isinstance(module, nn.Linear)] if wanted else []
+    layers = [module for module in base.modules() if isinstance(module, nn.Linear)] if is_needed else []
     kept = [layer.weight.detach().clone() for layer in layers]
     yield
     for layer, weight in zip(layers, kept, strict=True):

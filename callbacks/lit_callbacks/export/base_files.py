@@ -185,10 +185,10 @@ class BaseFiles:
     def _copy_tensors(self, names: list[str], folder: Path) -> None:
         from safetensors.torch import save_file
 
-        for place, file in enumerate(sorted({self.tensors[name] for name in names})):
+        for index, file in enumerate(sorted({self.tensors[name] for name in names})):
             with opened(file) as base:
                 own = {name: base.tensor(name).contiguous() for name in names if self.tensors[name] == file}
-                copied = folder / f"rest-{place:05}.safetensors"  # sorted behind model-*
+                copied = folder / f"rest-{index:05}.safetensors"  # sorted behind model-*
                 save_file(own, copied, metadata={"format": "pt"})
                 with opened(copied) as again:
                     if different := [name for name in own if not _same_bits(own[name], again.tensor(name))]:

@@ -270,8 +270,8 @@ def _write_merged(
         report = compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]), share)
         rank_zero_info(f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}")
         return
-    said = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
-    rank_zero_info(f"{said}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
+    result = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
+    rank_zero_info(f"{result}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
 
 
 def _check_quantized(

@@ -195,12 +195,12 @@ class SpikeGuard(Callback):
         dtype = torch.promote_types(torch.float32, self._loss.dtype) if alone and self._loss is not None else None
         # Filled there and read once: torch.tensor would copy to the device, and each copy and each read waits for it.
         local = torch.zeros(4, dtype=dtype or torch.float32, device=trainer.strategy.root_device)
-        for place, value in enumerate((self._loss is not None, has_norm, self._loss, norm)):
+        for index, value in enumerate((self._loss is not None, has_norm, self._loss, norm)):
             if value is not None:
-                local[place] = value
+                local[index] = value
         if alone:
-            has_loss, norms, total, found = local.tolist()
-            return total / scale if has_loss else None, found if norms else None
+            has_loss, norms, total, squares = local.tolist()
+            return total / scale if has_loss else None, squares if norms else None
         local[3] **= 2
         # One collective, so that all ranks see the same numbers and decide alike.
         has_loss, norms, total, summed = all_reduce(trainer, local, "sum").tolist()

@@ -139,9 +139,9 @@ def micro_batches(
         tokens = int(sum(samples.supervised[members].sum() for members in mine if members))
         everywhere = [i for share in window for members in share for i in members]
         sources = np.unique(samples.source[everywhere][samples.supervised[everywhere] > 0])
-        said = Window(tokens, tuple(sources.tolist()))
+        facts = Window(tokens, tuple(sources.tolist()))
         for i, members in enumerate(mine):
-            yield members, said, any(share[i] for share in window)
+            yield members, facts, any(share[i] for share in window)
 
 
 def batch_geometry(plan: BatchPlan, accumulate: int) -> dict[str, int]:

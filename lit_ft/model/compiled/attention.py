@@ -168,8 +168,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, log_sums, ends = ctx.saved_tensors
-    found = _backward(grad, q, k, v, out, log_sums, ends, ctx.scaling, ctx.window)
-    return *found, None, None, None
+    gradients = _backward(grad, q, k, v, out, log_sums, ends, ctx.scaling, ctx.window)
+    return *gradients, None, None, None
 
 
 _attend.register_autograd(_gradients, setup_context=_keep)

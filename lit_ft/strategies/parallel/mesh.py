@@ -167,7 +167,7 @@ class ParallelDims:
         stages = self.layers_of_stages(sizes, base)
         for number, of_stage in enumerate(stages):
             edges = [base.get_input_embeddings()] * (number == 0) + [head] * (number == len(stages) - 1)
-            if not any(_trains(part) for part in (*(parts[place] for place in of_stage), *edges)):
+            if not any(_trains(part) for part in (*(parts[index] for index in of_stage), *edges)):
                 raise RecipeError(
                     f"pipeline_parallel_size={sizes.pipeline}: nothing trains in stage {number} (layers "
                     f"{of_stage.start} to {of_stage.stop - 1}); train something in each, choose layers_per_stage so "

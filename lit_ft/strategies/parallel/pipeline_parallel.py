@@ -62,8 +62,8 @@ def edges_of(base: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Names of the decoder's modules before and after its layers, from Hugging Face's ``pp_plan``."""
     prefix = f"{base.base_model_prefix}."
     names = [name.removeprefix(prefix) for name in base.pp_plan or () if name.startswith(prefix)]
-    place = names.index("layers")
-    return names[:place], names[place + 1 :]
+    position = names.index("layers")
+    return names[:position], names[position + 1 :]
 
 
 def drop_layers(base: PreTrainedModel, keep: Sequence[range], is_first: bool, is_last: bool) -> None:
@@ -77,9 +77,9 @@ def drop_layers(base: PreTrainedModel, keep: Sequence[range], is_first: bool, is
     """
     decoder = getattr(base, base.base_model_prefix)
     before, after = edges_of(base)
-    for place in range(len(decoder.layers)):
-        if not any(place in layers for layers in keep):
-            decoder.layers[place] = PipelineIdentityLayer()
+    for index in range(len(decoder.layers)):
+        if not any(index in layers for layers in keep):
+            decoder.layers[index] = PipelineIdentityLayer()
     for name in ([] if is_first else before) + ([] if is_last else after):
         setattr(decoder, name, PipelineIdentityLayer())
     if not is_last:
@@ -184,7 +184,7 @@ class StageModule(nn.Module):
 
 
 def _part_of(decoder: PreTrainedModel, layers: range) -> PreTrainedModel:
-    own = (layer if place in layers else PipelineIdentityLayer() for place, layer in enumerate(decoder.layers))
+    own = (layer if index in layers else PipelineIdentityLayer() for index, layer in enumerate(decoder.layers))
     return with_submodules(decoder, {"layers": nn.ModuleList(own)})
 
 

@@ -66,13 +66,13 @@ def weights(module: nn.Module, keep: bool) -> dict[str, Tensor]:
     """Full trainable parameters by name, on the CPU, fp32; a collective. ``{}`` on ranks without ``keep``."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found: dict[str, Tensor] = {}
+    full_weights: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             full = safe_get_full_fp32_param(parameter)
             if keep:
-                found[name] = full.cpu()
-    return found
+                full_weights[name] = full.cpu()
+    return full_weights
 
 
 def optimizer_state(engine: DeepSpeedEngine, order: Order, keep: bool) -> OptimizerState:

@@ -108,8 +108,8 @@ def check_situation(optimizer: Optimizer, name: str, value: str = "") -> None:
     path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     rows = [row for row in OPTIMIZERS if row.applies_to(optimizer)]
     is_listed = any(row.mark is None for row in rows)
-    if (found := first_refusal(rows if is_listed else [*rows, NOT_LISTED], name)) is not None:
-        _, reason, fix = found
+    if (first := first_refusal(rows if is_listed else [*rows, NOT_LISTED], name)) is not None:
+        _, reason, fix = first
         works = [row.name.rpartition(".")[2] for row in OPTIMIZERS if row.mark is None and getattr(row, name) is None]
         raise RecipeError(
             f"optimizer={path} {reason}{f' ({value})' if value else ''}; {fix.format(works=', '.join(works))}"

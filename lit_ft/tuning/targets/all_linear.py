@@ -116,10 +116,10 @@ def check_shared(model: PeftModel, shared: Mapping[str, str]) -> None:
     """
     wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     changed = [name for name, module in model.get_base_model().named_modules() if isinstance(module, wrappers)]
-    found = {name: other for name, other in shared.items() if any(f"{name}.".startswith(f"{c}.") for c in changed)}
-    if found:
+    adapted = {name: other for name, other in shared.items() if any(f"{name}.".startswith(f"{c}.") for c in changed)}
+    if adapted:
         raise RecipeError(
-            f"model.peft: {_example(found)} share their weight, as {len(found)} layers that the config matches do: "
+            f"model.peft: {_example(adapted)} share their weight, as {len(adapted)} layers that the config matches do: "
             f"{_WHY}; leave them out (exclude_modules), or set target_modules to all-linear, which does"
         )
 
