@@ -112,10 +112,10 @@ class Processes:
         created = _created(record.pid)
         return record.exit_code is None and created is not None and abs(created - record.started) < 1
 
-    def stop(self, record: Record, number: int = signal.SIGINT) -> None:
-        """Send a signal to the process group of a record; nothing where it has ended."""
+    def stop(self, record: Record) -> None:
+        """Send SIGINT to the process group of a record; nothing where it has ended."""
         if self.is_alive(record):
-            os.killpg(record.pid, number)
+            os.killpg(record.pid, signal.SIGINT)
 
 
 def _created(pid: int) -> float | None:

@@ -68,16 +68,13 @@ def _work_of(actions: Sequence[Any], is_in_order: bool) -> list[tuple[str, int, 
     return work
 
 
-def timeline(
-    schedule: str, ranks: int, micro_batches: int, durations: Mapping[str, float] = DURATIONS
-) -> list[list[Work]]:
+def timeline(schedule: str, ranks: int, micro_batches: int) -> list[list[Work]]:
     """Work of each rank with start and end times, each as early as possible.
 
     Args:
         schedule: name in ``pipeline_parallel.SCHEDULES``.
         ranks: number of pipeline ranks.
         micro_batches: number of micro-batches that a packed batch is split into.
-        durations: duration of each kind of work, in forward passes.
 
     Raises:
         RecipeError: the schedule does not support this number of micro-batches.
@@ -93,7 +90,7 @@ def timeline(
                 kind, stage, micro_batch = todo.pop()
                 free = done[-1].end if done else 0.0
                 start = max([free, *(ends[need] for need in _needs(kind, stage, micro_batch, last))])
-                done.append(Work(kind, stage, micro_batch, start, start + durations[kind]))
+                done.append(Work(kind, stage, micro_batch, start, start + DURATIONS[kind]))
                 # The previous stage waits for gradients of inputs: both BACKWARD and INPUT compute them.
                 ends[INPUT if kind == BACKWARD else kind, stage, micro_batch] = done[-1].end
         assert len(ends) > before, "torch's order waits for itself"
