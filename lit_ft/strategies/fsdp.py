@@ -90,7 +90,6 @@ class FSDPStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group and create the device mesh."""
-        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
         size, device = self._ranks_per_shard_group(), self.root_device.type
         if size == self.world_size:

@@ -168,7 +168,6 @@ class ModelParallelStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group and create the device mesh."""
-        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
         self._device_mesh = init_device_mesh(
             self.root_device.type, tuple(self.sizes()), mesh_dim_names=(PIPELINE, DATA, CONTEXT, TENSOR)

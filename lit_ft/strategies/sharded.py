@@ -77,6 +77,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self.checkpoint_io = AnyCheckpointIO()
         if not dist.is_initialized():
             clear_mesh_caches()
+        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     @contextmanager

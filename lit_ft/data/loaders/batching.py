@@ -7,7 +7,6 @@ All ranks distribute one global order of units, so that the samples of an optimi
 the step is split into micro-batches and ranks.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -241,8 +240,6 @@ class PackedBatchLoader:
         self.samples, self.plan, self.replica = samples, plan, replica
         self._accumulate, self._limit = accumulate, limit
         self._workers, self._pin_memory = num_workers, pin_memory
-        self.seconds_waited = 0.0
-        """Seconds that the training loop has waited for micro-batches."""
         self._epoch = 0
         self._position = 0
         self._resume: LoaderState | None = None
@@ -327,11 +324,6 @@ class PackedBatchLoader:
                 pin_memory=self._pin_memory,
             )
         )
-        while True:
-            started = time.perf_counter()
-            batch = next(batches, None)
-            self.seconds_waited += time.perf_counter() - started
-            if batch is None:
-                return
+        for batch in batches:
             self._position += 1
             yield batch
