@@ -6,6 +6,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import write_durably
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.protocols import WritesAtTheEnd
 
 from lit_ft.checkpointing.selection import SESSION, UNLOGGED, candidates
@@ -94,7 +95,7 @@ class RunState(Callback):
         self._log_what_was_not(trainer)
         is_newer = trainer.strategy.broadcast(self._finished_step) != trainer.global_step
         rank_zero_info(f"the run was at its last step, {trainer.global_step:,}, already: nothing is left to train")
-        for callback in lightning_internals.callbacks_of(trainer):
+        for callback in attributes_of(trainer).callbacks:
             if isinstance(callback, WritesAtTheEnd):
                 callback.write_final(trainer, pl_module, only_missing=not is_newer)
 

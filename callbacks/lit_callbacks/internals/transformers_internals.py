@@ -22,7 +22,7 @@ def ties_embeddings(config: PretrainedConfig) -> bool:
 
 
 def attention_implementation(config: PretrainedConfig) -> str:
-    """Name of the attention function that a model uses."""
+    """Name of the attention function that a model uses; ``set_attn_implementation`` only sets it."""
     return str(config._attn_implementation)
 
 
