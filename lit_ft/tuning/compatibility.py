@@ -30,6 +30,8 @@ class MethodSupport:
     """``peft_type`` of a method, or an option of its config; ``a.b`` is option b of the config in option a."""
     values: tuple[str, ...] = ()
     """Beginnings of the option's values that the row is about; empty: all values but null and false."""
+    only: tuple[str, ...] = ()
+    """Situations that the row is about; empty: all. It says nothing of the others."""
     packed: str | None = situation("packed batches", _ANOTHER)
     merge: str | None = situation("merge", f"leave merge out and use the adapter as it is, or {_ANOTHER}")
     combined: str | None = situation("weighted, combined", "export the adapter alone, with weight 1")
@@ -124,9 +126,11 @@ _TOKENS: Reasons = {
 }
 
 
-def _row(name: str, *shared: Reasons, values: tuple[str, ...] = (), **own: str | None) -> MethodSupport:
+def _row(
+    name: str, *shared: Reasons, values: tuple[str, ...] = (), only: tuple[str, ...] = (), **own: str | None
+) -> MethodSupport:
     reasons: dict[str, str | None] = {key: reason for part in [*shared, own] for key, reason in part.items()}
-    return MethodSupport(name, values, **reasons)
+    return MethodSupport(name, values, only, **reasons)
 
 
 # --- the table ---------------------------------------------------------------------------------------
@@ -148,7 +152,13 @@ METHODS: Sequence[MethodSupport] = (
         values=("orthogonal",),
     ),
     _row("init_lora_weights", values=("mica",), packed=_UNBUILT),
-    _row("kasa_config", _on_quantized(_ROUNDED), _on_parts(_BETWEEN_PASSES), zero3=_BETWEEN_PASSES),
+    _row(
+        "kasa_config",
+        _on_quantized(_ROUNDED),
+        _on_parts(_BETWEEN_PASSES),
+        combined=_NOT_COMBINED,
+        zero3=_BETWEEN_PASSES,
+    ),
     _row("velora_config", _on_quantized("does nothing for packed layers (peft 0.21)"), tensor=_WHOLE_WEIGHTS),
     _row(
         "velora_config.init_type",
@@ -158,6 +168,7 @@ METHODS: Sequence[MethodSupport] = (
     _row(
         "use_bdlora",
         _on_quantized("is left out by PEFT for packed layers, which would train plain LoRA (peft 0.21)"),
+        combined=_NOT_COMBINED,
         tensor=_WHOLE_WEIGHTS,
     ),
     _row(
@@ -167,8 +178,8 @@ METHODS: Sequence[MethodSupport] = (
         combined=_NOT_COMBINED,
     ),
     _row("trainable_token_indices", _TOKENS),
-    _row("modules_to_save", combined=_NOT_COMBINED),
-    _row("bias", values=("all", "lora_only"), combined=_NOT_COMBINED),
+    _row("modules_to_save", only=("combined",), combined=_NOT_COMBINED),
+    _row("bias", values=("all", "lora_only"), only=("combined",), combined=_NOT_COMBINED),
     _row(
         "alora_invocation_tokens", packed="has to find its tokens in each sample of a packed batch, which PEFT does not"
     ),

@@ -1,13 +1,15 @@
 """Each "no" of the table of tuning methods is refused with its reason, before weights are read."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -104,6 +106,29 @@ def test_the_table_has_all_methods_of_peft_and_all_variants_of_lora() -> None:
     inits = {value for row in compatibility.METHODS if row.name == "init_lora_weights" for value in row.values}
     variants = next(option for option in fields(LoraConfig) if option.name == "init_lora_weights").metadata
     assert set(variants["lora_variants"]) <= inits
+
+
+@pytest.mark.parametrize("method", ["LoRA", "KaSA", "VeLoRA", "BD-LoRA", "orthogonal"])
+def test_lora_is_combined_where_peft_gives_the_sum(method: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(32, 32, bias=False) for name in ("q_proj", "v_proj")})
+    config = copy.deepcopy(ALL[method])
+    config.task_type = None
+    wrapped = get_peft_model(model, config, adapter_name="a")
+    wrapped.add_adapter("b", copy.deepcopy(config))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data += torch.randn_like(parameter) / 10
+    layer, x = wrapped.eval().base_model.model["q_proj"], torch.randn(5, 32)
+
+    def output(adapter: str) -> torch.Tensor:
+        wrapped.set_adapter(adapter)
+        return (layer(x) - layer.base_layer(x)).detach()
+
+    expected = 0.7 * output("a") + 0.3 * output("b")
+    wrapped.base_model.add_weighted_adapter(["a", "b"], [0.7, 0.3], "c", "cat")
+    is_sum = torch.allclose(output("c"), expected, atol=1e-6)
+    assert is_sum == (compatibility.refusal(ALL[method], "combined") is None)
 
 
 class Unheard(LoraConfig):
