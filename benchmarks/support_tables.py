@@ -36,6 +36,8 @@ def markdown(head: str, rows: Mapping[str, Any]) -> str:
     def cell(row: Any, name: str) -> str:
         if name != "packed" and getattr(row, "packed", None) is not None:
             return ""  # it does not train at all
+        if (only := getattr(row, "only", ())) and name not in only:
+            return ""
         reason = getattr(row, name)
         return "yes" if reason is None else f"no ({numbers.setdefault(reason, len(numbers) + 1)})"
 

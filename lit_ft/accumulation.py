@@ -4,8 +4,9 @@ import math
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lit_callbacks.internals.lightning_internals import attributes_of
 
-from lit_ft.internals.lightning import callbacks_of, running_epoch
+from lit_ft.internals.lightning import running_epoch
 
 
 def accumulation(trainer: Trainer, epoch: int | None = None) -> int:
@@ -35,5 +36,5 @@ def optimizer_steps(trainer: Trainer) -> int | float:
 
 
 def _scheduler(trainer: Trainer) -> GradientAccumulationScheduler | None:
-    found = (one for one in callbacks_of(trainer) if isinstance(one, GradientAccumulationScheduler))
-    return next(found, None)
+    schedulers = (one for one in attributes_of(trainer).callbacks if isinstance(one, GradientAccumulationScheduler))
+    return next(schedulers, None)

@@ -1,4 +1,4 @@
-"""Errors that a user can fix, and what tables of refused combinations have in common."""
+"""Errors that a user can fix, and the common part of the tables of refused combinations."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -60,9 +60,13 @@ def explained(what: str, fix: str, also: tuple[type[Exception], ...] = ()) -> It
     except RecipeError:
         raise
     except LIBRARY_ERRORS + also as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[0].rstrip(".:")[:200] if lines else "no reason given"
-        raise RecipeError(f"{what}: {type(error).__name__}: {reason}; {fix}") from error
+        raise RecipeError(f"{what}: {type(error).__name__}: {first_line(error)}; {fix}") from error
+
+
+def first_line(error: Exception) -> str:
+    """First line of another library's message, of at most 200 characters, to be quoted within a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".:")[:200] if lines else "no reason given"
 
 
 @contextmanager

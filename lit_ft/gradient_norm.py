@@ -1,7 +1,6 @@
 """Norm of all gradients, computed once per optimizer step, and gradient clipping by it."""
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +8,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_ft.internals import torch as torch_internals
-
-_VERSION = attrgetter("_version")
 
 Measure = Callable[[Sequence[nn.Parameter]], Tensor | None]
 """Function from parameters with gradients to the norm of their gradients, a scalar."""
@@ -61,7 +58,7 @@ class GradientNorm:
         gradients = [grad for grad in every if grad is not None]
         # The gradients are kept so that their ids stay unique; a DTensor and its shard have versions of their own.
         parts = [g.to_local() for g in gradients if isinstance(g, DTensor)]
-        state = [*map(id, gradients), *map(_VERSION, gradients), *map(_VERSION, parts)]
+        state = [*map(id, gradients), *map(torch_internals.version_of, [*gradients, *parts])]
         if state != self._state:
             self._gradients, self._state, self._norm = gradients, state, measure(with_gradients(optimizer))
         return self._norm

@@ -42,7 +42,7 @@ class PackedBatch(TypedDict, total=False):
     """S names of sources, each empty where there is one source; present with ``sample_ids``."""
     sample_targets: Sequence[int]
     """S numbers of supervised tokens; present with ``sample_ids``."""
-    is_own: Tensor
+    is_local: Tensor
     """``(n of the full batch,)``, bool: targets on this rank, where the tokens are sharded across ranks."""
     window_tokens: int
     """Supervised tokens of this rank in the window, over all its micro-batches."""

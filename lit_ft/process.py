@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-
-from lit_ft.internals import lightning as lightning_internals
+from lit_callbacks.internals.lightning_internals import attributes_of
 
 
 def seed() -> int:
@@ -47,7 +46,7 @@ def data_parallel(trainer: Trainer | None) -> DataParallel:
 
 def datamodule_of(trainer: Trainer | None) -> LightningDataModule | None:
     """Data module of a trainer; None without a trainer, before a run, and where bare loaders were given."""
-    return None if trainer is None else lightning_internals.datamodule_of(trainer)
+    return None if trainer is None else attributes_of(trainer).datamodule
 
 
 def model_parallel_size(trainer: Trainer) -> int:

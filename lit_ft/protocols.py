@@ -1,4 +1,4 @@
-"""Optional protocols: what module, strategy and data module may ask of each other beyond Lightning's hooks."""
+"""Optional protocols between module, strategy and data module, beyond Lightning's hooks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ChecksOptimizer(Protocol):
 class GivesFirstBatches(Protocol):
     """Data module that hands out training data before training, for adapter inits that read data."""
 
-    def first_rows(self, count: int) -> list[PackedBatch]:
+    def first_batches(self, count: int) -> list[PackedBatch]:
         """The first micro-batches of training, the same on all ranks."""
 
 
@@ -148,7 +148,7 @@ def micro_batch_size(datamodule: object) -> int | None:
 
 
 @runtime_checkable
-class RewindsPlaces(Protocol):
+class RewindsPosition(Protocol):
     """Data module whose saved position can be set back to an earlier micro-batch of the epoch."""
 
     def rewind(self, state: LoaderState, micro_batch: int, ready: int) -> None:
@@ -172,7 +172,7 @@ class ChecksOrder(Protocol):
             RecipeError: it has changed, and the user has not allowed it.
         """
 
-    def begin_again(self, state: LoaderState) -> None:
+    def restart_epoch(self, state: LoaderState) -> None:
         """Set a saved position to the beginning of its epoch; ``state`` is changed in place."""
 
 

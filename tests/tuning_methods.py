@@ -84,6 +84,11 @@ TOKENS: dict[str, peft.PeftConfig] = {
     "LoRA and token rows": peft.LoraConfig(r=4, trainable_token_indices=[3, 4], **LAYERS, **CAUSAL),
 }
 """What ``model.added_tokens`` makes of LoRA."""
+NOT_COMBINED: dict[str, peft.PeftConfig] = {
+    "LoRA and full layers": peft.LoraConfig(r=4, modules_to_save=["norm"], **LAYERS, **CAUSAL),
+    "LoRA and biases": peft.LoraConfig(r=4, bias="lora_only", **LAYERS, **CAUSAL),
+}
+"""Options that matter where adapters are weighted or combined."""
 NOT_TRAINED: dict[str, peft.PeftConfig] = {
     "MiCA": peft.LoraConfig(r=4, init_lora_weights="mica", **LAYERS, **CAUSAL),
     "activated LoRA": peft.LoraConfig(r=4, alora_invocation_tokens=[3], **LAYERS, **CAUSAL),

@@ -33,7 +33,7 @@ from benchmarks.ranks import on_ranks
 from lit_ft import CausalLM
 from lit_ft.packed_batch import PackedBatch, pack_samples
 from lit_ft.planning import communication_formulas
-from lit_ft.planning.communication import Step, Traffic
+from lit_ft.planning.communication import Communication, Step
 from lit_ft.strategies import ModelParallelStrategy
 
 P, T, D, C = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "context_parallel_size"
@@ -134,7 +134,7 @@ class Measure(Callback):
         self.count.__exit__(None, None, None)
         strategy: Any = trainer.strategy
         step = Step(1, batch["input_ids"].shape[1], len(batch["targets"]))
-        planned = Traffic(strategy.layout(), list(pl_module.parameters()), step).by_dimension()
+        planned = Communication(strategy.layout(), list(pl_module.parameters()), step).by_dimension()
         self.planned, groups = _by_group(planned, strategy.device_mesh)
         self.sent = {name: self.count.sent.get(ranks, 0.0) for name, ranks in groups.items()}
 

@@ -22,8 +22,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from benchmarks.compare import environment
 from benchmarks.ranks import on_ranks
 from lit_ft.errors import RecipeError
-from lit_ft.planning.communication_formulas import bubble_share
-from lit_ft.planning.pipeline_timeline import idle_share, timetable
+from lit_ft.planning.communication_formulas import bubble_fraction
+from lit_ft.planning.pipeline_timeline import idle_fraction, timeline
 from lit_ft.strategies.parallel.pipeline_parallel import SCHEDULES, stages_of, stages_per_rank
 
 RANKS, MICRO_BATCHES, WIDTH = (2, 4), (2, 4, 8, 16), 8
@@ -76,7 +76,7 @@ def measure(repeat: int, seconds: float) -> list[tuple[str, int, float | None]]:
         for count in MICRO_BATCHES:
             is_refused = count < ranks if schedule == "1F1B" else False
             try:
-                timetable(schedule, ranks, count)
+                timeline(schedule, ranks, count)
             except RecipeError:
                 is_refused = True
             found.append((schedule, count, None if is_refused else _idle(schedule, ranks, count, repeat, seconds)))
@@ -116,14 +116,14 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| schedule | ranks | micro-batches | formula | timetable | measured |\n|---|---|---|---|---|---|")
+    print("| schedule | ranks | micro-batches | formula | timeline | measured |\n|---|---|---|---|---|---|")
     for ranks in RANKS:
         for places in zip(*on_ranks(ranks, measure, options.repeat, options.milliseconds / 1000), strict=True):
             schedule, count, idle = places[0]
             if idle is None:
                 continue
-            formula = bubble_share(ranks, count, stages_per_rank(schedule))
-            table = idle_share(timetable(schedule, ranks, count))
+            formula = bubble_fraction(ranks, count, stages_per_rank(schedule))
+            table = idle_fraction(timeline(schedule, ranks, count))
             measured = statistics.mean(share for *_, share in places)
             print(f"| {schedule} | {ranks} | {count} | {formula:.1%} | {table:.1%} | {measured:.1%} |", flush=True)
     print(f"\n{environment()}")

@@ -1,4 +1,4 @@
-"""Protocols: what callbacks ask of a module, a data module, a strategy, a logger or each other.
+"""Protocols of modules, data modules, strategies, loggers and callbacks, as callbacks use them.
 
 All are optional: a callback checks with ``isinstance``, and does without where an object has none of it.
 """

@@ -1,4 +1,4 @@
-"""Who may use the board: a token, in the address at first and then in a cookie, and pages of the board alone."""
+"""Access to the board: a token, in the address and then in a cookie, and requests of its own pages alone."""
 
 import hmac
 from http.cookies import CookieError, SimpleCookie

@@ -73,8 +73,8 @@ class Board:
 
     def recipes(self) -> dict[str, Path]:
         """Recipes by their path below the folder of recipes, and no other YAML files."""
-        found = [file for file in self.recipes_folder.rglob("*.yaml") if _SECTION.search(_text_of(file))]
-        files = sorted(found, key=lambda file: (len(file.parts), file))
+        recipes = [file for file in self.recipes_folder.rglob("*.yaml") if _SECTION.search(_text_of(file))]
+        files = sorted(recipes, key=lambda file: (len(file.parts), file))
         return {file.relative_to(self.recipes_folder).as_posix(): file for file in files}
 
     def fragments(self) -> dict[str, Path]:
@@ -112,9 +112,9 @@ class Board:
 
     def resume_arguments(self, run: RunFolder) -> list[str]:
         """Arguments that continue a run."""
-        found = re.findall(r"resume with: python -m lit_ft (fit .+)$", log_tail(log_of(run)), re.MULTILINE)
-        if found and run.has_checkpoint:
-            return shlex.split(found[-1])
+        commands = re.findall(r"resume with: python -m lit_ft (fit .+)$", log_tail(log_of(run)), re.MULTILINE)
+        if commands and run.has_checkpoint:
+            return shlex.split(commands[-1])
         if run.has_checkpoint:
             return ["fit", "--config", shown(run.config), "--ckpt_path", LAST, *_allowed()]
         record = self.processes.find(run.root / BOARD, "fit")
@@ -144,7 +144,7 @@ class Board:
             os.kill(pid, signal.SIGINT)  # of another session: its other ranks stop together with rank 0
         except OSError as error:
             raise RecipeError(
-                f"the process of {run.root} is not to be signalled here; stop it where it runs"
+                f"the process of {run.root} cannot be signaled from here; stop it where it runs"
             ) from error
 
     # --- check, export, report ---------------------------------------------------------------------
@@ -211,8 +211,8 @@ class Board:
         if record is None or not self.processes.is_alive(record):
             lines = [line for line in log.splitlines() if line.strip()]
             raise RecipeError(lines[-1] if lines else "the server has ended")
-        found = re.findall(r"^listening on (http://\S+)/v1", log, re.MULTILINE)
-        return (found[-1], _read_key(folder / SERVE_KEY)) if found else None
+        addresses = re.findall(r"^listening on (http://\S+)/v1", log, re.MULTILINE)
+        return (addresses[-1], _read_key(folder / SERVE_KEY)) if addresses else None
 
     def is_chat_open(self, run: RunFolder) -> bool:
         """Whether a server of the run is there."""

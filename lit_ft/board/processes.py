@@ -112,14 +112,14 @@ class Processes:
         created = _created(record.pid)
         return record.exit_code is None and created is not None and abs(created - record.started) < 1
 
-    def stop(self, record: Record, number: int = signal.SIGINT) -> None:
-        """Send a signal to the process group of a record; nothing where it has ended."""
+    def stop(self, record: Record) -> None:
+        """Send SIGINT to the process group of a record; nothing where it has ended."""
         if self.is_alive(record):
-            os.killpg(record.pid, number)
+            os.killpg(record.pid, signal.SIGINT)
 
 
 def _created(pid: int) -> float | None:
-    """Start of a process; None where there is none, or only what a parent has not yet taken notice of."""
+    """Start time of a process; None where it does not run, also if its parent has not noticed that yet (a zombie)."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()

@@ -57,8 +57,8 @@ class RecipeText:
 
     def content(self) -> dict[str, Any]:
         """Recipe as plain values."""
-        found = load_yaml(self._text)
-        return found if isinstance(found, dict) else {}
+        content = load_yaml(self._text)
+        return content if isinstance(content, dict) else {}
 
     def get(self, name: str) -> object:
         """Value of an option; None where the recipe leaves it out."""
@@ -129,8 +129,8 @@ class RecipeText:
 
     def _callbacks(self) -> list[Any]:
         inside, key = self._place("trainer.callbacks", create=False)
-        found = inside.get(key) if inside is not None else None
-        return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+        callbacks = inside.get(key) if inside is not None else None
+        return [one for one in callbacks if isinstance(one, Mapping)] if isinstance(callbacks, list) else []
 
     def classes(self) -> dict[str, str]:
         """Class paths by the option that takes the class."""
@@ -166,16 +166,16 @@ class RecipeText:
 
 
 def _child(inside: Any, key: str, create: bool) -> Any:
-    found = inside.get(key)
-    if not isinstance(found, MutableMapping):
+    child = inside.get(key)
+    if not isinstance(child, MutableMapping):
         if not create:
             return None
-        inside[key] = found = CommentedMap()
-    return found
+        inside[key] = child = CommentedMap()
+    return child
 
 
 def _last_comment(tree: Any) -> tuple[Any, Any] | None:
-    """Where ruamel keeps what follows the last value of a block up to the next key: its comments, its key there."""
+    """Comments that follow the last value of a block, as ruamel keeps them, and their key there."""
     if not isinstance(tree, CommentedMap | CommentedSeq) or not tree:
         return None
     key = list(tree)[-1] if isinstance(tree, CommentedMap) else len(tree) - 1
@@ -186,8 +186,8 @@ def _last_comment(tree: Any) -> tuple[Any, Any] | None:
 def _move_below(before: tuple[Any, Any], inside: Any, key: str) -> None:
     """Keep empty lines and comments between two sections behind a key that is added to the end of the first."""
     comments, last = before
-    found = comments.get(last)
-    token = found[2 if isinstance(last, str) else 0] if found else None
+    comment = comments.get(last)
+    token = comment[2 if isinstance(last, str) else 0] if comment else None
     if token is None:
         return
     line, _, rest = token.value.partition("\n")

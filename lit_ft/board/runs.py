@@ -79,12 +79,12 @@ class Runs:
 
     def folders(self) -> dict[str, Path]:
         """Folders of all runs by name."""
-        found: dict[str, Path] = {}
+        folders: dict[str, Path] = {}
         for number, root in enumerate(self.roots):
             for folder in _runs_below(root, DEPTH):
                 below = folder.relative_to(root).parts
-                found.setdefault("/".join((str(number), *below)), folder)
-        return found
+                folders.setdefault("/".join((str(number), *below)), folder)
+        return folders
 
     def folder(self, name: str) -> RunFolder:
         """Folder of a run.
@@ -98,8 +98,8 @@ class Runs:
 
     def summaries(self) -> list[Summary]:
         """All runs, those that changed last first."""
-        found = [self.summary(name, RunFolder(folder)) for name, folder in self.folders().items()]
-        return sorted(found, key=lambda one: (one.is_active, one.changed), reverse=True)
+        summaries = [self.summary(name, RunFolder(folder)) for name, folder in self.folders().items()]
+        return sorted(summaries, key=lambda one: (one.is_active, one.changed), reverse=True)
 
     def summary(self, name: str, run: RunFolder) -> Summary:
         """Summary of a run."""
@@ -126,10 +126,10 @@ class Runs:
     def environment(self, run: RunFolder) -> dict[str, Any]:
         """Versions, times and peak memory that ``RunReport`` writes; empty before."""
         try:
-            found = json.loads((run.root / ENVIRONMENT).read_text(encoding="utf-8"))
+            environment = json.loads((run.root / ENVIRONMENT).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return environment if isinstance(environment, dict) else {}
 
     def _state(self, run: RunFolder) -> tuple[State, str]:
         record = self._processes.find(run.root / BOARD, "fit")
@@ -147,8 +147,8 @@ class Runs:
         return "stopped", ""
 
     def _steps(self, run: RunFolder) -> int | None:
-        found = _STEP.findall(log_tail(log_of(run)))
-        return int("".join(found[-1]).replace(",", "")) if found else None
+        steps = _STEP.findall(log_tail(log_of(run)))
+        return int("".join(steps[-1]).replace(",", "")) if steps else None
 
 
 def title_of(name: str, run: RunFolder) -> str:

@@ -161,10 +161,10 @@ class Schema:
 
     def fields(self, recipe: RecipeText) -> dict[str, Field]:
         """All options that a recipe has, by name."""
-        found = dict(self.own)
+        fields_by_name = dict(self.own)
         for key, class_path in recipe.classes().items():
-            found |= self.of_class(key, class_path)
-        return found
+            fields_by_name |= self.of_class(key, class_path)
+        return fields_by_name
 
     def grouped(self, recipe: RecipeText) -> dict[str, list[Field]]:
         """Most used options by group, as far as the recipe's classes have them."""
@@ -206,8 +206,10 @@ def _fields_of(key: str, class_path: str) -> list[Field]:
     cls = _class(class_path)
     # PEFT describes its options there, and not in its docstrings.
     helps = {one.name: str(one.metadata.get("help", "")) for one in fields(cls)} if is_dataclass(cls) else {}
-    found = [_field(one) for one in option_schemas(options)]
-    return [replace(one, help=one.help or _plain(helps.get(one.name.rpartition(".")[2], ""))) for one in found]
+    options_as_fields = [_field(one) for one in option_schemas(options)]
+    return [
+        replace(one, help=one.help or _plain(helps.get(one.name.rpartition(".")[2], ""))) for one in options_as_fields
+    ]
 
 
 def _first_positional(cls: Callable[..., object]) -> set[str | int]:

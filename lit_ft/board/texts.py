@@ -166,5 +166,5 @@ def language_of(cookies: Mapping[str, str], accepted: str) -> str:
     """
     if (chosen := cookies.get(COOKIE)) in LANGUAGES:
         return str(chosen)
-    wanted = [part.split(";")[0].strip().lower().split("-")[0] for part in accepted.split(",")]
-    return next((one for one in wanted if one in LANGUAGES), "en")
+    languages = [part.split(";")[0].strip().lower().split("-")[0] for part in accepted.split(",")]
+    return next((one for one in languages if one in LANGUAGES), "en")

@@ -7,7 +7,7 @@ from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
 from lit_ft.internals.lightning import set_logged_steps
 from lit_ft.process import datamodule_of
-from lit_ft.protocols import Checkpoint, ChecksOrder, LoaderState, RecountsMicroBatches, RewindsPlaces
+from lit_ft.protocols import Checkpoint, ChecksOrder, LoaderState, RecountsMicroBatches, RewindsPosition
 
 
 class Replay:
@@ -32,7 +32,7 @@ class Replay:
 def go_back_to_a_step(checkpoint: Checkpoint, trainer: Trainer) -> Replay | None:
     """Set a checkpoint back to the start of the optimizer step in which it was written.
 
-    A data module may implement the protocols ``RewindsPlaces``, ``ChecksOrder`` and ``RecountsMicroBatches``.
+    A data module may implement the protocols ``RewindsPosition``, ``ChecksOrder`` and ``RecountsMicroBatches``.
 
     Args:
         checkpoint: Lightning checkpoint, changed in place.
@@ -47,7 +47,7 @@ def go_back_to_a_step(checkpoint: Checkpoint, trainer: Trainer) -> Replay | None
     reopened = not state.get("is_over") and progress.reopen_epoch()
     replay = None
     if isinstance(data, ChecksOrder) and data.check_order(state):
-        replay = _begin_again(progress, trainer, data, state)
+        replay = _restart_epoch(progress, trainer, data, state)
     elif not progress.epoch_is_over:
         replay = _rewind(checkpoint, progress, trainer, state, reopened)
     if replay is None and (progress.validation_was_interrupted or _validation_is_due(progress, trainer, state)):
@@ -105,10 +105,10 @@ def _rewind(
     accumulate = state.get("deal", {}).get("accumulate") or accumulation(trainer, progress.epoch)
     trained, ready = progress.trained, progress.ready
     start = trained // accumulate * accumulate
-    if isinstance(data, RewindsPlaces):
-        for place in (state, *progress.loader_states):
-            if place:
-                data.rewind(place, start, ready)
+    if isinstance(data, RewindsPosition):
+        for saved in (state, *progress.loader_states):
+            if saved:
+                data.rewind(saved, start, ready)
     elif start < trained:
         rank_zero_warn(
             f"the checkpoint was written {trained - start} micro-batches into an optimizer step of {accumulate}, and "
@@ -125,9 +125,9 @@ def _rewind(
     return Replay(trainer, until)
 
 
-def _begin_again(progress: FitProgress, trainer: Trainer, data: ChecksOrder, state: LoaderState) -> Replay | None:
-    for place in (state, *progress.loader_states):
-        data.begin_again(place)
+def _restart_epoch(progress: FitProgress, trainer: Trainer, data: ChecksOrder, state: LoaderState) -> Replay | None:
+    for saved in (state, *progress.loader_states):
+        data.restart_epoch(saved)
     if progress.epoch_is_over:
         return None
     progress.rewind(0)

@@ -43,7 +43,7 @@ def candidates(folder: Path) -> tuple[list[Candidate], list[DamagedCheckpoint]]:
 
     A complete checkpoint that a killed process left under its temporary hidden name counts if its final name is unused.
     """
-    found: list[Candidate] = []
+    readable: list[Candidate] = []
     damaged: list[DamagedCheckpoint] = []
     visible = [path for path in folder.glob("*.ckpt") if not path.name.startswith(".") and path.exists()]
     for path in [*visible, *replacement.interrupted(folder)]:
@@ -53,8 +53,8 @@ def candidates(folder: Path) -> tuple[list[Candidate], list[DamagedCheckpoint]]:
             damaged.append(error)
             continue
         if position is not None:
-            found.append(Candidate(position, path))
-    return sorted(found, reverse=True), damaged
+            readable.append(Candidate(position, path))
+    return sorted(readable, reverse=True), damaged
 
 
 def newest_good(folder: Path) -> Path:
@@ -63,8 +63,8 @@ def newest_good(folder: Path) -> Path:
     Raises:
         RecipeError: there is no intact checkpoint.
     """
-    found, damaged = candidates(folder)
-    for _, path in found:
+    readable, damaged = candidates(folder)
+    for _, path in readable:
         try:
             has_sums = check_intact(path)
         except DamagedCheckpoint as error:
@@ -93,11 +93,11 @@ class Best(NamedTuple):
 
 def best_known(folder: Path) -> list[Best]:
     """Best checkpoint of each metric that the run's ``ModelCheckpoint`` callbacks monitor, by its newest checkpoint."""
-    found, _ = candidates(folder)
+    readable, _ = candidates(folder)
     known: dict[str, Best] = {}
     # Several callbacks may save after the newest step, the first of them before a new best is known. What a callback
     # saves as its best says so itself.
-    for path in [one.path for one in found if one.position[:3] == found[0].position[:3]]:
+    for path in [one.path for one in readable if one.position[:3] == readable[0].position[:3]]:
         for callback, best in _header(path).best.items():
             if callback not in known or best.path.name == path.name:
                 known[callback] = best._replace(path=_here(folder, best.path))
@@ -141,12 +141,12 @@ def newest_of(paths: Iterable[Path]) -> Path | None:
     Args:
         paths: paths of checkpoint files and folders.
     """
-    found: list[Candidate] = []
+    readable: list[Candidate] = []
     for path in paths:
         with suppress(DamagedCheckpoint):
             if (position := position_of(path)) is not None:
-                found.append(Candidate(position, path))
-    return max(found).path if found else None
+                readable.append(Candidate(position, path))
+    return max(readable).path if readable else None
 
 
 def position_of(path: Path) -> Position | None:
@@ -172,7 +172,7 @@ def resumed_step(path: Path) -> tuple[int, bool]:
 
 
 class _Header(NamedTuple):
-    """What a checkpoint says about itself: values without tensors, which would keep its file mapped."""
+    """Metadata of a checkpoint, without tensors, which would keep its file mapped."""
 
     position: tuple[int, int, int] | None
     """Session, optimizer step and epoch; None for a checkpoint without loop state."""

@@ -31,8 +31,14 @@ def verify(path: Path) -> list[Finding]:
         raise RecipeError(f"{str(path)!r} does not exist; name a checkpoint, a run's folder, or an exported folder")
     if path.is_file() or _is_checkpoint_folder(path):
         return [_of_checkpoint(path)]
-    findings = [_of_checkpoint(found) for found in sorted(path.glob("checkpoints/*.ckpt")) if not found.is_symlink()]
-    findings += [_of_checkpoint(found) for found in sorted(path.glob("*.ckpt")) if not found.is_symlink()]
+    findings = [
+        _of_checkpoint(checkpoint)
+        for checkpoint in sorted(path.glob("checkpoints/*.ckpt"))
+        if not checkpoint.is_symlink()
+    ]
+    findings += [
+        _of_checkpoint(checkpoint) for checkpoint in sorted(path.glob("*.ckpt")) if not checkpoint.is_symlink()
+    ]
     findings += [_of_export(folder) for folder in _exports(path)]
     if not findings:
         raise RecipeError(f"{str(path)!r} holds no checkpoint and no exported model")
@@ -44,7 +50,7 @@ def _is_checkpoint_folder(path: Path) -> bool:
 
 
 def _exports(path: Path) -> Iterator[Path]:
-    for folder in [path, *sorted(found for found in path.iterdir() if found.is_dir())]:
+    for folder in [path, *sorted(subfolder for subfolder in path.iterdir() if subfolder.is_dir())]:
         if not _is_checkpoint_folder(folder) and any(
             (folder / name).is_file() for name in (MANIFEST, "adapter_config.json", "config.json")
         ):

@@ -60,8 +60,8 @@ def bandwidth(
     Raises:
         RecipeError: there is one rank, or other processes were started than ``devices`` and ``num_nodes`` say.
     """
-    found = _started()
-    devices, num_nodes = devices or found[0], num_nodes or found[1]
+    started = _started()
+    devices, num_nodes = devices or started[0], num_nodes or started[1]
     if devices * num_nodes < 2:
         raise RecipeError(
             f"devices={devices} x num_nodes={num_nodes} is one rank, which sends nothing; set --devices 2"

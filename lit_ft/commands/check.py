@@ -41,7 +41,7 @@ from lit_ft.model.loading import skeleton
 from lit_ft.packed_batch import pack_samples
 from lit_ft.recipe.allowed_code import as_options
 from lit_ft.recipe.option_parser import OptionParser, number_from
-from lit_ft.recipe.trainer_checks import check_trainer
+from lit_ft.recipe.trainer_checks import check_trainer, quiet_trainer
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
 from lit_ft.training.optimizers.schedules import WarmupSchedule
@@ -121,7 +121,7 @@ class CheckCLI(TrainingCLI):
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build a trainer without output on the CPU; the recipe's may need devices that this machine lacks."""
         check_trainer(self.options.trainer)
-        return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        return quiet_trainer(accelerator="cpu")
 
     def before_fit(self) -> None:
         """Load the data like ``fit``, but skip bad rows, to count them all."""

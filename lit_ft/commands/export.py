@@ -25,7 +25,7 @@ from lit_ft.export.adapter_folders import (
     check_unchanged,
     describe_base,
     load_adapters,
-    make_room,
+    resize_to_tokenizer,
 )
 from lit_ft.export.folder_texts import config_notes, describe_step, generation_texts, run_texts
 from lit_ft.export.model_card import Card
@@ -58,9 +58,9 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--text_only", action="store_true", help=_TEXT_ONLY)
     parser.add_argument("--gguf_adapter", action="store_true", help=_GGUF_ADAPTER)
     parser.add_argument("--adapter", action="append", default=[], metavar="PATH[=WEIGHT]", help=_ADAPTER)
-    spelt = [re.sub(r"^--[a-z-]+", lambda name: "--" + name[0][2:].replace("-", "_"), one) for one in arguments[1:]]
-    spelt = [re.sub(r"^--checkpoint(?=$|=)", "--ckpt_path", one) for one in spelt]  # its name in earlier versions
-    options = parser.parse_args(spelt).as_dict()
+    written = [re.sub(r"^--[a-z-]+", lambda name: "--" + name[0][2:].replace("-", "_"), one) for one in arguments[1:]]
+    written = [re.sub(r"^--checkpoint(?=$|=)", "--ckpt_path", one) for one in written]  # its name in earlier versions
+    options = parser.parse_args(written).as_dict()
     if (folder := options.pop("folder")) is not None:
         if options["run"] is not None:
             raise RecipeError(f"{folder!r} and --run {options['run']!r} both name a run; leave one out")
@@ -197,8 +197,8 @@ class _Exported:
     def save_merged(
         self, to: Path, dtype: str | None, quantized_base: Literal["dequantize", "keep"] | None, text_only: bool
     ) -> None:
-        wanted = getattr(torch, DTYPES.get(dtype, dtype)) if dtype else None
-        save_merged(self.model, to, self.tokenizer, wanted, quantized_base, self.texts("merged"), text_only)
+        torch_dtype = getattr(torch, DTYPES.get(dtype, dtype)) if dtype else None
+        save_merged(self.model, to, self.tokenizer, torch_dtype, quantized_base, self.texts("merged"), text_only)
 
     def save_adapter(self, to: Path) -> None:
         if not is_peft(self.model):
@@ -298,7 +298,7 @@ def _of_adapters(
             adapter.check(base)
         torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare
         model = base.build("sdpa")
-    make_room(model, tokenizer)
+    resize_to_tokenizer(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]
 

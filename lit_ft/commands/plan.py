@@ -23,11 +23,12 @@ from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.communication import step_of
 from lit_ft.planning.layout import Layout, Replication
 from lit_ft.planning.memory import Memory, layer_inputs, memory_of, replicated_memory
-from lit_ft.planning.pipeline_timeline import idle_share, timetable
-from lit_ft.planning.report import MIB, Share, aligned, by_stage, format_layout, rank_share
+from lit_ft.planning.pipeline_timeline import idle_fraction, timeline
+from lit_ft.planning.report import MIB, RankContents, aligned, by_stage, format_layout, rank_contents
 from lit_ft.planning.timeline_plot import draw
 from lit_ft.protocols import ChecksRecipe, micro_batch_size
 from lit_ft.recipe.option_parser import OptionParser, positive
+from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.model_parallel import base_of
 from lit_ft.strategies.parallel.mesh import MeshSizes
@@ -92,17 +93,14 @@ class PlanCLI(TrainingCLI):
         if devices == "auto" and given.accelerator in ("auto", "cpu"):  # those of this machine, as fit takes them
             devices = str(max(1, torch.accelerator.device_count() if given.accelerator == "auto" else 1))
         if not devices.isdecimal() or devices == "0":
-            raise RecipeError(f"trainer.devices={devices} says no number; give one with --devices N")
-        return Trainer(
+            raise RecipeError(f"trainer.devices={devices} is not a number; give one with --devices N")
+        return quiet_trainer(
             accelerator="cpu",
             devices=int(devices),
             num_nodes=self.num_nodes or given.num_nodes,
             strategy=given.strategy,
             precision="bf16-mixed" if given.precision in ("16-mixed", 16, "16") else given.precision,  # same bytes
             accumulate_grad_batches=given.accumulate_grad_batches,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
         )
 
     def before_fit(self) -> None:
@@ -142,13 +140,13 @@ class PlanCLI(TrainingCLI):
 
     def _plan_model_parallel(self, strategy: ModelParallelStrategy) -> list[Memory]:
         world, size = self.trainer.world_size, self.trainer.world_size // strategy.sizes().pipeline
-        shares: list[Share] = []
+        shares: list[RankContents] = []
         memory: list[Memory] = []
         for first in range(0, world, size):  # the first rank of a stage has the largest shards where sizes differ
             with pretended_rank(first, world):
                 split = self._split(strategy)
                 layout = split.layout()
-                shares.append(rank_share(layout, self.model, step_of(self.trainer)))
+                shares.append(rank_contents(layout, self.model, step_of(self.trainer)))
                 memory.append(self._memory(split))
         print(format_layout(layout, shares, step_of(self.trainer)))
         stages = by_stage(shares, world, strategy.sizes().pipeline)
@@ -207,7 +205,7 @@ class PlanCLI(TrainingCLI):
     def _compare(self, memory: list[Memory]) -> None:
         """Say whether the memory of a device is enough, if it is given; exit code 1 if not."""
         if self.memory_gib is None:
-            print("does it fit? --memory_gib N, the memory of a device, says it")
+            print("does it fit? give the memory of a device: --memory_gib N")
             return
         most = max(of_rank.total for of_rank in memory) / GIB
         sizes = f"{most:,.2f} GiB of {self.memory_gib:,.2f} GiB"
@@ -228,8 +226,8 @@ class PlanCLI(TrainingCLI):
             raise RecipeError("--draw shows the schedule of a pipeline, and the recipe has pipeline_parallel_size=1")
         ranks = strategy.sizes().pipeline
         count = strategy.micro_batches(micro_batch_size(self.datamodule))
-        table = timetable(strategy.schedule, ranks, count)
-        share = idle_share(table)
+        table = timeline(strategy.schedule, ranks, count)
+        share = idle_fraction(table)
         draw(table, self.picture, f"{strategy.schedule}, {ranks} ranks, {count} micro-batches: {share:.1%} bubble")
         print(f"schedule: {self.picture}")
 

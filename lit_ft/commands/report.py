@@ -33,7 +33,7 @@ def report(run: str, out: str | None = None) -> None:
     if not (folder / "config.yaml").is_file():
         raise RecipeError(f"run={run!r} holds no run (no config.yaml there); name the folder that fit wrote")
     try:
-        path, found = write_report(folder, None if out is None else writable(out))
+        path, data = write_report(folder, None if out is None else writable(out))
     except (OSError, ValueError) as error:  # ValueError: a null character in the file name
         raise RecipeError(f"the page cannot be written ({error}); give another place with --out FILE") from error
-    rank_zero_info(f"{path}: {len(found.curves):,} metrics, {path.stat().st_size / 1024:,.0f} KiB")
+    rank_zero_info(f"{path}: {len(data.curves):,} metrics, {path.stat().st_size / 1024:,.0f} KiB")

@@ -15,6 +15,7 @@ from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.recipe.allowed_code import is_allowed
 from lit_ft.recipe.option_parser import OptionParser
+from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import rank_prefix
 from lit_ft.run.lock import lock_run, release_runs
@@ -168,7 +169,7 @@ class TrialCLI(TrainingCLI):
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build a trainer without output on the CPU: devices are the trials' own."""
-        return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        return quiet_trainer(accelerator="cpu")
 
     def check_metric(self, metric: str) -> None:
         """Refuse a metric that the recipe does not log, as far as its classes are known.
@@ -236,15 +237,15 @@ def _train(
         root = folder / f"trial-{number:03d}"
         trial = Trial.read(root) or Trial(RunFolder(root), propose(trials))
         trials.append(trial)
-        place = f"{number}/{count} {described(trial.values)}"
+        label = f"{number}/{count} {described(trial.values)}"
         if trial.is_finished:
-            rank_zero_info(f"{place}: finished already{_result(trial, goal)}")
+            rank_zero_info(f"{label}: finished already{_result(trial, goal)}")
             continue
-        rank_zero_info(f"{place}: {trial.log}")
+        rank_zero_info(f"{label}: {trial.log}")
         trial.train(fit)
         results.write_csv(trials, goal, folder / "sweep.csv")
         if not trial.is_finished:
-            rank_zero_info(f"{place}: failed, {trial.failure}")
+            rank_zero_info(f"{label}: failed, {trial.failure}")
             continue
         if goal.value(trial) is None:
             logged = ", ".join(name for name in trial.metrics() if not name.startswith("throughput/run"))
@@ -253,7 +254,7 @@ def _train(
                 f"--metric {goal.metric}: {trial.name} has not logged it in {as_count(trial.steps, 'optimizer step')}; "
                 f"{advice} lower trainer.log_every_n_steps or trainer.val_check_interval"
             )
-        rank_zero_info(f"{place}: {trial.seconds:,.0f} s{_result(trial, goal)}")
+        rank_zero_info(f"{label}: {trial.seconds:,.0f} s{_result(trial, goal)}")
     return trials
 
 

@@ -65,7 +65,7 @@ from lit_ft.run.folder import RunFolder
 from lit_ft.run.launching import check_world_size, is_rank_zero, starts_ranks
 from lit_ft.run.lock import lock_run, release_runs
 from lit_ft.run.progress import RunProgressBar
-from lit_ft.run.repeated_lines import said_once
+from lit_ft.run.repeated_lines import without_repetitions
 from lit_ft.run.state import RunState
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
@@ -386,14 +386,14 @@ class TrainingCLI(LightningCLI):
                 self.model.start = saved_start(self.options.ckpt_path)
                 if stage == "fit" and self.trainer.world_size == 1:
                     resume_threads(saved_threads(self.options.ckpt_path))
-            with said_once():
+            with without_repetitions():
                 skeleton = self.model.check()
             self._try_optimizer(skeleton)
             if isinstance(strategy, ChecksModel):
                 strategy.check_model(self.model, skeleton)
             if self.options.ckpt_path is not None:
-                wanted = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
-                check_fit(saved_shapes(self.options.ckpt_path), wanted)
+                shapes = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
+                check_fit(saved_shapes(self.options.ckpt_path), shapes)
                 check_same_base(saved_base(self.options.ckpt_path), self.model.base_fingerprint, "the checkpoint")
             if self.options.get("merge"):
                 check_situation(self.model.spec.tuning.peft, "merge", "merge=true")

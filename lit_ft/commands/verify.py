@@ -18,7 +18,9 @@ def run(arguments: list[str]) -> None:
     if any(finding.state == "damaged" for finding in findings):
         sys.exit(1)
     if all(finding.state == "without sums" for finding in findings):
-        raise RecipeError("nothing of it carries sums (an earlier version or another program wrote it): not compared")
+        raise RecipeError(
+            "no file has a checksum (an earlier version or another program wrote them): nothing was compared"
+        )
 
 
 def describe(finding: Finding) -> str:

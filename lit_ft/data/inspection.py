@@ -182,8 +182,8 @@ def _first_placeholder(prepared: Prepared, tokenization: Tokenization) -> tuple[
             texts = contents_of(tokenization.example(row))
         except BadRow:
             continue  # counted where the rows were read
-        if found := next(filter(None, map(placeholder_in, texts)), None):
-            return location, found
+        if placeholder := next(filter(None, map(placeholder_in, texts)), None):
+            return location, placeholder
     raise AssertionError("a note counts a placeholder that no row has")
 
 
@@ -272,10 +272,10 @@ def inspect_split(
                 f"{source.name}: {source.duplicates:,} of {source.samples:,} samples repeat another "
                 f"({source.duplicates / source.samples:.1%}; the most frequent is there {source.repeats:,} times)"
             )
-        found = judge_truncation(source.name, one, preparation.max_length)
+        problem = judge_truncation(source.name, one, preparation.max_length)
         if tokenization is not None:
-            found += judge_placeholders(source.name, one, tokenization)
-        report.problems += [line for line in found if line not in report.problems]
+            problem += judge_placeholders(source.name, one, tokenization)
+        report.problems += [line for line in problem if line not in report.problems]
         truncated_share = one.notes["truncated"] / max(source.samples, 1)
         if source.closed < 1 - truncated_share - 1e-9:
             report.problems.append(

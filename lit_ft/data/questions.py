@@ -38,7 +38,7 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
         rank_zero_info(f"{source.path}: holds tokens and no questions; left out")
         return []
     tokenization = _tokenization(preparation, source)
-    found: list[Question] = []
+    questions: list[Question] = []
     bad = without = read = 0
     for number, (location, row) in enumerate(source.rows()):
         if rows is not None and number not in rows:
@@ -57,7 +57,7 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
             continue
         name = row.get("id")
         prompt, asked, expected = question
-        found.append(
+        questions.append(
             {
                 "row": number,
                 "id": name if isinstance(name, str | int) and name != "" else location,
@@ -72,7 +72,7 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
     ):
         if count:
             rank_zero_info(f"{source.path}: {count:,} of {read:,} rows {why}; they were left out")
-    return found
+    return questions
 
 
 def _tokenization(preparation: Preparation, source: Source) -> Tokenization:

@@ -147,13 +147,13 @@ class DataSplits(Mapping[str, Samples]):
         sources = [(source, None) for source in self.sources["test"]] or self.validation_rows()
         if not sources:
             raise RecipeError("there are no rows to answer; name them with --data.test_path FILE")
-        found: list[Question] = []
+        questions: list[Question] = []
         for source, rows in sources:
-            found += questions_of(self.preparation, source, rows)
-        if not found:
+            questions += questions_of(self.preparation, source, rows)
+        if not questions:
             paths = ", ".join(source.path for source, _ in sources)
             raise RecipeError(f"{paths}: there is no question to answer; set data.test_path to rows that ask one")
-        return [{**question, "row": number} for number, question in enumerate(found)]
+        return [{**question, "row": number} for number, question in enumerate(questions)]
 
     def prompts(self, split: str) -> list[dict[str, str]]:
         """Prompt, question and expected answer of each conversation of a split.

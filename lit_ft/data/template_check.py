@@ -45,7 +45,7 @@ class TemplateComparison:
 
     def warnings(self, name: str) -> list[str]:
         """Messages about what differs in the source named so."""
-        found = (
+        differences = (
             (self.other_text, "decode to another text than the template wrote"),
             (
                 self.other_tokens,
@@ -56,7 +56,7 @@ class TemplateComparison:
         )
         return [
             f"{name}: {len(texts):,} of {self.count:,} conversations {what}, e.g. {texts[0]}"
-            for texts, what in found
+            for texts, what in differences
             if texts
         ]
 
@@ -70,21 +70,21 @@ def compare_with_template(
         tokenization: tokenization of the source.
         rows: pairs of a location and a row.
     """
-    found, tokens = TemplateComparison(), 0
+    comparison, tokens = TemplateComparison(), 0
     for location, row in rows:
         try:
             example = tokenization.example(row)
             if not isinstance(example, Chat):
-                return found
-            tokens += _compare(example, location, tokenization, found)
+                return comparison
+            tokens += _compare(example, location, tokenization, comparison)
         except BadRow:
             continue  # counted where the rows were read
-        if found.count >= ROWS or tokens >= TOKENS:
+        if comparison.count >= ROWS or tokens >= TOKENS:
             break
-    return found
+    return comparison
 
 
-def _compare(chat: Chat, location: str, tokenization: Tokenization, found: TemplateComparison) -> int:
+def _compare(chat: Chat, location: str, tokenization: Tokenization, comparison: TemplateComparison) -> int:
     """Compare a conversation, and return the number of tokens of its samples."""
     template, closing = tokenization.template, tokenization.tokenizer.eos_token or ""
     chat = with_tools(chat, template, [])
@@ -109,10 +109,10 @@ def _compare(chat: Chat, location: str, tokenization: Tokenization, found: Templ
             before = template.ids(chat.messages[:last], chat.tools, generation=True)
             if at := first_difference(ids[: len(before)], before):
                 prompts.append(_describe(at, ids, before, chat, location, tokenization))
-    found.count += 1
-    found.other_text += texts[:1]
-    found.other_tokens += tokens[:1]
-    found.other_prompt += prompts[:1]
+    comparison.count += 1
+    comparison.other_text += texts[:1]
+    comparison.other_tokens += tokens[:1]
+    comparison.other_prompt += prompts[:1]
     return count
 
 

@@ -297,7 +297,7 @@ class TextDataModule(LightningDataModule):
             self._train_loader.load_state_dict(state)
         return self._train_loader
 
-    def first_rows(self, count: int) -> list[PackedBatch]:
+    def first_batches(self, count: int) -> list[PackedBatch]:
         """The first ``count`` micro-batches of the training data, the same on every rank."""
         if not self.streaming and "train" not in self.splits:  # the stage is not fit
             self._load_training()
@@ -355,18 +355,18 @@ class TextDataModule(LightningDataModule):
         message = f"the checkpoint was written on other data: {'; '.join(changes)}"
         if self.resume_data != "changed":
             raise RecipeError(
-                f"{message}. Its position in the data means other samples now; resume with what it was written on, "
-                "or begin the epoch again on what there is now with --resume_data changed"
+                f"{message}. The saved position stands for other samples now; resume with the data of the checkpoint, "
+                "or start the epoch again on the present data with --resume_data changed"
             )
         if not is_said:
             rank_zero_info(
-                f"{message}. resume_data=changed: its epoch, unless it was over, begins again on what there is"
+                f"{message}. resume_data=changed: its epoch, unless it was over, starts again on the present data"
             )
         return True
 
-    def begin_again(self, state: LoaderState) -> None:
+    def restart_epoch(self, state: LoaderState) -> None:
         """Set a saved position to the beginning of its epoch, unless that epoch was complete."""
-        (StreamLoader if self.streaming else PackedBatchLoader).begin_again(state)
+        (StreamLoader if self.streaming else PackedBatchLoader).restart_epoch(state)
 
     def state_dict(self) -> LoaderState:
         """Position in the training data, and the order of samples that it refers to."""

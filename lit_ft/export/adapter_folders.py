@@ -17,7 +17,7 @@ from lit_ft.model.files import size_check
 from lit_ft.model.files.fingerprint import FILE, check_same_base, read_fingerprint, read_form
 from lit_ft.model.spec import ModelSpec
 from lit_ft.tuning import bottleneck  # noqa: F401 (the method of bottleneck is known to PEFT once it is imported)
-from lit_ft.tuning.lora_init import FROM_THE_BASE, init_of
+from lit_ft.tuning.compatibility import check_situation
 
 Combination = Literal[
     "cat",
@@ -122,7 +122,7 @@ class Adapter:
 
     def _check_shapes(self, base: ModelSpec, name: str) -> None:
         skeleton = loading.skeleton(base.pretrained, overrides=base.config_overrides)
-        make_room(skeleton, base.tokenizer)
+        resize_to_tokenizer(skeleton, base.tokenizer)
         config = self.config
         if isinstance(config, LoraConfig) and isinstance(config.init_lora_weights, str):
             config.init_lora_weights = True  # other inits read weights, which a skeleton does not have
@@ -132,9 +132,9 @@ class Adapter:
         held = dict(size_check.shapes_of(file, name))
         for key, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items():
             if held.get(key) != tuple(tensor.shape):
-                found = f"is {held[key]}" if key in held else "is missing"
+                actual = f"is {held[key]}" if key in held else "is missing"
                 raise RecipeError(
-                    f"{name} was trained on another base: {key} {found} there, and {tuple(tensor.shape)} on this one; "
+                    f"{name} was trained on another base: {key} {actual} there, and {tuple(tensor.shape)} on this one; "
                     "name the base that it was trained on"
                 )
 
@@ -179,7 +179,7 @@ def check_base_config(base: ModelSpec, adapter: Adapter) -> None:
         )
 
 
-def make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def resize_to_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add rows to a model's embeddings where the tokenizer has more tokens."""
     rows = model.get_input_embeddings().num_embeddings
     embeddings.resize_embeddings(model, tokenizer, max(0, len(tokenizer) - rows))
@@ -233,7 +233,7 @@ def load_adapters(
     if len(adapters) == 1 and adapters[0].weight == 1:
         return PeftModel.from_pretrained(base, str(adapters[0].folder))
     for adapter in adapters:
-        _check_combinable(adapter)
+        check_situation(adapter.config, "combined", option=f"adapter={str(adapter.folder)!r}")
     if ("ties" in combination or "dare" in combination or "prune" in combination) != (density is not None):
         raise RecipeError(
             f"combination={combination} with density={density}: ties, dare and magnitude_prune keep a share of the "
@@ -273,21 +273,3 @@ def _check_name(recorded: str | None, base: str, name: str) -> None:
     rank_zero_info(
         f"{name} records no weights of its base ({recorded or 'nor a name'}): compared by name and shapes alone"
     )
-
-
-def _check_combinable(adapter: Adapter) -> None:
-    config = adapter.config
-    method, options = config.peft_type.value, config.to_dict()
-    reasons = {
-        f"{method} adapters are no sums": method != "LORA",
-        "DoRA's magnitudes are no sums": options.get("use_dora"),
-        "layers in modules_to_save are no sums": options.get("modules_to_save"),
-        "rows in trainable_token_indices are no sums": options.get("trainable_token_indices"),
-        "biases are not combined by PEFT": options.get("bias", "none") != "none",
-        "target_parameters are not combined by PEFT": options.get("target_parameters"),
-        "its init changes the base": init_of(config).startswith(FROM_THE_BASE),
-    }
-    if reason := next((reason for reason, applies in reasons.items() if applies), None):
-        raise RecipeError(
-            f"adapter={str(adapter.folder)!r} cannot be weighted or combined: {reason}; export it alone, with weight 1"
-        )

@@ -111,8 +111,8 @@ def generation_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         return {}
     config = copy.deepcopy(model.generation_config)
     config.eos_token_id = [*stops, *new.values()]
-    said = f"so that {' or '.join(new)} ends an answer"
-    rank_zero_info(f"generation_config.json: eos_token_id {given} -> {config.eos_token_id}, {said}")
+    reason = f"so that {' or '.join(new)} ends an answer"
+    rank_zero_info(f"generation_config.json: eos_token_id {given} -> {config.eos_token_id}, {reason}")
     return {"generation_config.json": config.to_json_string()}
 
 
@@ -170,5 +170,5 @@ def _last_of(path: Path, checkpoint: Path | None) -> dict[str, float]:
 
 
 def _results(metrics: Mapping[str, float]) -> dict[str, float]:
-    wanted = ("train/loss", "train/token_accuracy", "val/", "test/")
-    return {name: value for name, value in sorted(metrics.items()) if name.startswith(wanted)}
+    prefixes = ("train/loss", "train/token_accuracy", "val/", "test/")
+    return {name: value for name, value in sorted(metrics.items()) if name.startswith(prefixes)}

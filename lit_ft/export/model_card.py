@@ -97,29 +97,29 @@ class Card:
         ]
 
     def _sections(self) -> list[str]:
-        found = []
+        sections = []
         if paths := _data_paths(self.recipe):
             counted = [f"- `{name}`: {count:,} samples" for name, count in self.samples.items()]
-            found.append("## Data\n\n" + "\n".join(counted or [f"- `{path}`" for path in paths]))
+            sections.append("## Data\n\n" + "\n".join(counted or [f"- `{path}`" for path in paths]))
         if self.metrics:
             rows = [f"| {name} | {as_number(value)} |" for name, value in self.metrics.items()]
-            found.append("\n".join(["## Results", "", "| metric, at the end | value |", "|---|---|", *rows]))
+            sections.append("\n".join(["## Results", "", "| metric, at the end | value |", "|---|---|", *rows]))
         if self.recipe:
-            found.append(f"## Recipe\n\n```yaml\n{_yaml(_publishable(self.recipe))}\n```")
-        found.append(f"## Made with\n\n{', '.join(f'{name} {number}' for name, number in versions().items())}")
-        return found
+            sections.append(f"## Recipe\n\n```yaml\n{_yaml(_publishable(self.recipe))}\n```")
+        sections.append(f"## Made with\n\n{', '.join(f'{name} {number}' for name, number in versions().items())}")
+        return sections
 
 
 @cache
 def versions() -> dict[str, str]:
     """Versions of Python, lit_ft and the packages that training uses."""
-    found = {"python": platform.python_version()}
+    versions_by_package = {"python": platform.python_version()}
     for name, package in (("lit_ft", "lit-ft"), *((name, name) for name in _PACKAGES)):
         try:
-            found[name] = version(package)
+            versions_by_package[name] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_by_package
 
 
 def _publishable(recipe: Recipe) -> dict[str, object]:

@@ -88,7 +88,8 @@ class HuggingFaceModel:
                 f"GGUF file states {positions:,} positions, up to which there is no difference"
             )
         write_model(path, name, weights, entries)
-        rank_zero_info(f"{path.name}: {check_tensors(path, weights)} tensors read back, as rounding explains")
+        count = check_tensors(path, weights)
+        rank_zero_info(f"{path.name}: {count} tensors read back; they differ by rounding alone")
 
     def load(self) -> PreTrainedModel:
         """The model with its weights, in evaluation mode."""
@@ -181,7 +182,8 @@ def write_adapter_folder(
         model.write(base_file, "base", base_type)
         weights = AdapterWeights(peft, model.config, model.family)
         write_adapter(adapter_file, name, weights)
-        rank_zero_info(f"{ADAPTER}: {check_tensors(adapter_file, weights)} tensors read back, as rounding explains")
+        count = check_tensors(adapter_file, weights)
+        rank_zero_info(f"{ADAPTER}: {count} tensors read back; they differ by rounding alone")
         model.check(base_file, base_type, lambda: PeftModel.from_pretrained(base, peft).eval(), adapter_file)
         if weight_type is None:
             base_file.unlink()

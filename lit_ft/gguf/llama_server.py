@@ -27,7 +27,7 @@ def has_llama() -> bool:
 
 
 @contextmanager
-def llama_server(model: Path, lora: Path | None = None, positions: int = 512, threads: int = 1) -> Iterator[str]:
+def llama_server(model: Path, lora: Path | None = None, positions: int = 512) -> Iterator[str]:
     """Address of llama.cpp's server, which is up within this context, on a free port of this machine.
 
     Keys and values are cached in float32, so that the weights are the only numbers that are rounded.
@@ -36,14 +36,13 @@ def llama_server(model: Path, lora: Path | None = None, positions: int = 512, th
         model: GGUF file of the model.
         lora: GGUF file of a LoRA adapter.
         positions: most tokens of a request.
-        threads: threads that compute.
 
     Raises:
         LlamaFailed: llama.cpp does not read the files.
     """
     options = ["--lora", str(lora)] if lora is not None else []
-    sizes = ["--positions", str(positions), "--threads", str(threads)]
-    command = [sys.executable, "-m", "lit_ft.gguf.llama_server", str(model), *options, *sizes]
+    options += ["--positions", str(positions)]
+    command = [sys.executable, "-m", "lit_ft.gguf.llama_server", str(model), *options]
     with (
         TemporaryFile("w+", encoding="utf-8", errors="replace") as messages,
         # The server ends when its standard input does, also after a kill of this process.
@@ -56,8 +55,8 @@ def llama_server(model: Path, lora: Path | None = None, positions: int = 512, th
             if not address.startswith("http://"):
                 server.wait()
                 messages.seek(0)
-                said = " ".join(messages.read().split())[-LONGEST_SAID:]
-                raise LlamaFailed(f"llama.cpp does not read {model.name} (exit code {server.returncode}): {said}")
+                output = " ".join(messages.read().split())[-LONGEST_SAID:]
+                raise LlamaFailed(f"llama.cpp does not read {model.name} (exit code {server.returncode}): {output}")
             yield address
         finally:
             server.stdin.close()
@@ -72,12 +71,11 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--lora")
     parser.add_argument("--positions", type=int, required=True)
-    parser.add_argument("--threads", type=int, required=True)
     options = parser.parse_args()
     params = xllamacpp.CommonParams()
     params.model.path, params.port, params.verbosity, params.warmup = options.model, 0, 1, False
     params.n_ctx, params.n_parallel, params.n_gpu_layers = options.positions, 1, 0
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     if options.lora is not None:

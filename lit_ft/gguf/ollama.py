@@ -1,4 +1,4 @@
-"""Ollama's Modelfile: files, stop strings, and the chat template where it is one that is known in Go's language."""
+"""Ollama's Modelfile: files, stop strings, and the chat template if its equivalent in Go is known."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def modelfile(model: str | None, adapter: str | None, tokenizer: PreTrainedToken
 
 
 def go_template(tokenizer: PreTrainedTokenizerBase) -> tuple[GoTemplate | None, str]:
-    """The Go template that writes what a tokenizer's own does, and the system prompt that the latter has by itself."""
+    """Go template that renders like the tokenizer's chat template, and the default system prompt of the latter."""
     template, bos = ChatTemplate(tokenizer), tokenizer.bos_token or ""
 
     def rendered(messages: Messages) -> str | None:

@@ -103,10 +103,10 @@ def check_tensors(path: Path, weights: Iterable[Weight]) -> int:
         shape = tuple(weight.values.shape)
         if tensor is None:
             raise MergeFailed(f"{path.name} lacks the tensor {weight.name}; nothing was written")
-        found = tuple(int(size) for size in reversed(tensor.shape))
-        if tensor.tensor_type != weight.type or found != shape:
+        stored = tuple(int(size) for size in reversed(tensor.shape))
+        if tensor.tensor_type != weight.type or stored != shape:
             raise MergeFailed(
-                f"{path.name}: {weight.name} is {tensor.tensor_type.name} {found}, not {weight.type.name} {shape}; "
+                f"{path.name}: {weight.name} is {tensor.tensor_type.name} {stored}, not {weight.type.name} {shape}; "
                 "nothing was written"
             )
         values = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))  # a copy
@@ -187,7 +187,7 @@ def _differences(
     client: OpenAIClient, model: str, reference: PeftModel | PreTrainedModel, samples: Sequence[Tensor]
 ) -> tuple[np.ndarray, float]:
     """Largest difference at each position, ``(positions,)``, and the largest logit of the reference."""
-    found, largest = [], 0.0
+    differences, largest = [], 0.0
     for ids in samples:
         logits = reference(input_ids=ids.to(reference.device)).logits[0].float().cpu()
         largest = max(largest, float(logits.abs().max()))
@@ -195,8 +195,8 @@ def _differences(
         for end in range(1, len(tokens) + 1):
             served = client.next_logprobs(model, tokens[:end], COMPARED)
             expected = own[end - 1, list(served)].numpy()
-            found.append(np.abs(expected - np.fromiter(served.values(), float)).max())
-    return np.array(found), largest
+            differences.append(np.abs(expected - np.fromiter(served.values(), float)).max())
+    return np.array(differences), largest
 
 
 def _check_tokens(client: OpenAIClient, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -83,10 +83,10 @@ def names_of(family: Family, config: PretrainedConfig) -> Callable[[str], str]:
     names = gguf.get_tensor_name_map(family.arch, config.num_hidden_layers)
 
     def name_in_gguf(name: str) -> str:
-        found = names.get_name(name, (".weight", ".bias"))
-        if found is None:
+        gguf_name = names.get_name(name, (".weight", ".bias"))
+        if gguf_name is None:
             raise RecipeError(f"the tensor {name} has no name in GGUF's {family.arch.name}; leave out --gguf")
-        return found
+        return gguf_name
 
     return name_in_gguf
 
@@ -108,9 +108,9 @@ def in_layout(name: str, values: Tensor, config: PretrainedConfig, family: Famil
     return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
-def type_of(name: str, values: Tensor, wanted: WeightType) -> GGMLQuantizationType:
+def type_of(name: str, values: Tensor, weight_type: WeightType) -> GGMLQuantizationType:
     """Type of a tensor in a file: F32 for norms and biases; F16 where a row is no multiple of the block of a type."""
     if values.dim() == 1 or name.endswith("_norm.weight"):
         return GGMLQuantizationType.F32
-    block, _ = gguf.GGML_QUANT_SIZES[TYPES[wanted]]
-    return TYPES[wanted] if values.shape[-1] % block == 0 else GGMLQuantizationType.F16
+    block, _ = gguf.GGML_QUANT_SIZES[TYPES[weight_type]]
+    return TYPES[weight_type] if values.shape[-1] % block == 0 else GGMLQuantizationType.F16

@@ -87,11 +87,13 @@ def check_lora(lora: PeftConfig) -> None:
     if not isinstance(lora, LoraConfig):
         raise RecipeError(f"GGUF has a form for LoRA adapters, not for {lora.peft_type.value}; add --merge --gguf TYPE")
     extras = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "alora_invocation_tokens")
-    found = [one for one in (*extras, "lora_bias", "layer_replication") if getattr(lora, one, None)]
+    unsupported = [one for one in (*extras, "lora_bias", "layer_replication") if getattr(lora, one, None)]
     if lora.bias != "none":
-        found.append(f"bias={lora.bias}")
-    if found:
-        raise RecipeError(f"{', '.join(found)} of this adapter is not in GGUF's LoRA files; add --merge --gguf TYPE")
+        unsupported.append(f"bias={lora.bias}")
+    if unsupported:
+        raise RecipeError(
+            f"{', '.join(unsupported)} of this adapter is not in GGUF's LoRA files; add --merge --gguf TYPE"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Answers of a run's data, each with the tokens that training has before it and for it."""
+"""Answers of a run's data, each with the tokens of its prompt and its own, as in training."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from lit_ft.recipe.parser import RecipeParser
 
 @dataclass(frozen=True)
 class AnsweredTurn:
-    """An answer of the data, with the tokens that training has before it and for it."""
+    """An answer of the data, with the tokens of its prompt and its own, as in training."""
 
     name: str
     """Location of the row, and number of the turn."""
@@ -72,18 +72,18 @@ def answered_turns(recipe: Recipe, opened: OpenedModel, split: Literal["train", 
     data = _data_of(recipe)
     data.splits.preparation = replace(data.splits.preparation, tokenizer=opened.tokenizer)
     sources = _sources(data, split, opened)
-    found, most = AnsweredTurns(), positions(opened)
-    for turns in islice(_conversations(data, sources, found), rows):
+    answered, most = AnsweredTurns(), positions(opened)
+    for turns in islice(_conversations(data, sources, answered), rows):
         fitting = [turn for turn in turns if len(turn.prompt) + len(turn.answer) <= most]
-        found.turns += fitting
-        found.too_long += len(turns) - len(fitting)
-    if not found.turns:
-        reasons = "; ".join(found.passed_over())
+        answered.turns += fitting
+        answered.too_long += len(turns) - len(fitting)
+    if not answered.turns:
+        reasons = "; ".join(answered.passed_over())
         raise RecipeError(
             f"the {split} data of the run has no answered conversation, and parity compares these"
             + (f" ({reasons})" if reasons else "")
         )
-    return found
+    return answered
 
 
 def _sources(
@@ -106,27 +106,27 @@ def _data_of(recipe: Recipe) -> TextDataModule:
 
 
 def _conversations(
-    data: TextDataModule, sources: Sequence[tuple[Source, frozenset[int] | None]], found: AnsweredTurns
+    data: TextDataModule, sources: Sequence[tuple[Source, frozenset[int] | None]], answered: AnsweredTurns
 ) -> Iterator[list[AnsweredTurn]]:
     """Answered turns of each conversation that can be trained on; other rows are counted."""
-    for source, wanted in sources:
+    for source, numbers in sources:
         if source.index_prefix is not None:
-            found.other_rows += 1
+            answered.other_rows += 1
             continue
         tokenization = data.splits.preparation.tokenization(source)
         for number, (location, row) in enumerate(source.rows(streaming=True)):
-            if wanted is not None and number not in wanted:
+            if numbers is not None and number not in numbers:
                 continue
             try:
                 example = tokenization.example(row)
                 turns = _turns(example, location, tokenization) if isinstance(example, Chat) else []
             except BadRow:
-                found.bad_rows += 1
+                answered.bad_rows += 1
                 continue
             if turns:
                 yield turns
             else:
-                found.other_rows += 1
+                answered.other_rows += 1
 
 
 def _turns(chat: Chat, location: str, tokenization: Tokenization) -> list[AnsweredTurn]:
@@ -135,19 +135,19 @@ def _turns(chat: Chat, location: str, tokenization: Tokenization) -> list[Answer
     samples = chat_samples(chat, template, tokenization.supervise, closing, [])
     check_encodable(samples)
     numbers = iter(supervised_turns(chat, tokenization.supervise))
-    found = []
+    turns = []
     for sample in samples:
         # A sample is, turn by turn, the text before it and its own.
         for end, number in zip(range(2, len(sample) + 1, 2), numbers, strict=False):
             if number == 0 or chat.messages[number]["role"] != "assistant":
                 continue
-            pieces = [(text, place == end - 1) for place, (text, _) in enumerate(sample[:end])]
+            pieces = [(text, index == end - 1) for index, (text, _) in enumerate(sample[:end])]
             ids, labels, _ = tokenization.encoder.encode([pieces])
             border = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
             messages = [_as_openai(message) for message in chat.messages[:number]]
             name = f"{location}, turn {number + 1}"
-            found.append(AnsweredTurn(name, messages, chat.tools, ids[:border].tolist(), ids[border:].tolist()))
-    return found
+            turns.append(AnsweredTurn(name, messages, chat.tools, ids[:border].tolist(), ids[border:].tolist()))
+    return turns
 
 
 def _as_openai(message: Mapping[str, object]) -> Mapping[str, object]:

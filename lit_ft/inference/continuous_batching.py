@@ -146,9 +146,9 @@ class _ChosenByRequest(ContinuousBatchingLogitsProcessor):
 
     def prepare_tensor_args(self, requests_with_new_token: list[FutureRequestState]) -> torch.Tensor:
         # Called right before the forward pass whose logits follow: batches do not overlap (use_async_batching=False).
-        found = [self._running.get(request.state.request_id) for request in requests_with_new_token]
-        self._rows = [None if generation is None else generation.choice for generation in found]
-        return torch.zeros(len(found), dtype=torch.int32)
+        generations = [self._running.get(request.state.request_id) for request in requests_with_new_token]
+        self._rows = [None if generation is None else generation.choice for generation in generations]
+        return torch.zeros(len(generations), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         for row, choice in enumerate(self._rows):

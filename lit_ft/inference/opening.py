@@ -21,7 +21,7 @@ from lit_ft.export.adapter_folders import (
     check_unchanged,
     describe_base,
     load_adapters,
-    make_room,
+    resize_to_tokenizer,
 )
 from lit_ft.export.model_card import Recipe
 from lit_ft.export.restore_run import module_of, rebuild
@@ -220,7 +220,7 @@ def open_model(
 
 
 def base_opener(opened: OpenedModel) -> Callable[[], OpenedModel] | None:
-    """Function that reads the base model of a run anew, without keeping ``opened`` alive; None for what is no run.
+    """Function that reads the base model of a run anew, without keeping ``opened`` alive; None unless it is a run.
 
     For runs whose base is not in memory: those that train all weights, or whose init has changed the base.
     """
@@ -294,7 +294,7 @@ def _open_adapter(
         check_unchanged(Path(spec.pretrained).expanduser())
         adapter.check(spec)
         base = (spec if shared is None else shared.of(spec)).build("sdpa")
-    make_room(base, spec.tokenizer)
+    resize_to_tokenizer(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chosen)
 
 

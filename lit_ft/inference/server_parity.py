@@ -39,7 +39,7 @@ tens."""
 
 @dataclass
 class TurnParity:
-    """What the server makes of one turn, against the run; None where the server does not give it."""
+    """Comparison of one turn on the server with the run; None in place of values that the server does not give."""
 
     turn: AnsweredTurn
     served_prompt: list[int] | None = None
@@ -68,26 +68,26 @@ class TurnParity:
 
     def faults(self, bound: float, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Messages about what differs more than rounding explains."""
-        found = []
+        messages = []
         if at := self.prompt_place:
             trained, served = (decoded_from(at, ids, tokenizer) for ids in (self.turn.prompt, self.served_prompt or []))
-            found.append(
+            messages.append(
                 f"{self.turn.name}: prompt differs at token {at:,}: trained are {trained}, the server has {served}"
             )
         differences = self.logprob_differences
         if differences is not None and not differences.max() <= bound:  # NaN is a fault too
             at = int(np.argmax(differences))  # NaN counts as the largest
             text = tokenizer.decode([self.turn.answer[at]])
-            found.append(
+            messages.append(
                 f"{self.turn.name}: log-probability of answer token {at + 1:,} ({text!r}) differs by "
                 f"{differences[at]:.2g}, more than {bound:g}"
             )
         if (at := self.greedy_place) and not self.is_tie:
             own, served = (decoded_from(at, ids, tokenizer) for ids in (self.own_greedy, self.served_greedy or []))
-            found.append(
+            messages.append(
                 f"{self.turn.name}: greedy answer differs at token {at:,}: the run has {own}, the server has {served}"
             )
-        return found
+        return messages
 
 
 @dataclass
@@ -105,23 +105,23 @@ class Parity:
 
     def summary(self) -> dict[str, str]:
         """Figures over all turns, as text by name."""
-        count, found = len(self.turns), {}
+        count, figures = len(self.turns), {}
         if "prompt" not in self.left_out:
             same = sum(not turn.prompt_place for turn in self.turns)
-            found["prompts with the tokens of training"] = f"{same:,} of {count:,}"
+            figures["prompts with the tokens of training"] = f"{same:,} of {count:,}"
         if "logprobs" not in self.left_out:
             differences = (turn.logprob_differences for turn in self.turns)
             each = np.concatenate([one for one in differences if one is not None])
-            found["difference of a log-probability"] = (
+            figures["difference of a log-probability"] = (
                 f"largest {each.max():.2g}, mean {each.mean():.2g} over {each.size:,} tokens (bound {self.bound:g})"
             )
         if "greedy" not in self.left_out:
             equal, tokens = np.sum([turn.greedy_tokens for turn in self.turns], axis=0)
             ties = sum(turn.is_tie for turn in self.turns)
-            found["equal greedy tokens"] = f"{equal / tokens:.1%} of {tokens:,}" + (
+            figures["equal greedy tokens"] = f"{equal / tokens:.1%} of {tokens:,}" + (
                 f"; {ties:,} answers part at a near tie" if ties else ""
             )
-        return found
+        return figures
 
 
 def compare(
@@ -146,17 +146,17 @@ def compare(
     Raises:
         RecipeError: the server gives nothing that can be compared, or fails.
     """
-    found = Parity(_bound(opened, client.weight_type(model)) if bound is None else bound)
+    parity = Parity(_bound(opened, client.weight_type(model)) if bound is None else bound)
 
     def ask(column: Column, name: str, question: Callable[[], T]) -> T | None:
-        if column in found.left_out:
+        if column in parity.left_out:
             return None
         try:
             return question()
         except Lacking as error:
-            if found.turns:  # the server gave it for the turns before
+            if parity.turns:  # the server gave it for the turns before
                 raise RecipeError(f"{name}: {client.url} refuses it: {error}") from error
-            found.left_out[column] = str(error)
+            parity.left_out[column] = str(error)
             return None
 
     for turn in turns:
@@ -167,14 +167,14 @@ def compare(
         if served is not None:
             one.logprob_differences = np.abs(np.subtract(_logprobs(opened, whole)[start - 1 :], served))
         limit = min(max_new_tokens, positions(opened) - len(turn.prompt))
-        one.own_greedy = [] if "greedy" in found.left_out else _greedy(opened, turn.prompt, limit)
+        one.own_greedy = [] if "greedy" in parity.left_out else _greedy(opened, turn.prompt, limit)
         one.served_greedy = ask("greedy", turn.name, partial(_served_greedy, opened, one, client, model, limit))
-        one.is_tie = one.served_greedy is not None and _is_tie(opened, one, found.bound)
-        found.turns.append(one)
-        if len(found.left_out) == len(COLUMNS):
-            reasons = "; ".join(f"{column}: {reason}" for column, reason in found.left_out.items())
+        one.is_tie = one.served_greedy is not None and _is_tie(opened, one, parity.bound)
+        parity.turns.append(one)
+        if len(parity.left_out) == len(COLUMNS):
+            reasons = "; ".join(f"{column}: {reason}" for column, reason in parity.left_out.items())
             raise RecipeError(f"{client.url} gives nothing that can be compared ({reasons})")
-    return found
+    return parity
 
 
 def _bound(opened: OpenedModel, served_type: str | None) -> float:

@@ -14,7 +14,7 @@ class StopStrings:
     def add(self, piece: str) -> str:
         """Add a piece of text; returns what can be shown now."""
         text = self._held + piece
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        places = [position for stop in self._stops if (position := text.find(stop)) >= 0]
         if places:
             self.found, self._held = True, ""
             return text[: min(places)]

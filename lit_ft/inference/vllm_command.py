@@ -1,4 +1,4 @@
-"""The ``vllm serve`` command that stands for a server of ours, for large loads."""
+"""The ``vllm serve`` command that serves the same models as ``serve``, for large loads."""
 
 import json
 import shlex
@@ -16,7 +16,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def vllm_command(opened: Mapping[str, OpenedModel], paths: Mapping[str, str]) -> str:
-    """Command that serves the same models, or what has to be exported before there is one.
+    """Command that serves the same models, or the exports that it needs first.
 
     Args:
         opened: models by name, the shared base among them.

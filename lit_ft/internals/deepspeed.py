@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-class Place(NamedTuple):
+class PartitionSlice(NamedTuple):
     """Position of this rank's part of a parameter in its partition, which is flat."""
 
     start: int
@@ -28,25 +28,25 @@ class Place(NamedTuple):
     """Number of elements, padding included."""
 
 
-def place_in_partition(parameter: Any) -> Place | None:
+def slice_in_partition(parameter: Any) -> PartitionSlice | None:
     """Position of a parameter in this rank's partition at stages 1 and 2; None if this rank holds nothing of it."""
     if (mapping := parameter._hp_mapping) is None:
         return None
     there, here = mapping.hp_fragment_address, mapping.lp_fragment_address
-    return Place(there.start, here.start, here.numel)
+    return PartitionSlice(there.start, here.start, here.numel)
 
 
-def partition_of(engine: DeepSpeedEngine, parameter: Any) -> tuple[Tensor, Place]:
+def partition_of(engine: DeepSpeedEngine, parameter: Any) -> tuple[Tensor, PartitionSlice]:
     """Partition of this rank, fp32, that holds its part of a parameter at stage 3, and the position in it."""
-    part, start, numel = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
-    place = Place(start, numel * parameter.ds_zero_partition_rank, numel)
-    return engine.optimizer.fp32_partitioned_groups_flat[part], place
+    index, start, numel = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
+    part = PartitionSlice(start, numel * parameter.ds_zero_partition_rank, numel)
+    return engine.optimizer.fp32_partitioned_groups_flat[index], part
 
 
-def part_of(parameter: Any) -> Place:
+def part_of(parameter: Any) -> PartitionSlice:
     """Part of a parameter that this rank holds at stage 3, in the parameter's own partition."""
     numel = parameter.partition_numel()
-    return Place(0, numel * parameter.ds_zero_partition_rank, numel)
+    return PartitionSlice(0, numel * parameter.ds_zero_partition_rank, numel)
 
 
 def zero_gradient_buffer(engine: DeepSpeedEngine) -> None:

@@ -65,7 +65,7 @@ def accepted(parser: ArgumentParser, key: str, arguments: Mapping[str, object]) 
         key: option that takes the class.
         arguments: arguments by name.
     """
-    found: dict[str, object] = {}
+    kept: dict[str, object] = {}
     for name, value in arguments.items():
         action = next((one for one in parser._actions if one.dest == f"{key}.{name}"), None)
         if action is None:
@@ -75,8 +75,8 @@ def accepted(parser: ArgumentParser, key: str, arguments: Mapping[str, object]) 
                 parser._check_value_key(action, value, f"{key}.{name}", Namespace())
             except Exception:  # what jsonargparse itself catches there, too
                 continue
-        found[name] = value
-    return found
+        kept[name] = value
+    return kept
 
 
 def _kinds(kind: object) -> list[object]:

@@ -1,6 +1,6 @@
 """Private API of Lightning, as read in Lightning 2.6, and attributes of its Trainer that it does not declare."""
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,14 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 def rank() -> int:
     """Rank of this process as Lightning knows it, also before a process group exists; type checkers do not see it."""
-    found: int = rank_zero_only.rank  # type: ignore[attr-defined]
-    return found
-
-
-def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """Callbacks of a trainer, a public attribute that type checkers do not see."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
+    number: int = rank_zero_only.rank  # type: ignore[attr-defined]
+    return number
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
@@ -26,12 +20,6 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 def reduces_views(strategy: DDPStrategy) -> bool:
     """Whether DDP's buckets are the gradients themselves; Lightning keeps DDP's arguments in a private attribute."""
     return bool(strategy._ddp_kwargs.get("gradient_as_bucket_view"))
-
-
-def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
-    """Data module of a trainer, a public attribute that type checkers do not see."""
-    datamodule: LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
-    return datamodule
 
 
 def running_epoch(trainer: Trainer) -> int:

@@ -1,9 +1,19 @@
-"""Parts of lm-evaluation-harness 0.4.13 that it has no options for: the sandbox of templates, progress bars."""
+"""Private API of lm-evaluation-harness 0.4.13, and replacements where it has no option: templates, progress bars."""
+
+from pathlib import Path
 
 from datasets import disable_progress_bars
 from jinja2 import BaseLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 from tqdm import tqdm
+
+
+def task_options(file: Path) -> dict[str, object]:
+    """Options in a task's YAML file, and in those that it includes, without running code that it names."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    options: dict[str, object] = load_yaml(file, resolve_func=False)
+    return options
 
 
 def sandbox_templates() -> None:

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_map
 __all__ = [
     "OpOverload",
     "all_to_all_single_autograd",
+    "attention_backward_for_cpu",
+    "attention_for_cpu",
     "clear_mesh_caches",
     "compile_modes",
     "fake_store",
@@ -26,10 +28,12 @@ __all__ = [
     "graph_breaks",
     "is_weight",
     "norms",
+    "operators_of_attention",
     "own_parameters",
     "raise_recompile_limit",
     "scale",
     "tree_map",
+    "version_of",
     "wait_tensor",
     "with_submodules",
     "without_forward_hooks",
@@ -59,6 +63,28 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def is_weight(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or a view of one; torch documents no public name for the base of a view."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Number of changes of a tensor's values in place."""
+    return tensor._version
+
+
+# --- attention ---------------------------------------------------------------------------------------
+
+attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Flash attention on a CPU that also returns the logarithms of the sums in its softmax; SDPA keeps them to itself."""
+attention_backward_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Gradients of ``attention_for_cpu``, from its results."""
+
+
+def operators_of_attention() -> list[OpOverload]:
+    """Operators by which torch computes SDPA and ``varlen_attn``, for the selection of activations that are kept."""
+    from torch.nn.attention import varlen  # noqa: F401  # registers its operator
+
+    kernels = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    sdpa = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in kernels]
+    return [*sdpa, torch.ops.torch_attn._varlen_attn.default]
 
 
 # --- modules -----------------------------------------------------------------------------------------

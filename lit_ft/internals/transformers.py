@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from lit_callbacks.internals.transformers_internals import attention_implementation as attention_implementation
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
-
-
-def attention_implementation(config: PretrainedConfig) -> str:
-    """Name of the attention function that a model uses; ``set_attn_implementation`` only sets it."""
-    return str(config._attn_implementation)
 
 
 def set_checkpointing(layer: nn.Module, options: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def saved_arguments(
     )
 
 
-_SPELT_OTHERWISE = {"add_bias_linear": "disable_bias_linear"}
+_OPPOSITE_OPTIONS = {"add_bias_linear": "disable_bias_linear"}
 """Flags of the command line that set an argument to False."""
 
 
@@ -123,8 +123,8 @@ def command_line(
     }
     lines = []
     for name, value in values.items():
-        if value is False and name in _SPELT_OTHERWISE:
-            name, value = _SPELT_OTHERWISE[name], True
+        if value is False and name in _OPPOSITE_OPTIONS:
+            name, value = _OPPOSITE_OPTIONS[name], True
         option = f"--{name.replace('_', '-')}"
         if value is True:
             lines.append(option)
@@ -150,11 +150,11 @@ def check_arguments(saved: Namespace, shape: ModelShape, where: str, like: str) 
     expected = model_arguments(shape)
     recorded = {"norm_epsilon": getattr(saved, "layernorm_epsilon", None), **vars(saved)}
     for name in _COMPARED:
-        wanted = expected.get(name)
+        required = expected.get(name)
         if name == "ffn_hidden_size" and shape.experts:
             continue  # of dense layers, which the model does not have
-        if recorded.get(name) is not None and wanted is not None and recorded[name] != wanted:
+        if recorded.get(name) is not None and required is not None and recorded[name] != required:
             raise RecipeError(
-                f"{where}: {name}={recorded[name]} there, and {wanted} by --like {like}; name the model that the "
+                f"{where}: {name}={recorded[name]} there, and {required} by --like {like}; name the model that the "
                 "checkpoint was made of"
             )

@@ -26,10 +26,12 @@ class AsMegatron:
             key.hugging_face(part): shape.shape_of(part) for key in shape.all_keys() for part in key.weight.parts
         }
         where = str(weights.folder)
-        for name, wanted in expected.items():
-            if (found := weights.shapes.get(name)) != wanted:
-                said = f"is {found}" if found else "is missing"
-                raise RecipeError(f"{where}: {name} {said}, and {wanted} by config.json; download the model again")
+        for name, required in expected.items():
+            if (shape_in_file := weights.shapes.get(name)) != required:
+                difference = f"is {shape_in_file}" if shape_in_file else "is missing"
+                raise RecipeError(
+                    f"{where}: {name} {difference}, and {required} by config.json; download the model again"
+                )
         left_over = sorted(weights.shapes.keys() - expected.keys() - self._derived())
         if left_over:
             raise RecipeError(

@@ -101,7 +101,7 @@ FORM = "fully_reshardable"
 
 
 def prefix_of(state: str) -> str:
-    """What stands before the name of a weight in ``torch_dist``: ``optimizer.state.exp_avg.`` and its like."""
+    """Prefix of the name of a weight in ``torch_dist``: ``optimizer.state.exp_avg.`` and its like."""
     return f"optimizer.state.{state}."
 
 

@@ -36,15 +36,15 @@ def progress(what: str, total: int) -> Iterator[Advance]:
             task = bar.add_task(what, total=total)
             yield lambda count: bar.advance(task, count)
         return
-    began = said = time.monotonic()
+    began = printed = time.monotonic()
     done = 0
 
     def advance(count: int) -> None:
-        nonlocal done, said
+        nonlocal done, printed
         done += count
         now = time.monotonic()
-        if now - said >= SECONDS_BETWEEN_LINES and done < total:
-            said = now
+        if now - printed >= SECONDS_BETWEEN_LINES and done < total:
+            printed = now
             left = as_time((now - began) / done * (total - done))
             rank_zero_info(f"{what}: {done / 2**30:,.2f} of {total / 2**30:,.2f} GiB, {left} left")
 

@@ -191,7 +191,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _around(tokenizer: PreTrainedTokenizerBase, turn: Message, text: str) -> tuple[str, str]:
-    """What the chat template writes between the prompt and a text of the turn behind it, and after the text.
+    """Text that the chat template writes between a prompt and the text of the turn that follows, and after that text.
 
     Both are empty where the template does not render it.
     """
@@ -199,13 +199,13 @@ def _around(tokenizer: PreTrainedTokenizerBase, turn: Message, text: str) -> tup
         return "", ""
     question: Message = {"role": "user", "content": "probe question"}
     try:
-        before, found, closing = render_chat(tokenizer, [question, turn]).partition(text)
+        before, middle, closing = render_chat(tokenizer, [question, turn]).partition(text)
         prompt = render_chat(tokenizer, [question], generation=True)
     except RecipeError:
         raise
     except Exception:  # a foreign template may raise anything: then what it writes is unknown
         return "", ""
-    if not found:
+    if not middle:
         return "", ""
     return before.removeprefix(prompt) if before.startswith(prompt) else "", closing
 
@@ -261,4 +261,4 @@ def generate_answers(
 
 def _ended(ids: list[int], stops: Sequence[int]) -> list[int]:
     """Tokens of an answer before the first that ends it."""
-    return ids[: next((place for place, token in enumerate(ids) if token in stops), len(ids))]
+    return ids[: next((index for index, token in enumerate(ids) if token in stops), len(ids))]

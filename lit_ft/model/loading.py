@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained
+from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained, first_line
 from lit_ft.internals.transformers import (
     attention_functions,
     decoder_layer_classes,
@@ -69,7 +69,7 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # tokenizers raises no more specific class for a file that does not parse
         if os.path.isdir(pretrained):
             raise RecipeError(
-                f"model.pretrained={pretrained!r} holds no tokenizer that loads ({_first_line(error)}); put "
+                f"model.pretrained={pretrained!r} holds no tokenizer that loads ({first_line(error)}); put "
                 "tokenizer.json and tokenizer_config.json there, or set model.tokenizer"
             ) from error
         raise _unreachable(pretrained, error) from error
@@ -94,7 +94,7 @@ def load_config(pretrained: str, overrides: Overrides | None = None) -> Pretrain
         if reason := unknown_architecture(pretrained):
             raise RecipeError(f"{_named(pretrained)}: {reason}") from error
         if os.path.isdir(pretrained):
-            raise RecipeError(f"{_named(pretrained)}: config.json: {_first_line(error)}") from error
+            raise RecipeError(f"{_named(pretrained)}: config.json: {_reason(error)}") from error
         raise _unreachable(pretrained, error) from error
     return with_overrides(config, overrides)
 
@@ -119,8 +119,8 @@ def _check_folder(pretrained: str) -> None:
         is_cached = try_to_load_from_cache(pretrained, "config.json") is not None
     except HFValidationError as error:
         raise RecipeError(
-            f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}), and no hub id can be spelt so "
-            f"({_first_line(error)}); name a model folder or a hub id"
+            f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}), and no hub id is spelled like that "
+            f"({first_line(error)}); name a model folder or a hub id"
         ) from error
     if not is_cached:
         _check_hub(pretrained)
@@ -137,17 +137,15 @@ def _check_hub(pretrained: str) -> None:
 def _unreachable(pretrained: str, error: Exception) -> RecipeError:
     return RecipeError(
         f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}) and cannot be had from the hub "
-        f"({_first_line(error)}); where there is a network, download it with `hf download {pretrained} "
+        f"({first_line(error)}); where there is a network, download it with `hf download {pretrained} "
         f"--local-dir models/{pretrained.split('/')[-1]}` and name that folder, or try the embedded model: "
         "python -m lit_ft fit --config recipes/quickstart.yaml"
     )
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().split("\n")
-    if isinstance(error, StrictDataclassError):  # the first line names the failed check, the next one the value
-        lines = [" ".join(line.strip() for line in lines)]
-    return lines[0].rstrip(".:")[:160]
+def _reason(error: Exception) -> str:
+    """Reason for a bad config: the first line of some names the failed check, the next one the value."""
+    return " ".join(str(error).split())[:160] if isinstance(error, StrictDataclassError) else first_line(error)
 
 
 def pick_attention(config: PretrainedConfig, requested: str) -> str:
@@ -232,7 +230,7 @@ def _read(
             )
     except WEIGHT_ERRORS as error:
         raise RecipeError(
-            f"model.pretrained={pretrained!r} has no weights that load ({_first_line(error)}); add "
+            f"model.pretrained={pretrained!r} has no weights that load ({first_line(error)}); add "
             "model.safetensors, or train from scratch with --model.init random"
         ) from error
     if missing := sorted(report["missing_keys"]):
@@ -265,7 +263,7 @@ def _dtype_of_weights(config: PretrainedConfig, dtype: Dtype) -> torch.dtype:
 
 
 class _DecoderOutput(MoeModelOutputWithPast):
-    """Output of a decoder in which all that some architecture adds to it is None (cross attentions, states)."""
+    """Output of a decoder; fields that only some architectures have (cross attentions, states) are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):

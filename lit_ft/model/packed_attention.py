@@ -148,7 +148,7 @@ def attend_to_all_ranks(
     """Attention of this rank's tokens of a packed batch to the tokens of all ranks (context parallelism).
 
     Args:
-        query: queries of this rank's tokens, in the order of ``own_ranges``.
+        query: queries of this rank's tokens, in the order of ``local_ranges``.
         key: keys of this rank's tokens, in the same order.
         value: values of this rank's tokens, in the same order.
         mesh: mesh of the context-parallel ranks.
@@ -162,7 +162,7 @@ def attend_to_all_ranks(
     keys, values = (_gather(tensor, mesh)[:, :, order] for tensor in (key, value))
     starts = [0, *accumulate(lengths)]
     pieces, taken = [], 0
-    for own in own_ranges(tokens, ranks, mesh.get_local_rank()):
+    for own in local_ranges(tokens, ranks, mesh.get_local_rank()):
         for start, end in pairwise(starts):
             first, last = max(start, own.start), min(end, own.stop)
             if first < last:
@@ -209,7 +209,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def own_ranges(tokens: int, ranks: int, rank: int) -> list[range]:
+def local_ranges(tokens: int, ranks: int, rank: int) -> list[range]:
     """Positions in a packed batch that a rank computes: a chunk from the front, and its mirror image from the end.
 
     Args:
@@ -222,7 +222,7 @@ def own_ranges(tokens: int, ranks: int, rank: int) -> list[range]:
 
 
 def _places(tokens: int, ranks: int, rank: int) -> Tensor:
-    return torch.cat([torch.arange(part.start, part.stop) for part in own_ranges(tokens, ranks, rank)])
+    return torch.cat([torch.arange(part.start, part.stop) for part in local_ranges(tokens, ranks, rank)])
 
 
 def _gather(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

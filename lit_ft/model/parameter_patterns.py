@@ -12,7 +12,7 @@ def matching(patterns: Iterable[str], names: Sequence[str], option: str) -> dict
     Raises:
         RecipeError: a pattern is not a regular expression, or matches no name.
     """
-    found: dict[str, str] = {}
+    pattern_of: dict[str, str] = {}
     for pattern in patterns:
         try:
             hits = [name for name in names if re.search(pattern, name)]
@@ -21,8 +21,8 @@ def matching(patterns: Iterable[str], names: Sequence[str], option: str) -> dict
         if not hits:
             shown = ", ".join(names[:3])
             raise RecipeError(f"{option}: {pattern!r} is found in no weight's name; names are like {shown}, ...")
-        found = {**dict.fromkeys(hits, pattern), **found}
-    return found
+        pattern_of = {**dict.fromkeys(hits, pattern), **pattern_of}
+    return pattern_of
 
 
 def layers_by_wildcard(name: str) -> str:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
-from lit_ft.errors import RecipeError
+from lit_ft.errors import RecipeError, first_line
 
 _DEQUANTIZED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
 """Methods whose checkpoints are dequantized while they are read. Otherwise transformers would dequantize them in the
@@ -125,13 +125,9 @@ def _check_installed(where: str, quantization: QuantizationConfigMixin | dict[st
         quantizer.validate_environment(device_map=_device_map(method))
     except ImportError as error:
         install = _INSTALL.get(method, "install what it names")
-        raise RecipeError(f"{where}: {method} needs a package ({_first_line(error)}): {install}") from error
+        raise RecipeError(f"{where}: {method} needs a package ({first_line(error)}): {install}") from error
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise RecipeError(f"{where}: {method} does not run here ({_first_line(error)}); take another base") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".:")[:200]
+        raise RecipeError(f"{where}: {method} does not run here ({first_line(error)}); take another base") from error
 
 
 # --- reading -----------------------------------------------------------------------------------------
@@ -219,11 +215,11 @@ def check_gradient(module: Any, dtype: torch.dtype) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        problem, cause = _first_line(error), error
+        problem, cause = first_line(error), error
     else:
-        wanted, got = output.detach().float().square().sum(), (gradient.float() * probe.detach().float()).sum()
-        if (got - wanted).abs() > 0.05 * wanted:
-            problem = f"it is {got / wanted:.0%} of what it should be"
+        expected, got = output.detach().float().square().sum(), (gradient.float() * probe.detach().float()).sum()
+        if (got - expected).abs() > 0.05 * expected:
+            problem = f"it is {got / expected:.0%} of what it should be"
     if problem is not None:
         kind = f"{type(module).__name__} with {type(getattr(module, 'weight', None)).__name__}"
         raise RecipeError(

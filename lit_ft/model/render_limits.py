@@ -164,5 +164,5 @@ def _bound_powers() -> None:
 
 def _address_space(limits: tuple[int, int]) -> int:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    wanted = pages * resource.getpagesize() + BYTES
-    return min([wanted, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
+    needed = pages * resource.getpagesize() + BYTES
+    return min([needed, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])

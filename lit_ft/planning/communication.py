@@ -24,7 +24,7 @@ ASSUMED_TOKENS = 1024
 class Step:
     """Amount of data in an optimizer step of one data-parallel rank."""
 
-    rows: int
+    batches: int
     """Number of packed batches: the trainer's micro-batches, which a pipeline splits further."""
     tokens: int
     """Largest number of tokens in a packed batch."""
@@ -55,14 +55,14 @@ class _Piece:
 
     def blocks(self) -> list[tuple[bool, bool]]:
         """For each block: whether its input needs a gradient, and whether its output gets one."""
-        found, flows = [], self.trains_before
+        needs, flows = [], self.trains_before
         for layer in self.layers:
             blocks = [child for child in layer.children() if is_block(child)]
             flows = flows or any(_trains(child) for child in layer.children() if child not in blocks)
             for block in blocks:
                 before, flows = flows, flows or _trains(block)
-                found.append((before, flows))
-        return found
+                needs.append((before, flows))
+        return needs
 
     def back(self) -> list[nn.Module]:
         """Layers that take part in the backward pass."""
@@ -82,7 +82,7 @@ def _pieces(layout: Layout) -> list[_Piece]:
     layers = getattr(base, base.base_model_prefix).layers
     return [
         _Piece(
-            [layers[place] for place in stage.layers],
+            [layers[index] for index in stage.layers],
             stage.is_first,
             stage.is_last,
             stage.index,
@@ -92,7 +92,7 @@ def _pieces(layout: Layout) -> list[_Piece]:
     ]
 
 
-class Traffic:
+class Communication:
     """Bytes that this rank sends in an optimizer step.
 
     Args:
@@ -108,7 +108,7 @@ class Traffic:
         self.policy = layout.precision
         self.itemsize = (self.policy.param_dtype or base.dtype).itemsize
         # Tokens of the full step on this rank: context parallelism distributes those of a packed batch over ranks.
-        self.tokens = step.rows * step.tokens // self.sizes.context
+        self.tokens = step.batches * step.tokens // self.sizes.context
         self.stream = self.tokens * self.config.hidden_size * self.itemsize
         self.recomputed = [len(p.back()) if base.is_gradient_checkpointing else 0 for p in self.pieces]
 
@@ -146,15 +146,16 @@ class Traffic:
 
     def _of_head(self, ranks: int) -> float:
         hidden, vocabulary = self.config.hidden_size * self.itemsize, self.config.vocab_size
-        is_cut = self.layout.loss_parallel
-        targets = self.step.rows * self.step.targets // self.sizes.context
-        return communication_formulas.head_bytes(targets, hidden, ranks, vocabulary, self.itemsize, is_cut)
+        targets = self.step.batches * self.step.targets // self.sizes.context
+        return communication_formulas.head_bytes(
+            targets, hidden, ranks, vocabulary, self.itemsize, self.layout.loss_parallel
+        )
 
     def _gradient_parts(self) -> int:
         """Bytes of gradients of which each tensor-parallel rank computes a partial sum."""
         children = [child for layer in decoder_layers(self.base) for child in layer.children()]
         in_blocks = {id(p) for child in children if is_block(child) for p in child.parameters()}
-        parts = [p for p in self.parameters if p.requires_grad and not _is_cut(p)]
+        parts = [p for p in self.parameters if p.requires_grad and not _is_tensor_sharded(p)]
         parts = [p for p in parts if self.layout.sequence_parallel or id(p) in in_blocks]
         # They are summed as full tensors, not as shards of a data-parallel rank: `fully_shard` scatters them later.
         return sum(sharded(p)[1] * (self.policy.reduce_dtype or p.dtype).itemsize for p in parts)
@@ -164,13 +165,13 @@ class Traffic:
         model, shards = Architecture.of(self.base.config), self.sizes.tensor
         keys_values = self.tokens * ranks * 2 * model.kv_heads // shards * model.head_dim * self.itemsize
         total = communication_formulas.context_bytes(keys_values, ranks, *self._layers(), sum(self.recomputed))
-        loss = any(piece.is_last for piece in self.pieces) * self.step.rows * (self.step.targets + 1) * 4
+        loss = any(piece.is_last for piece in self.pieces) * self.step.batches * (self.step.targets + 1) * 4
         return total + communication_formulas.reduced(loss, ranks)
 
     def _along_pipeline(self, ranks: int) -> float:
         """Bytes for hidden states, their gradients, the loss of each token, and a tied weight's gradient once."""
         here, last = {piece.index for piece in self.pieces}, ranks * len(self.pieces) - 1
-        neighbors = [place for k in here for place in (k - 1, k + 1) if 0 <= place <= last and place not in here]
+        neighbors = [stage for k in here for stage in (k - 1, k + 1) if 0 <= stage <= last and stage not in here]
         # Without FSDP's precision policy, hidden states are sent in the base model's dtype.
         dtype = self.policy.param_dtype if self.sizes.data * self.sizes.context > 1 else None
         boundary = self.stream / self.itemsize * (dtype or self.base.dtype).itemsize
@@ -178,7 +179,7 @@ class Traffic:
         tied = bytes_of(self.layout.tied_copies)
         return (
             len(neighbors) * boundary
-            + self.step.rows * (self.step.targets + 2) * 4
+            + self.step.batches * (self.step.targets + 2) * 4
             + communication_formulas.reduced(tied, 2)
         )
 
@@ -203,7 +204,7 @@ class Traffic:
         for parameter in self.parameters:
             ranks, elements, has_own_mesh = sharded(parameter)
             weights = elements * (self.policy.param_dtype or parameter.dtype).itemsize
-            times = (1 if is_piped else self.step.rows) * (1 + (id(parameter) in twice and not has_own_mesh))
+            times = (1 if is_piped else self.step.batches) * (1 + (id(parameter) in twice and not has_own_mesh))
             gradient = elements * (self.policy.reduce_dtype or parameter.dtype).itemsize * parameter.requires_grad
             total += communication_formulas.gathered(weights * times + gradient, ranks)
         return total
@@ -228,7 +229,7 @@ def sharded(parameter: nn.Parameter) -> tuple[int, int, bool]:
     return ranks, elements, "experts" in names
 
 
-def _is_cut(parameter: nn.Parameter) -> bool:
+def _is_tensor_sharded(parameter: nn.Parameter) -> bool:
     """Whether a parameter is sharded over tensor-parallel ranks."""
     if not isinstance(parameter, DTensor):
         return False

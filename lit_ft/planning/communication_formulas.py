@@ -9,12 +9,12 @@ which are a lower bound (Patarasuk and Yuan 2009).
 """
 
 
-def bubble_share(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
+def bubble_fraction(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
     """Fraction of a step in which a pipeline rank is idle: (p - 1) / (v m + p - 1).
 
     GPipe and 1F1B have v = 1 stage per rank, interleaved schedules v stages. Narayanan et al. divide the bubble by the
     ideal time, (p - 1) / (v m); here it is divided by the full time of a step. Zero-bubble schedules (Qi et al. 2024,
-    arXiv:2401.10241) have a smaller one: see ``pipeline_timeline.idle_share``.
+    arXiv:2401.10241) have a smaller one: see ``pipeline_timeline.idle_fraction``.
 
     Args:
         ranks: number p of pipeline ranks.

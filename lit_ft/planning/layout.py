@@ -56,7 +56,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Replication:
-    """What data-parallel ranks that compute with the full model share out: each field's part is split over so many."""
+    """Numbers of data-parallel ranks that each part is split over, where a rank computes with the full model."""
 
     weights: int = 1
     gradients: int = 1

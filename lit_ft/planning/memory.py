@@ -77,7 +77,7 @@ def replicated_memory(
     Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
 
     Args:
-        split: what the ranks share out.
+        split: numbers of ranks that each part is split over.
         parameters: parameters of the full model; they may be on the meta device.
         make_optimizer: function that creates the optimizer from a list of parameters.
         inputs: bytes of the layers' inputs, as ``layer_inputs`` returns them.
@@ -131,7 +131,7 @@ def layer_inputs(layout: Layout, layers: int, hidden: int, itemsize: int, step: 
     if not layout.stages:
         return of_batch
     count = layout.micro_batches
-    table = pipeline_timeline.timetable(layout.schedule, layout.sizes.pipeline, count)[layout.pipeline_rank]
+    table = pipeline_timeline.timeline(layout.schedule, layout.sizes.pipeline, count)[layout.pipeline_rank]
     return of_batch / count / len(layout.stages) * pipeline_timeline.most_in_flight(table)
 
 

@@ -50,34 +50,31 @@ def order(schedule: str, ranks: int, micro_batches: int) -> list[list[tuple[str,
     ]
     make = get_schedule_class(schedule)
     try:
-        made = make(stages[0] if per_rank == 1 else stages, micro_batches, loss_fn=lambda *_: None)
+        built = make(stages[0] if per_rank == 1 else stages, micro_batches, loss_fn=lambda *_: None)
     except ValueError as error:
         raise RecipeError(f"trainer.strategy schedule={schedule}: {error}") from error
-    return [_work_of(made.pipeline_order[rank], is_in_order=per_rank == 1) for rank in range(ranks)]
+    return [_work_of(built.pipeline_order[rank], is_in_order=per_rank == 1) for rank in range(ranks)]
 
 
 def _work_of(actions: Sequence[Any], is_in_order: bool) -> list[tuple[str, int, int]]:
-    found, forwards = [], 0
+    work, forwards = [], 0
     for action in actions:
         for part in () if action is None else action.sub_actions or (action,):
             kind, micro_batch = part.computation_type.value, part.microbatch_index
             if kind == FORWARD and is_in_order:  # torch 2.13 counts 1F1B's micro-batches on the last rank from 1
                 micro_batch, forwards = forwards, forwards + 1
             if kind in DURATIONS:
-                found.append((kind, part.stage_index, micro_batch))
-    return found
+                work.append((kind, part.stage_index, micro_batch))
+    return work
 
 
-def timetable(
-    schedule: str, ranks: int, micro_batches: int, durations: Mapping[str, float] = DURATIONS
-) -> list[list[Work]]:
+def timeline(schedule: str, ranks: int, micro_batches: int) -> list[list[Work]]:
     """Work of each rank with start and end times, each as early as possible.
 
     Args:
         schedule: name in ``pipeline_parallel.SCHEDULES``.
         ranks: number of pipeline ranks.
         micro_batches: number of micro-batches that a packed batch is split into.
-        durations: duration of each kind of work, in forward passes.
 
     Raises:
         RecipeError: the schedule does not support this number of micro-batches.
@@ -93,7 +90,7 @@ def timetable(
                 kind, stage, micro_batch = todo.pop()
                 free = done[-1].end if done else 0.0
                 start = max([free, *(ends[need] for need in _needs(kind, stage, micro_batch, last))])
-                done.append(Work(kind, stage, micro_batch, start, start + durations[kind]))
+                done.append(Work(kind, stage, micro_batch, start, start + DURATIONS[kind]))
                 # The previous stage waits for gradients of inputs: both BACKWARD and INPUT compute them.
                 ends[INPUT if kind == BACKWARD else kind, stage, micro_batch] = done[-1].end
         assert len(ends) > before, "torch's order waits for itself"
@@ -108,7 +105,7 @@ def _needs(kind: str, stage: int, micro_batch: int, last: int) -> list[tuple[str
     return [(FORWARD, stage, micro_batch), *([(INPUT, stage + 1, micro_batch)] if stage < last else [])]
 
 
-def idle_share(table: Sequence[Sequence[Work]]) -> float:
+def idle_fraction(table: Sequence[Sequence[Work]]) -> float:
     """Fraction of the step's time that ranks wait, averaged over ranks."""
     length = max(work.end for of_rank in table for work in of_rank)
     busy = sum(work.end - work.start for of_rank in table for work in of_rank)

@@ -9,7 +9,7 @@ from torch import nn
 from lit_ft.gradient_norm import local
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning import communication_formulas, pipeline_timeline
-from lit_ft.planning.communication import Step, Traffic
+from lit_ft.planning.communication import Communication, Step
 from lit_ft.planning.layout import Layout
 from lit_ft.strategies.parallel import pipeline_parallel
 
@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Share:
+class RankContents:
     """Contents of one rank, and the bytes that it sends in an optimizer step."""
 
     rank: int
@@ -29,7 +29,7 @@ class Share:
     """Bytes sent, by mesh dimension."""
 
 
-def rank_share(layout: Layout, module: nn.Module, step: Step) -> Share:
+def rank_contents(layout: Layout, module: nn.Module, step: Step) -> RankContents:
     """Contents of this rank, and the bytes that it sends.
 
     Args:
@@ -39,12 +39,12 @@ def rank_share(layout: Layout, module: nn.Module, step: Step) -> Share:
     """
     parameters = list(module.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    return Share(
+    return RankContents(
         rank=torch.distributed.get_rank(),
         layers=_layers(layout),
         parameters=sum(local(p).numel() for p in parameters),
         trained=sum(local(p).numel() for p in trained),
-        sends=Traffic(layout, parameters, step).by_dimension(),
+        sends=Communication(layout, parameters, step).by_dimension(),
     )
 
 
@@ -61,7 +61,7 @@ def _span(places: range) -> str:
     return str(places[0]) if len(places) == 1 else f"{places[0]}-{places[-1]}"
 
 
-def format_layout(layout: Layout, shares: Sequence[Share], step: Step) -> str:
+def format_layout(layout: Layout, shares: Sequence[RankContents], step: Step) -> str:
     """Format a layout as text: mesh, schedule, and one line for each pipeline rank.
 
     Args:
@@ -77,11 +77,11 @@ def format_layout(layout: Layout, shares: Sequence[Share], step: Step) -> str:
     return "\n".join([_mesh(layout), *_schedule(layout), _header(step), *aligned(lines)])
 
 
-def by_stage(shares: Sequence[Share], world: int, pipeline_ranks: int) -> list[tuple[str, list[Share]]]:
+def by_stage(shares: Sequence[RankContents], world: int, pipeline_ranks: int) -> list[tuple[str, list[RankContents]]]:
     """Group shares by pipeline rank: each group's ranks, as text, and its shares."""
     size = world // pipeline_ranks
     places = [range(start, start + size) for start in range(0, world, size)]
-    return [(_span(place), [share for share in shares if share.rank in place]) for place in places]
+    return [(_span(ranks), [share for share in shares if share.rank in ranks]) for ranks in places]
 
 
 def _mesh(layout: Layout) -> str:
@@ -98,19 +98,19 @@ def _schedule(layout: Layout) -> list[str]:
     if ranks == 1:
         return []
     count, per_rank = layout.micro_batches, pipeline_parallel.stages_per_rank(schedule)
-    idle = pipeline_timeline.idle_share(pipeline_timeline.timetable(schedule, ranks, count))
+    idle = pipeline_timeline.idle_fraction(pipeline_timeline.timeline(schedule, ranks, count))
     formula = "(p-1)/(m+p-1)" if per_rank == 1 else f"(p-1)/(vm+p-1), v={per_rank},"
-    share = communication_formulas.bubble_share(ranks, count, per_rank)
+    share = communication_formulas.bubble_fraction(ranks, count, per_rank)
     facts = f"schedule: {schedule}, p={ranks} ranks, m={count} micro-batches: bubble {idle:.1%}"
     return [f"{facts} ({formula} is {share:.1%})"]
 
 
 def _header(step: Step) -> str:
     known = "at most" if step.is_known else "(assumed: the data does not say)"
-    return f"a rank holds, and sends in an optimizer step of {known} {step.rows} x {step.tokens:,} tokens a replica:"
+    return f"a rank holds, and sends in an optimizer step of {known} {step.batches} x {step.tokens:,} tokens a replica:"
 
 
-def _line(ranks: str, shares: Sequence[Share], kinds: Sequence[str]) -> tuple[str, ...]:
+def _line(ranks: str, shares: Sequence[RankContents], kinds: Sequence[str]) -> tuple[str, ...]:
     held = (max(share.parameters for share in shares), max(share.trained for share in shares))
     sends = [max(share.sends[kind] for share in shares) / MIB for kind in kinds]
     return (ranks, shares[0].layers, *(f"{count:,}" for count in held), *(f"{mib:,.2f}" for mib in sends))

@@ -1,4 +1,4 @@
-"""Checks of a recipe's callbacks before training: what they monitor is logged in time, and files have names."""
+"""Checks of a recipe's callbacks before training: monitored metrics are logged in time, and files have names."""
 
 import re
 from collections.abc import Iterable
@@ -6,11 +6,11 @@ from difflib import get_close_matches
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lit_callbacks.internals.lightning_internals import attributes_of
 
 from lit_ft.accumulation import accumulation
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
-from lit_ft.internals.lightning import callbacks_of
 from lit_ft.process import data_parallel, datamodule_of
 from lit_ft.training.metrics import metric_names
 
@@ -73,7 +73,9 @@ class EarlyStoppingCheck(Callback):
             RecipeError: the run ends first.
         """
         data = datamodule_of(trainer)
-        monitored = (one.monitor for one in callbacks_of(trainer) if isinstance(one, EarlyStopping) and one.strict)
+        monitored = (
+            one.monitor for one in attributes_of(trainer).callbacks if isinstance(one, EarlyStopping) and one.strict
+        )
         monitor = next((name for name in monitored if name.startswith("val/")), None)
         if stage != "fit" or monitor is None or not isinstance(data, TextDataModule) or data.streaming:
             return

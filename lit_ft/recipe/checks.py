@@ -88,8 +88,8 @@ def _key_of_null_character(value: object, key: str = "") -> str | None:
     if isinstance(value, str):
         return key if "\x00" in value else None
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = (_key_of_null_character(item, f"{key}.{name}" if key else f"{name}") for name, item in inner)
-    return next((one for one in found if one is not None), None)
+    keys = (_key_of_null_character(item, f"{key}.{name}" if key else f"{name}") for name, item in inner)
+    return next((one for one in keys if one is not None), None)
 
 
 def _check_classes(value: object, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Options and short names of other trainers, each with what stands for it in a recipe of lit_ft."""
+"""Options and short names of other trainers, each with its equivalent in a recipe of lit_ft."""
 
 OPTIONS = {
     "adapter": "model.peft, e.g. peft.LoraConfig",

@@ -28,10 +28,10 @@ def unwrap_class_error(error: Exception) -> RecipeError:
     if not isinstance(error, ValueError):  # the text of a KeyError, for example, is only a key
         reason = f"{type(error).__name__}: {error}"
         return RecipeError(f"a class of the recipe cannot be built: {reason}; fix its init_args")
-    said: BaseException = error
-    while said.__cause__ is not None and _UNION.match(str(said)) and _reason_of_class(str(said)) is None:
-        said = said.__cause__
-    return said if isinstance(said, RecipeError) else RecipeError(_reason_of_class(str(said)) or str(said))
+    cause: BaseException = error
+    while cause.__cause__ is not None and _UNION.match(str(cause)) and _reason_of_class(str(cause)) is None:
+        cause = cause.__cause__
+    return cause if isinstance(cause, RecipeError) else RecipeError(_reason_of_class(str(cause)) or str(cause))
 
 
 _UNION = re.compile("Does not validate against any of the Union subtypes")
@@ -48,8 +48,8 @@ def _reason_of_class(message: str) -> str | None:
     message = f"{first}\n{dedent(rest)}"
     if _UNION.match(message):
         parts = re.split(r"^  - ", message.partition("\nGiven value type")[0], flags=re.MULTILINE)[1:]
-        found = [_reason_of_class(reason) for reason in parts if not reason.startswith(_NO_CLASS)]
-        return found[-1] if found else None
+        reasons_of_parts = [_reason_of_class(reason) for reason in parts if not reason.startswith(_NO_CLASS)]
+        return reasons_of_parts[-1] if reasons_of_parts else None
     if (head := _IN_CLASS.match(message)) is not None:
         return f"{head[1]}: {_reason_of_class(message[head.end() :])}"
     missing = re.match(r"No module named '([\w.]+)'", first)
@@ -68,8 +68,8 @@ def explain(message: str, parser: ArgumentParser, classes: Iterable[type]) -> st
         return line
     key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))
     head = f"{key}: " if key else ""
-    if (found := _UNKNOWN.search(message)) is not None:
-        name = next(group for group in found.groups() if group)
+    if (unknown := _UNKNOWN.search(message)) is not None:
+        name = next(group for group in unknown.groups() if group)
         options = _options(message, parser, classes)
         return _unknown_option(name, key, message, parser.prog or "", option_names(parser), options)
     for reason in _REASONS_OF_VALUES:
@@ -166,9 +166,9 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
         return "unknown option 'run'; write --config RUN/config.yaml --ckpt_path last"
     if ours is not None:
         return f"{head}unknown option {shortened(name, 100)!r}; here it is {ours}"
-    spelt = re.sub("[:-]", lambda sign: "." if sign[0] == ":" else "_", name)
-    near = [option for option in options if option.startswith(spelt)]  # an abbreviation
-    near += [near for part in (spelt, spelt.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
+    dotted = re.sub("[:-]", lambda sign: "." if sign[0] == ":" else "_", name)
+    near = [option for option in options if option.startswith(dotted)]  # an abbreviation
+    near += [near for part in (dotted, dotted.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
     own = [option for option in own if not option.endswith("help")]
     advice = "see --help for what there is"
     if near:

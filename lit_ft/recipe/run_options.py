@@ -42,8 +42,8 @@ def add_run_options(parser: LightningArgumentParser) -> None:
     same_or_changed = Literal["same", "changed"]
     parser.add_argument("--resume_data", type=same_or_changed, default="same", help=_HELP["resume_data"])
     parser.add_argument("--merge", action=ActionYesNo, nargs="?", default=False, help=_HELP["merge"])
-    for name, made in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
-        allow_untyped(parser.add_argument(f"--{name}", type=Optional[made], default=None, help=_HELP[name]))
+    for name, kind in (("optimizer", OptimizerCallable), ("lr_scheduler", LRSchedulerCallable)):
+        allow_untyped(parser.add_argument(f"--{name}", type=Optional[kind], default=None, help=_HELP[name]))
     for part, default in DEFAULT_CLASSES.items():
         parser.set_defaults({part: {"class_path": f"lit_ft.{default.__name__}"}})
     for name in ("optimizer", "lr_scheduler"):

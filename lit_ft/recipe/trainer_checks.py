@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -85,4 +86,13 @@ def check_trainer(options: Namespace) -> None:
     """
     given = {name: value for name, value in options.items() if name in _OF_ANY_MACHINE}
     with explained_trainer("cpu"):
-        Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **given)
+        quiet_trainer(accelerator="cpu", **given)
+
+
+def quiet_trainer(**options: Any) -> Trainer:
+    """Trainer that logs, saves and shows nothing.
+
+    Args:
+        options: further options of ``Trainer``.
+    """
+    return Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, **options)

@@ -24,10 +24,10 @@ def _of_simple_types(text: str) -> str:
     """Explanation of a value that is none of some words and no number, from jsonargparse's list of types."""
     if (below := re.match(r"Not of type PositiveInt: .*Given value: (.*)", text)) is not None:
         return f"{shortened(below[1], 100)} must be 1 or more"
-    found = re.fullmatch(r"(expected .*?)[;.] (?:Got value: |Given value: )(.*)", text)
-    if found is None:
+    match = re.fullmatch(r"(expected .*?)[;.] (?:Got value: |Given value: )(.*)", text)
+    if match is None:
         return text
-    types, value = found[1], shortened(found[2], 100)
+    types, value = match[1], shortened(match[2], 100)
     words = [
         word for listed in re.findall(r"one of \[(.*?)\](?:;|$)", types) for word in re.findall(r"'(.*?)'", listed)
     ]

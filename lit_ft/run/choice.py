@@ -65,7 +65,9 @@ class RunChoice:
             run_dir = from_rank_zero(lambda: str(self._choose_run().root), nodes, timeout)
         for file in self._options.config or []:
             if (here := RunFolder.of_config(Path(str(file)), run_dir)) is not None:
-                rank_zero_info(f"{file} names the run folder {run_dir}; taken is the one it lies in, {here.root}")
+                rank_zero_info(
+                    f"{file} names the run folder {run_dir}; the folder that it lies in is used: {here.root}"
+                )
                 run_dir = str(here.root)
         os.environ[RUN_DIR_VARIABLE] = run_dir
         return RunFolder(Path(run_dir))
@@ -80,9 +82,9 @@ class RunChoice:
         if "LOCAL_RANK" in os.environ and CHECKPOINT_VARIABLE in os.environ:
             return os.environ[CHECKPOINT_VARIABLE] or None
         nodes, timeout = self._options.trainer.num_nodes, self._timeout() or default_pg_timeout
-        found = from_rank_zero(lambda: self._look_for_checkpoint(folder), nodes, timeout)
-        os.environ[CHECKPOINT_VARIABLE] = found
-        return found or None
+        chosen = from_rank_zero(lambda: self._look_for_checkpoint(folder), nodes, timeout)
+        os.environ[CHECKPOINT_VARIABLE] = chosen
+        return chosen or None
 
     def _choose_run(self) -> RunFolder:
         if self._resumes:

@@ -94,12 +94,12 @@ class RunFolder:
             RecipeError: the file is damaged.
         """
         with explained(f"{self.config}", "put back the file that fit wrote", also=(yaml.YAMLError,)):
-            found = load_yaml(self.config.read_text(encoding="utf-8"))
-            is_whole = isinstance(found["model"], dict) and isinstance(found["data"].get("init_args", {}), dict)
-            is_whole = is_whole and isinstance(found["trainer"], dict)
-            if not is_whole or not isinstance(found["seed_everything"], int | None):
+            recipe = load_yaml(self.config.read_text(encoding="utf-8"))
+            is_whole = isinstance(recipe["model"], dict) and isinstance(recipe["data"].get("init_args", {}), dict)
+            is_whole = is_whole and isinstance(recipe["trainer"], dict)
+            if not is_whole or not isinstance(recipe["seed_everything"], int | None):
                 raise ValueError("model, data or seed_everything is no longer what fit wrote")
-        return found
+        return recipe
 
     def last_checkpoint(self) -> Path:
         """Newest good checkpoint, which ``--ckpt_path last`` names.

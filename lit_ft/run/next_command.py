@@ -1,4 +1,4 @@
-"""The command that makes something of a run that has ended: one that works for what the run has left."""
+"""The next command after a run: export, chat or validation, whichever its files allow."""
 
 import shlex
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> s
     Returns:
         Command line; None without a checkpoint, or where there is nothing to do with it.
     """
-    found, _ = candidates(run.checkpoints)
-    if not found:
+    readable, _ = candidates(run.checkpoints)
+    if not readable:
         return None
     known = best_known(run.checkpoints)
     best, name = (known[0], BEST) if len(known) == 1 else (None, LAST)
-    if isinstance(module, CausalLM) and _merges(module) and not _is_merged(run, found, best):
+    if isinstance(module, CausalLM) and _merges(module) and not _is_merged(run, readable, best):
         chosen = f" --ckpt_path {name}" if name != LAST else ""
         choice = " --quantized-base dequantize" if module.spec.base.is_quantized else ""
         return f"python -m lit_ft export --run {shlex.quote(str(run.root))}{chosen} --merge{choice}"
@@ -42,10 +42,10 @@ def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> s
     return f"python -m lit_ft validate {config}" if trainer.enable_validation else None
 
 
-def _is_merged(run: RunFolder, found: Sequence[Candidate], best: Best | None) -> bool:
+def _is_merged(run: RunFolder, readable: Sequence[Candidate], best: Best | None) -> bool:
     """Whether a merged model has the weights of the best checkpoint, or without one of the newest: it is not older."""
-    newest = found[0]
-    of_best = next((one.position for one in found if best is not None and one.path == best.path), None)
+    newest = readable[0]
+    of_best = next((one.position for one in readable if best is not None and one.path == best.path), None)
     folders = [(run.exported("merged", BEST), best.path)] if best is not None else []
     if best is None or (of_best is not None and of_best[:2] == newest.position[:2]):
         folders.append((run.merged, newest.path))

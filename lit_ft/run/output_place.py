@@ -1,4 +1,4 @@
-"""Places that commands write to, checked before the work starts."""
+"""Output paths of commands, checked before the work starts."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Lines of the checks before a run, which the run says again when it builds the same model: they appear once."""
+"""Suppression of lines that the checks before a run print, and the run again when it builds the same model."""
 
 import logging
 from collections import Counter
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class _Repetitions(logging.Filter):
-    """Filter that drops a line for each time that it was said while the filter was listening."""
+    """Filter that drops a line once for each time that it was recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ _LOGGER = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
-    """Drop the next repetition of each line that is said within."""
+def without_repetitions() -> Iterator[None]:
+    """Context that records printed lines; the next repetition of each is dropped."""
     _REPETITIONS.said.clear()
     _LOGGER.addFilter(_REPETITIONS)  # has no effect the second time
     _REPETITIONS.is_listening = True

@@ -6,6 +6,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import write_durably
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.protocols import WritesAtTheEnd
 
 from lit_ft.checkpointing.selection import SESSION, UNLOGGED, candidates
@@ -15,7 +16,7 @@ from lit_ft.run.lock import check_still_there
 
 
 class RunState(Callback):
-    """Number the starts and resumptions of a run, mark it as finished, and write what a killed run has not written.
+    """Number the starts and resumptions of a run, mark it as finished, and write exports that a killed run lacks.
 
     Lightning does not call ``on_train_end`` when the resumed checkpoint is of the run's last step, so the exports of a
     run that was killed after its last checkpoint would never be written; this callback writes them.
@@ -36,7 +37,9 @@ class RunState(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the state that earlier processes left, and remove the finished marker."""
         if trainer.is_global_zero:
-            self._session = 1 + max((found.position.session for found in candidates(self.checkpoints)[0]), default=0)
+            self._session = 1 + max(
+                (candidate.position.session for candidate in candidates(self.checkpoints)[0]), default=0
+            )
             self._finished_step = finished_step(self.marker)
             self.marker.unlink(missing_ok=True)
         loop = trainer.fit_loop
@@ -92,7 +95,7 @@ class RunState(Callback):
         self._log_what_was_not(trainer)
         is_newer = trainer.strategy.broadcast(self._finished_step) != trainer.global_step
         rank_zero_info(f"the run was at its last step, {trainer.global_step:,}, already: nothing is left to train")
-        for callback in lightning_internals.callbacks_of(trainer):
+        for callback in attributes_of(trainer).callbacks:
             if isinstance(callback, WritesAtTheEnd):
                 callback.write_final(trainer, pl_module, only_missing=not is_newer)
 

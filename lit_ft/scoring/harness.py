@@ -71,7 +71,7 @@ def run_harness(lm: "LM", tasks: "Sequence[Task | Group]", options: HarnessOptio
 
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=lm,
             tasks=list(tasks),
             num_fewshot=options.num_fewshot,
@@ -92,13 +92,13 @@ def run_harness(lm: "LM", tasks: "Sequence[Task | Group]", options: HarnessOptio
             f"lm-evaluation-harness cannot run the tasks ({type(error).__name__}: {reason}); mend the task, its data, "
             "or the options; --debug shows where"
         ) from error
-    assert found is not None, "rank 0 gets results"
-    return dict(found)
+    assert results is not None, "rank 0 gets results"
+    return dict(results)
 
 
 def scores_of(results: dict[str, Any]) -> list[Score]:
     """Figures of a harness's results, with its standard errors."""
-    found = []
+    scores = []
     for task, figures in results["results"].items():
         for key, value in figures.items():
             metric, comma, chosen = key.partition(",")
@@ -106,5 +106,5 @@ def scores_of(results: dict[str, Any]) -> list[Score]:
                 continue
             error = figures.get(f"{metric}_stderr,{chosen}")
             name = metric if chosen == "none" else f"{metric} ({chosen})"
-            found.append(Score(task, name, float(value), float(error) if isinstance(error, float) else None))
-    return found
+            scores.append(Score(task, name, float(value), float(error) if isinstance(error, float) else None))
+    return scores

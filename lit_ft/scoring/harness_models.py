@@ -1,4 +1,4 @@
-"""Models as lm-evaluation-harness asks them: an opened one in this process, or one behind OpenAI's HTTP interface.
+"""Models for lm-evaluation-harness: an opened one in this process, or one behind OpenAI's HTTP interface.
 
 The harness moves the white space at the end of a prompt into the answer, and a chat template's prompt ends in white
 space (ChatML: a line break). Log-likelihoods would be those of other tokens than training has: rendered prompts are
@@ -109,7 +109,7 @@ class ServedLM(TemplateLM):
         at_once: int,
         api: Literal["completions", "chat"] = "completions",
     ) -> None:
-        """Set what is asked.
+        """Set server, model and interface.
 
         Args:
             client: connection to the server.
@@ -201,14 +201,14 @@ class ServedLM(TemplateLM):
         """Log-likelihoods of whole texts, in windows of ``max_length`` tokens."""
         if self._api == "chat":
             self.loglikelihood(requests)
-        found = []
+        sums = []
         for request in requests:
             windows = get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length - 1, context_len=1
             )
             scores = self._loglikelihood_tokens([(None, *make_disjoint_window(window)) for window in windows])
-            found.append(sum(score for score, _ in scores))
-        return found
+            sums.append(sum(score for score, _ in scores))
+        return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate answers."""

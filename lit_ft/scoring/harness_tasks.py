@@ -12,9 +12,9 @@ import yaml
 from jinja2 import TemplateError
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.errors import LIBRARY_ERRORS, RecipeError
+from lit_ft.errors import LIBRARY_ERRORS, RecipeError, first_line
 from lit_ft.internals.hub import use_the_cache_without_a_network
-from lit_ft.internals.lm_eval import sandbox_templates, show_no_progress
+from lit_ft.internals.lm_eval import sandbox_templates, show_no_progress, task_options
 from lit_ft.scoring.task_files import check_task_file
 
 if TYPE_CHECKING:  # of the extra `evaluate`
@@ -72,11 +72,11 @@ def load_tasks(names: Sequence[str], manager: "TaskManager | None" = None) -> "l
         use_the_cache_without_a_network()
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
-        found: Any = _load(manager, name, name in files)
+        entries: Any = _load(manager, name, name in files)
         for part, members in loaded.items():
-            if twice := sorted(members.keys() & found.get(part, {}).keys()):
+            if twice := sorted(members.keys() & entries.get(part, {}).keys()):
                 raise RecipeError(f"--tasks has {twice[0]!r} twice; name it once")
-            members.update(found.get(part, {}))
+            members.update(entries.get(part, {}))
     grouped = {name for members in loaded["group_map"].values() for name in members}
     every = {**loaded["groups"], **loaded["tasks"]}
     return [member for name, member in every.items() if name not in grouped]
@@ -114,28 +114,21 @@ def _load(manager: "TaskManager", name: str, is_file: bool) -> Any:
         if (data := _data_of(manager, name, is_file)) is not None and not isinstance(error, KeyError):
             raise RecipeError(
                 f"--tasks {name} reads the data set {data!r} of the Hugging Face hub, which cannot be had "
-                f"({type(error).__name__}: {_first_line(error)}); run it once where there is a network and keep "
+                f"({type(error).__name__}: {first_line(error)}); run it once where there is a network and keep "
                 "HF_HOME, or give a YAML file over local data (docs/after_fit.md)"
             ) from error
         raise RecipeError(
-            f"--tasks {name} cannot be read ({type(error).__name__}: {_first_line(error)}); mend the task's file, or "
+            f"--tasks {name} cannot be read ({type(error).__name__}: {first_line(error)}); mend the task's file, or "
             "its data_files"
         ) from error
 
 
 def _data_of(manager: "TaskManager", name: str, is_file: bool) -> str | None:
     """Hub id of the data that a task, or the first one of a group, reads; None where it is local or not known."""
-    from lm_eval.tasks._yaml_loader import load_yaml
-
     entry = None if is_file else manager.task_index[name]
     file = Path(name).expanduser() if entry is None else entry.yaml_path
-    found = {} if file is None else load_yaml(file, resolve_func=False)
-    path = found.get("dataset_path")
+    path = None if file is None else task_options(file).get("dataset_path")
     if path is None:
         return None if is_file else name
     is_local = path in _LOCAL_LOADERS or Path(str(path)).expanduser().exists()
     return None if is_local else str(path)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")[:300].rstrip(".")

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +13,7 @@ from lit_ft.inference.opening import OpenedModel
 from lit_ft.model import loading, rotary_embedding
 from lit_ft.model.isolation import token_mixers
 from lit_ft.recipe.parser import RecipeParser
+from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.run.folder import RunFolder
 from lit_ft.scoring.scores import Score
 from lit_ft.training.causal_lm import CausalLM
@@ -87,25 +88,22 @@ def held_out_scores(
         batch_size: answers that are generated together.
     """
     module, device = OpenedModule(opened), opened.base.device
-    trainer = Trainer(
+    trainer = quiet_trainer(
         accelerator="cpu" if device.type == "cpu" else "auto",
         devices=1,
-        logger=False,
-        enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
-        precision=precision if precision is not None and precision.endswith("-mixed") else None,  # type: ignore[arg-type]
+        precision=precision if precision is not None and precision.endswith("-mixed") else None,
     )
     (metrics,) = trainer.test(module, datamodule=data, verbose=False)
     if opened.base.device != device:  # Lightning leaves a module on the CPU
         module.to(device)
-    found = [Score(name, metric, metrics[f"test/{metric}"]) for metric in ("loss", "perplexity", "token_accuracy")]
+    scores = [Score(name, metric, metrics[f"test/{metric}"]) for metric in ("loss", "perplexity", "token_accuracy")]
     prompts = data.splits.prompts("test")
     scored = answer_rows(module, prompts, range(len(prompts)), max_new_tokens, batch_size, len(prompts))
     answers = list(scored.values())
     if not answers:  # raw text has no questions
-        return found, []
+        return scores, []
     share = sum(one.is_right for one in answers) / len(answers)
     error = math.sqrt(share * (1 - share) / (len(answers) - 1)) if len(answers) > 1 else None
     rows = [{"question": one.question, "expected": one.expected, "answer": one.answer} for one in answers]
-    return [*found, Score(name, "exact_match", share, error)], rows
+    return [*scores, Score(name, "exact_match", share, error)], rows

@@ -107,8 +107,8 @@ class Judgment:
 
 def verdict_of(text: str) -> Verdict | None:
     """Verdict ``[[A]]``, ``[[B]]`` or ``[[C]]`` in a judge's text; None if there is none, or several that differ."""
-    found = set(_VERDICT.findall(text))
-    return found.pop() if len(found) == 1 else None
+    verdicts = set(_VERDICT.findall(text))
+    return verdicts.pop() if len(verdicts) == 1 else None
 
 
 def outcome_of(first: Verdict | None, swapped: Verdict | None) -> Outcome:
@@ -129,11 +129,11 @@ def compare(
         question, own, other = row
         if own.strip() == other.strip():
             return Judgment(question["question"], own, other, "tie")
-        said = [
+        texts = [
             judge.ask(question["question"], one, two, question["expected"]) for one, two in ((own, other), (other, own))
         ]
-        first, swapped = map(verdict_of, said)
-        return Judgment(question["question"], own, other, outcome_of(first, swapped), said)
+        first, swapped = map(verdict_of, texts)
+        return Judgment(question["question"], own, other, outcome_of(first, swapped), texts)
 
     with ThreadPoolExecutor(judge.at_once) as pool:
         return list(pool.map(judged, zip(questions, answers, base_answers, strict=True)))
@@ -141,11 +141,11 @@ def compare(
 
 def answers_of(opened: OpenedModel, questions: Sequence[Question], max_new_tokens: int, batch_size: int) -> list[str]:
     """Greedy answers to questions."""
-    found: list[str] = []
+    texts: list[str] = []
     for start in range(0, len(questions), batch_size):
         prompts = [question["prompt"] for question in questions[start : start + batch_size]]
-        found += generate_answers(opened.model, opened.base, opened.tokenizer, prompts, max_new_tokens)
-    return found
+        texts += generate_answers(opened.model, opened.base, opened.tokenizer, prompts, max_new_tokens)
+    return texts
 
 
 def win_rates(name: str, judgments: Sequence[Judgment]) -> tuple[list[Score], list[Score], str]:
@@ -161,10 +161,10 @@ def win_rates(name: str, judgments: Sequence[Judgment]) -> tuple[list[Score], li
     counts = {outcome: sum(one.outcome == outcome for one in judgments) for outcome in ("win", "loss", "tie", "unread")}
     points = [{"win": 1.0, "tie": 0.5, "loss": 0.0}[one.outcome] for one in judgments if one.outcome != "unread"]
     if not points:
-        said = next(one.said for one in judgments)[0][:200]
+        text = next(one.said for one in judgments)[0][:200]
         raise RecipeError(
             f"the judge gave no verdict [[A]], [[B]] or [[C]] in any of {len(judgments):,} comparisons (it said "
-            f"{said!r}); take another judge, or a judge_prompt that asks for them"
+            f"{text!r}); take another judge, or a judge_prompt that asks for them"
         )
     rate = sum(points) / len(points)
     error = stdev(points) / math.sqrt(len(points)) if len(points) > 1 else None

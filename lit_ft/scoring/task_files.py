@@ -47,13 +47,13 @@ def _text(file: Path) -> str:
 
 def _content(file: Path, text: str) -> dict[str, object]:
     try:
-        found = yaml.load(text, Loader=_Loader)
+        content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         line = str(error).replace("\n", " ")
         raise RecipeError(f"the task {str(file)!r} is no YAML ({line}); mend the file") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RecipeError(f"the task {str(file)!r} must be a mapping with `task`; see docs/after_fit.md")
-    return found
+    return content
 
 
 def _with_included(file: Path, above: list[Path]) -> Iterator[Path]:

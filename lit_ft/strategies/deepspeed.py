@@ -61,7 +61,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         zero_config.check_arguments(lightning_strategies.DeepSpeedStrategy, args, kwargs)
         super().__init__(*args, **kwargs)
         assert isinstance(self.config, dict)
-        self.config = zero_config.with_settled_values(self.config)
+        self.config = zero_config.with_explicit_values(self.config)
         self._forward_redirection: Any = self._run_in_engine
         self._is_in_step, self._has_gradients = False, True
         self._order: list[list[nn.Parameter]] = []
@@ -240,7 +240,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
                 deepspeed.zero.register_external_parameter(module, parameter)
 
     def replication(self) -> Replication:
-        """What the ranks share out, from DeepSpeed's configuration."""
+        """Numbers of ranks that each part is split over, from DeepSpeed's configuration."""
         assert isinstance(self.config, dict)
         zero, ranks = self.config.get("zero_optimization", {}), self.num_nodes * self.num_processes
         stage = zero_config.stage_of(self.config)
@@ -361,6 +361,6 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """Read a checkpoint of any strategy; a file is memory-mapped, so each rank loads only its shards."""
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
-        if sharded.is_folder_of_shares(path):
-            return sharded.read_whole(path)
+        if sharded.is_sharded_folder(path):
+            return sharded.read_full(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -90,7 +90,6 @@ class FSDPStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group and create the device mesh."""
-        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
         size, device = self._ranks_per_shard_group(), self.root_device.type
         if size == self.world_size:
@@ -122,9 +121,9 @@ class FSDPStrategy(ShardedStrategy):
             offload_policy=pinned if self.cpu_offload else OffloadPolicy(),
         )
         for layer in decoder_layers(module):
-            self._settle(layer)
+            self._cast_to_trained_dtype(layer)
             shard_by_dtype(layer, partial(shard, reshard_after_forward=self.reshard_after_forward))
-        self._settle(module)
+        self._cast_to_trained_dtype(module)
         # Embedding and head are needed at the start and at the end of every pass: they stay gathered in between.
         shard_by_dtype(module, partial(shard, reshard_after_forward=False))
         gather_in_answer(module)
@@ -140,5 +139,5 @@ class FSDPStrategy(ShardedStrategy):
             sync_each_micro_batch=self.sync_each_micro_batch,
         )
 
-    def _sync_gradients(self, wanted: bool) -> None:
-        super()._sync_gradients(wanted or self.sync_each_micro_batch)
+    def _sync_gradients(self, is_on: bool) -> None:
+        super()._sync_gradients(is_on or self.sync_each_micro_batch)

@@ -29,7 +29,7 @@ from lit_ft.model.loading import decoder_layers
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.planning.communication import step_of
 from lit_ft.planning.layout import Layout, Stage
-from lit_ft.planning.report import format_layout, rank_share
+from lit_ft.planning.report import format_layout, rank_contents
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import SplitsForward, micro_batch_size
 from lit_ft.strategies.module_calls import (
@@ -47,7 +47,7 @@ from lit_ft.strategies.parallel.mesh import MeshSizes, ParallelDims, RequestedSi
 from lit_ft.strategies.parallel.pipeline_parallel import Pipeline, StageModule
 from lit_ft.strategies.parallel.tensor_parallel import TensorParallel
 from lit_ft.strategies.parallel.tensor_plan import Plan
-from lit_ft.strategies.parallel.tied_embeddings import TiedEdges
+from lit_ft.strategies.parallel.tied_embeddings import TiedEmbeddings
 from lit_ft.strategies.separate_dtypes import shard_by_dtype
 from lit_ft.strategies.sharded import ShardedStrategy, T
 
@@ -127,7 +127,7 @@ class ModelParallelStrategy(ShardedStrategy):
         self.pipeline: Pipeline | None = None
         self.tensor: TensorParallel | None = None
         self.context: ContextParallel | None = None
-        self.edges: TiedEdges | None = None
+        self.edges: TiedEmbeddings | None = None
         self._trained_names: list[str] = []
 
     # --- checks of the recipe --------------------------------------------------------------------
@@ -168,7 +168,6 @@ class ModelParallelStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group and create the device mesh."""
-        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
         self._device_mesh = init_device_mesh(
             self.root_device.type, tuple(self.sizes()), mesh_dim_names=(PIPELINE, DATA, CONTEXT, TENSOR)
@@ -194,7 +193,7 @@ class ModelParallelStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         assert self.model is not None
         layout, step = self.layout(), step_of(self.lightning_module.trainer)
-        own = rank_share(layout, self.model, step)
+        own = rank_contents(layout, self.model, step)
         shares = [own] * self.world_size
         dist.all_gather_object(shares, own)
         return format_layout(layout, shares, step)
@@ -234,8 +233,8 @@ class ModelParallelStrategy(ShardedStrategy):
         stages = self._make_stages(module, base) if sizes.pipeline > 1 else []
         layers = decoder_layers(base)
         if plan is not None and self.tensor is not None:
-            self._cut(module, base, layers, plan, self.tensor)
-        self._settle(module)
+            self._shard_stage(module, base, layers, plan, self.tensor)
+        self._cast_to_trained_dtype(module)
         if self.context is not None:
             self.context.prepare(layers)
         if sizes.data * sizes.context > 1:
@@ -252,7 +251,7 @@ class ModelParallelStrategy(ShardedStrategy):
         dtype = final_dtype(embedding.weight) or embedding.weight.dtype
         like_embedding = self.precision_plugin.convert_module(nn.Embedding(1, 1, dtype=dtype))
         self._boundary_dtype = next(like_embedding.parameters()).dtype
-        self.edges = TiedEdges(module, base) if head.weight is embedding.weight else None
+        self.edges = TiedEmbeddings(module, base) if head.weight is embedding.weight else None
         self._vocabulary = head.weight.shape[0]
         own = pipeline_parallel.stages_of(self._mesh(PIPELINE).get_local_rank(), size, self.schedule)
         pipeline_parallel.drop_layers(base, [layers[k] for k in own], is_first=0 in own, is_last=len(layers) - 1 in own)
@@ -260,7 +259,7 @@ class ModelParallelStrategy(ShardedStrategy):
         full_loss = (lambda result, _: result) if self.context is None else self.context.full_loss
         return [StageModule(module, base, k, len(layers), layers[k], end, full_loss) for k in own]
 
-    def _cut(
+    def _shard_stage(
         self,
         module: nn.Module,
         base: PreTrainedModel,
@@ -268,7 +267,7 @@ class ModelParallelStrategy(ShardedStrategy):
         plan: Plan,
         parallel: TensorParallel,
     ) -> None:
-        parallel.shard(base, layers, plan, self._settle)
+        parallel.shard(base, layers, plan, self._cast_to_trained_dtype)
         decoder = getattr(base, base.base_model_prefix)
         if parallel.sequence_parallel and decoder.layers[0] is layers[0]:
             parallel.shard_sequence(layers[0])
@@ -298,7 +297,7 @@ class ModelParallelStrategy(ShardedStrategy):
         return of_context * (sizes.tensor if self.sequence_parallel else 1)
 
     def _shard_over_data(self, module: nn.Module, layers: Sequence[nn.Module], stages: Sequence[StageModule]) -> None:
-        experts = self._deal_out_experts(layers) if self.expert_parallel_size > 1 and self.tensor is None else set()
+        experts = self._assign_experts(layers) if self.expert_parallel_size > 1 and self.tensor is None else set()
         # For gradients, ranks with other tokens of a packed batch are the same as ranks with other packed batches.
         mesh = self._mesh(DATA) if self.context is None else flatten_mesh(self.device_mesh[DATA, CONTEXT], "shard")
         shard = partial(fully_shard, mesh=mesh, mp_policy=self._precision_policy(), ignored_params=experts)
@@ -314,7 +313,7 @@ class ModelParallelStrategy(ShardedStrategy):
         if not stages:
             gather_in_answer(module)
 
-    def _deal_out_experts(self, layers: Sequence[nn.Module]) -> set[nn.Parameter]:
+    def _assign_experts(self, layers: Sequence[nn.Module]) -> set[nn.Parameter]:
         """Assign experts to ranks, and shard them over the ranks that hold the same experts; returns their weights."""
         sizes, size = self.sizes(), self.expert_parallel_size
         copies = sizes.data * sizes.context // size
@@ -322,8 +321,10 @@ class ModelParallelStrategy(ShardedStrategy):
             self.root_device.type, (sizes.pipeline, copies, size), mesh_dim_names=("stage", "copies", "experts")
         )
         parallel = ExpertParallel(mesh["experts"])
-        dealt = [m for m in expert_parallel.experts_of(self._base) if any(m in set(lay.modules()) for lay in layers)]
-        for experts in dealt:
+        of_layers = [
+            m for m in expert_parallel.experts_of(self._base) if any(m in set(lay.modules()) for lay in layers)
+        ]
+        for experts in of_layers:
             parallel.assign_experts(experts)
             if copies > 1:
                 fully_shard(
@@ -333,7 +334,7 @@ class ModelParallelStrategy(ShardedStrategy):
                     mp_policy=self._precision_policy(),
                     shard_placement_fn=lambda _: Shard(1),
                 )
-        return {weight for experts in map(expert_parallel.holder, dealt) for weight in experts.parameters()}
+        return {weight for experts in map(expert_parallel.holder, of_layers) for weight in experts.parameters()}
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Build the optimizers; if weights lie on different meshes, each parameter is updated separately."""
@@ -439,7 +440,7 @@ class ModelParallelStrategy(ShardedStrategy):
         dist.gather_object(own, parts, dst=first, group=group)
         return parts if parts is not None else [own]
 
-    def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: OptimizerState) -> OptimizerState:
+    def _local_part(self, checkpoint: Mapping[str, Any], number: int, state: OptimizerState) -> OptimizerState:
         if self.sizes().pipeline == 1:
             return state
         if "optimizer_names" not in checkpoint:
@@ -448,5 +449,5 @@ class ModelParallelStrategy(ShardedStrategy):
                 "theirs; resume without a pipeline (pipeline_parallel_size: 1) and save again"
             )
         return sharded.select_optimizer_state(
-            state, checkpoint["optimizer_names"][place], self._names_in_optimizers()[place]
+            state, checkpoint["optimizer_names"][number], self._names_in_optimizers()[number]
         )

@@ -1,4 +1,4 @@
-"""The one place where strategies wrap what others call: a module's forward pass, its answers, a decoder."""
+"""Wrappers that strategies put around a module's forward pass, its answers and a decoder, all in one place."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -77,6 +77,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self.checkpoint_io = AnyCheckpointIO()
         if not dist.is_initialized():
             clear_mesh_caches()
+        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     @contextmanager
@@ -90,10 +91,10 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """Data-parallel size and rank, which each micro-batch asks for; Lightning makes a mesh each time."""
         mesh = self.device_mesh
         assert mesh.mesh_dim_names is not None
-        place = mesh.mesh_dim_names.index("data_parallel")
+        dimension = mesh.mesh_dim_names.index("data_parallel")
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "every rank is in the mesh"
-        return {"num_replicas": mesh.size(place), "rank": coordinate[place]}
+        return {"num_replicas": mesh.size(dimension), "rank": coordinate[dimension]}
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, then build the optimizer on the shards."""
@@ -125,7 +126,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def _place(self) -> None:
         self.model_to_device()
 
-    def _settle(self, module: nn.Module) -> None:
+    def _cast_to_trained_dtype(self, module: nn.Module) -> None:
         """Cast weights to the dtypes that they are trained in, just before they are sharded."""
         deferred_cast.cast(module)
         self.precision_plugin.convert_module(module)
@@ -150,9 +151,9 @@ class ShardedStrategy(LightningModelParallelStrategy):
             self._within_window = False
             self._sync_gradients(True)
 
-    def _sync_gradients(self, wanted: bool) -> None:
+    def _sync_gradients(self, is_on: bool) -> None:
         for module in self._fsdp_modules():
-            module.set_requires_gradient_sync(wanted, recurse=False)
+            module.set_requires_gradient_sync(is_on, recurse=False)
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """L2 norm of the parameters' gradients over all ranks, a scalar; a collective.
@@ -194,7 +195,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """Trainable parameters by name: full tensors on rank 0, or each rank's shards."""
         self._reshard()
         assert self.model is not None
-        if self._saves_in_shares():
+        if self._saves_sharded():
             return {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
         return self.full_weights(self.model, lambda _, p: p.requires_grad, keep=self.global_rank == 0)
 
@@ -241,7 +242,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """State dict of the optimizer: full tensors on rank 0, or each rank's shards."""
         state = optimizer.state_dict()
-        if self._saves_in_shares():
+        if self._saves_sharded():
             return state
         index = next(i for i, own in enumerate(self.optimizers) if own is optimizer)
         names = [name for group in self._names_in_optimizers()[index] for name in group]
@@ -262,17 +263,17 @@ class ShardedStrategy(LightningModelParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's shards of the saved optimizer states."""
-        for place, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            optimizer.load_state_dict(sharded.split_state(optimizer, self._own_part(checkpoint, place, state)))
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            optimizer.load_state_dict(sharded.split_state(optimizer, self._local_part(checkpoint, number, state)))
 
-    def _own_part(self, checkpoint: Mapping[str, Any], place: int, state: OptimizerState) -> OptimizerState:
+    def _local_part(self, checkpoint: Mapping[str, Any], number: int, state: OptimizerState) -> OptimizerState:
         """Entries of a saved optimizer state for the parameters that this rank holds."""
         return state
 
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint folder of shards, or one file."""
         path = Path(self.broadcast(filepath))
-        if self._saves_in_shares():
+        if self._saves_sharded():
             names = [[name for group in groups for name in group] for groups in self._names_in_optimizers()]
             self._finish_writing()
             self._writing = sharded.save_sharded(
@@ -320,14 +321,14 @@ class ShardedStrategy(LightningModelParallelStrategy):
         self._finish_writing()
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
-        if not sharded.is_folder_of_shares(path):
+        if not sharded.is_sharded_folder(path):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         assert self.model is not None
         names = [name for name, _ in self.model.named_parameters()]
         aliases = {name: self._saved_name(name) for name in names if self._saved_name(name) != name}
         return sharded.load_sharded(path, self.model, self._names_in_optimizers(), aliases)
 
-    def _saves_in_shares(self) -> bool:
+    def _saves_sharded(self) -> bool:
         if self.save_in_shares is not None:
             return self.save_in_shares
         assert self.lightning_module is not None

@@ -40,7 +40,7 @@ def propose(
     They depend on the arguments only: a sweep that is stopped and started again tries what an uninterrupted one does.
 
     Args:
-        variations: what is varied.
+        variations: varied options, with their values or ranges.
         earlier: values and result of each earlier trial, in order; None where it failed.
         mode: whether lower or higher results are better.
         seed: seed of the sweep.

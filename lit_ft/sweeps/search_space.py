@@ -68,10 +68,10 @@ def _parse(text: str) -> Variation:
         raise RecipeError(f"--vary {text!r} must be KEY=VALUE,VALUE, e.g. --vary optimizer.lr=1e-4,2e-4")
     if key in _OWN_KEYS:
         raise RecipeError(f"--vary {key}: the sweep sets it for each trial; vary an option of model, data or trainer")
-    if (ends := re.fullmatch(r"([^,\[]+?)\.\.([^,]+)", listed)) and (found := _range(ends[1], ends[2])) is not None:
-        if not found.low < found.high:
+    if (ends := re.fullmatch(r"([^,\[]+?)\.\.([^,]+)", listed)) and (parsed := _range(ends[1], ends[2])) is not None:
+        if not parsed.low < parsed.high:
             raise RecipeError(f"--vary {text}: a range goes from a lower to a higher number; exchange its ends")
-        return Variation(key, found)
+        return Variation(key, parsed)
     try:
         values = load_yaml(f"[{listed}]")
     except yaml.YAMLError as error:

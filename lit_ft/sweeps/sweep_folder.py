@@ -20,7 +20,7 @@ def sweep_folder(given: str | None, recipe: str, definition: Mapping[str, object
     Args:
         given: folder that the user has named; None to look for it.
         recipe: name of the recipe.
-        definition: what makes two sweeps the same.
+        definition: options by which two sweeps are the same.
 
     Raises:
         RecipeError: the folder given holds another sweep, or cannot be written.

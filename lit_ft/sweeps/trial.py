@@ -1,4 +1,4 @@
-"""One trial of a sweep: a ``fit`` process in a run folder, and what it has left there."""
+"""One trial of a sweep: a ``fit`` process in a run folder, and its files there."""
 
 import csv
 import json
@@ -40,8 +40,8 @@ class Trial:
     def read(cls, root: Path) -> "Trial | None":
         """Trial that an earlier process of the sweep has started in a folder; None if there is none."""
         try:
-            found = json.loads((root / "trial.json").read_text(encoding="utf-8"))
-            return cls(RunFolder(root), dict(found["values"]), float(found["seconds"]), found["failure"])
+            saved = json.loads((root / "trial.json").read_text(encoding="utf-8"))
+            return cls(RunFolder(root), dict(saved["values"]), float(saved["seconds"]), saved["failure"])
         except FileNotFoundError:
             return None
 
@@ -124,8 +124,8 @@ class Trial:
     @property
     def next_command(self) -> str | None:
         """Command that the run names at its end; None if it names none."""
-        found = re.findall(r"^next: (.+)$", self.log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        return found[-1] if found else None
+        commands = re.findall(r"^next: (.+)$", self.log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        return commands[-1] if commands else None
 
     def metrics(self) -> list[str]:
         """Names of the metrics that the run has logged."""

@@ -149,8 +149,8 @@ class ExpertLoad(Metric):
         experts = max(layer.count for layer in layers)
         self.add_state("counts", torch.zeros(len(layers), experts, dtype=torch.int64), dist_reduce_fx="sum")
         self.experts = [layer.count for layer in layers]
-        for place, layer in enumerate(layers):
-            layer.module.register_forward_pre_hook(partial(self._before_experts, place), with_kwargs=True)
+        for layer_index, layer in enumerate(layers):
+            layer.module.register_forward_pre_hook(partial(self._before_experts, layer_index), with_kwargs=True)
 
     @classmethod
     def of(cls, base: nn.Module) -> "ExpertLoad | None":
@@ -159,12 +159,12 @@ class ExpertLoad(Metric):
         return cls(layers) if layers else None
 
     def _before_experts(
-        self, place: int, experts: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+        self, layer_index: int, experts: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:
         if experts.training:
-            self.update(place, (*args, *kwargs.values())[1])
+            self.update(layer_index, (*args, *kwargs.values())[1])
 
-    def update(self, place: int, index: Tensor) -> None:
+    def update(self, layer_index: int, index: Tensor) -> None:
         """Count the tokens of a layer.
 
         Args:
@@ -172,7 +172,7 @@ class ExpertLoad(Metric):
             index: indices of each token's experts, ``(tokens, k)``.
         """
         chosen = index.flatten()
-        self.counts[place].scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for CUDA
+        self.counts[layer_index].scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for CUDA
 
     def compute(self) -> dict[str, Tensor]:
         """Ratio of each layer, scalar fp32; NaN without tokens."""

@@ -65,12 +65,12 @@ class Float8Precision(Precision):
             )
         for parent, name, layer in fit:
             setattr(parent, name, Float8Linear(layer, self.scaling))
-        said = f"float8 ({self.scaling}) in {len(fit)} linear layers"
+        summary = f"float8 ({self.scaling}) in {len(fit)} linear layers"
         if len(layers) > len(fit):
-            said += f"; {len(layers) - len(fit)} others have sizes that are no multiples of {_MULTIPLE}"
+            summary += f"; {len(layers) - len(fit)} others have sizes that are no multiples of {_MULTIPLE}"
         if device.type == "cpu":
-            said += "; on a CPU this is slower than without"
-        rank_zero_info(said)
+            summary += "; on a CPU this is slower than without"
+        rank_zero_info(summary)
         return module
 
     def connect(
@@ -95,10 +95,10 @@ class Float8Precision(Precision):
 
 
 def _check_device(device: torch.device) -> None:
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         raise RecipeError(
             f"Float8Precision needs compute capability 8.9 (Ada, Hopper), {torch.cuda.get_device_name(device)} has "
-            f"{found[0]}.{found[1]}; take trainer.precision=bf16-mixed"
+            f"{capability[0]}.{capability[1]}; take trainer.precision=bf16-mixed"
         )
     if device.type not in ("cuda", "cpu"):
         raise RecipeError(f"Float8Precision needs an NVIDIA GPU (a CPU for trying it out), not {device.type}")

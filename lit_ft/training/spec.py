@@ -31,7 +31,7 @@ from lit_ft.tuning.spec import TuningSpec
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """What ``lit_ft.CausalLM`` builds and trains.
+    """Model that ``lit_ft.CausalLM`` builds and trains.
 
     Raises:
         RecipeError: two of the options exclude each other.
@@ -100,8 +100,8 @@ class TrainingSpec:
 
     def _check_liger(self, device: torch.device | None) -> None:
         if self.liger:
-            found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            liger_kernels.check(self.base.config, device or found)
+            default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            liger_kernels.check(self.base.config, device or default)
 
     def build(
         self,
@@ -174,8 +174,8 @@ def batches_for_init(trainer: Trainer | None, count: int, base: PreTrainedModel,
     if trainer is None or not isinstance(data, GivesFirstBatches):
         raise RecipeError(
             f"model.peft: init_lora_weights={init!r} looks at training data, which there is in `fit` with data "
-            "that hands out first_rows(count), as lit_ft.TextDataModule does; take another init"
+            "that hands out first_batches(count), as lit_ft.TextDataModule does; take another init"
         )
     device = trainer.strategy.root_device
     base.to(device)
-    return [move_data_to_device(batch, device) for batch in data.first_rows(count)]
+    return [move_data_to_device(batch, device) for batch in data.first_batches(count)]

@@ -1,7 +1,9 @@
-"""Where each tuning method works, and the reason where it does not.
+"""Table of the situations in which each tuning method works, with the reasons where it does not.
 
-``METHODS`` has one row per PEFT method, and per option of a config that changes the answer. All refusals come from it,
-``python -m benchmarks.support_tables`` prints docs/methods.md from it, and tests are parametrized by it.
+``METHODS`` has one row per PEFT method, and per option of a config that changes the answer. All refusals of a method
+in a situation come from it, ``python -m benchmarks.support_tables`` prints docs/methods.md from it, and tests are
+parametrized by it. Options that contradict each other are refused where they are read (``check_method``,
+``lora_init.check_init``, ``targets.experts``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +30,14 @@ class MethodSupport:
     """``peft_type`` of a method, or an option of its config; ``a.b`` is option b of the config in option a."""
     values: tuple[str, ...] = ()
     """Beginnings of the option's values that the row is about; empty: all values but null and false."""
+    only: tuple[str, ...] = ()
+    """Situations that the row is about; empty: all. It says nothing of the others."""
     packed: str | None = situation("packed batches", _ANOTHER)
     merge: str | None = situation("merge", f"leave merge out and use the adapter as it is, or {_ANOTHER}")
+    combined: str | None = situation("weighted, combined", "export the adapter alone, with weight 1")
+    added_tokens: str | None = situation(
+        "added tokens", "take peft.LoraConfig, peft.TrainableTokensConfig, or peft: null"
+    )
     bitsandbytes: str | None = situation("NF4, INT8 base", _DENSE_BASE)
     torchao: str | None = situation("torchao base", _DENSE_BASE)
     gptqmodel: str | None = situation("GPTQ, AWQ base", _DENSE_BASE)
@@ -86,6 +94,9 @@ _BOTH_ENDS = (
 )
 _AT_CREATION = "reads weights of the base when it is created, and at stage 3 no rank has them whole"
 _NOT_MERGED = "adds no weights that could be merged into the base"
+_NOT_COMBINED = "is not combined by PEFT (peft 0.21)"
+_NO_SUM = "adds no products of matrices, which alone are combined as sums"
+_NO_ROWS = "trains no rows of the embeddings"
 
 Reasons = Mapping[str, str]
 
@@ -98,7 +109,8 @@ def _on_parts(reason: str) -> Reasons:
     return dict.fromkeys(("fsdp", "tensor", "pipeline", "context"), reason)
 
 
-_ADAPTER: Reasons = {"tensor": _NOT_COMPARED, "otherwise_quantized": _NOT_ON_THIS_BASE}
+_NOT_LORA: Reasons = {"combined": _NO_SUM, "added_tokens": _NO_ROWS}
+_ADAPTER: Reasons = {**_NOT_LORA, "tensor": _NOT_COMPARED, "otherwise_quantized": _NOT_ON_THIS_BASE}
 _NOT_GPTQ: Reasons = {**_ADAPTER, "gptqmodel": _NOT_ON_THIS_BASE}
 _DENSE: Reasons = {**_ADAPTER, **_on_quantized(_OWN_WEIGHTS)}
 _PROMPT: Reasons = {
@@ -106,20 +118,33 @@ _PROMPT: Reasons = {
     **dict.fromkeys(("tensor", "pipeline", "context"), _VIRTUAL),
     "merge": _NOT_MERGED,
 }
-_TOKENS: Reasons = {"tensor": _NOT_COMPARED, "pipeline": _BOTH_ENDS, "zero3": _AT_CREATION}
+_TOKENS: Reasons = {
+    "combined": "trains rows of the embeddings, which do not add up",
+    "tensor": _NOT_COMPARED,
+    "pipeline": _BOTH_ENDS,
+    "zero3": _AT_CREATION,
+}
 
 
-def _row(name: str, *shared: Reasons, values: tuple[str, ...] = (), **own: str | None) -> MethodSupport:
+def _row(
+    name: str, *shared: Reasons, values: tuple[str, ...] = (), only: tuple[str, ...] = (), **own: str | None
+) -> MethodSupport:
     reasons: dict[str, str | None] = {key: reason for part in [*shared, own] for key, reason in part.items()}
-    return MethodSupport(name, values, **reasons)
+    return MethodSupport(name, values, only, **reasons)
 
 
 # --- the table ---------------------------------------------------------------------------------------
 
 METHODS: Sequence[MethodSupport] = (
     _row("LORA"),
-    _row("use_dora", tensor=_WHOLE_WEIGHTS),
-    _row("init_lora_weights", _on_quantized(_ROUNDED), values=FROM_THE_BASE, zero3=_AT_CREATION),
+    _row("use_dora", tensor=_WHOLE_WEIGHTS, combined="trains magnitudes, which do not add up"),
+    _row(
+        "init_lora_weights",
+        _on_quantized(_ROUNDED),
+        values=FROM_THE_BASE,
+        combined="changes the base's weights, which another adapter builds on",
+        zero3=_AT_CREATION,
+    ),
     _row("init_lora_weights", values=("eva", "loftq"), zero3=_AT_CREATION),
     _row(
         "init_lora_weights",
@@ -127,7 +152,13 @@ METHODS: Sequence[MethodSupport] = (
         values=("orthogonal",),
     ),
     _row("init_lora_weights", values=("mica",), packed=_UNBUILT),
-    _row("kasa_config", _on_quantized(_ROUNDED), _on_parts(_BETWEEN_PASSES), zero3=_BETWEEN_PASSES),
+    _row(
+        "kasa_config",
+        _on_quantized(_ROUNDED),
+        _on_parts(_BETWEEN_PASSES),
+        combined=_NOT_COMBINED,
+        zero3=_BETWEEN_PASSES,
+    ),
     _row("velora_config", _on_quantized("does nothing for packed layers (peft 0.21)"), tensor=_WHOLE_WEIGHTS),
     _row(
         "velora_config.init_type",
@@ -137,14 +168,18 @@ METHODS: Sequence[MethodSupport] = (
     _row(
         "use_bdlora",
         _on_quantized("is left out by PEFT for packed layers, which would train plain LoRA (peft 0.21)"),
+        combined=_NOT_COMBINED,
         tensor=_WHOLE_WEIGHTS,
     ),
     _row(
         "target_parameters",
         dict.fromkeys(("torchao", "gptqmodel", "otherwise_quantized"), _NOT_ON_THIS_BASE),
         tensor="multiplies whole tensors, of which a tensor-parallel rank has a part",
+        combined=_NOT_COMBINED,
     ),
     _row("trainable_token_indices", _TOKENS),
+    _row("modules_to_save", only=("combined",), combined=_NOT_COMBINED),
+    _row("bias", values=("all", "lora_only"), only=("combined",), combined=_NOT_COMBINED),
     _row(
         "alora_invocation_tokens", packed="has to find its tokens in each sample of a packed batch, which PEFT does not"
     ),
@@ -194,7 +229,7 @@ METHODS: Sequence[MethodSupport] = (
     _row("use_asa", packed="freezes weights while training, which the optimizer and checkpoints know nothing of"),
     _row("BOTTLENECK", _NOT_GPTQ, merge=_NOT_MERGED),
     _row("ADAPTION_PROMPT", _NOT_GPTQ, tensor=None, merge=_NOT_MERGED),
-    _row("TRAINABLE_TOKENS", _ADAPTER, _TOKENS),
+    _row("TRAINABLE_TOKENS", _ADAPTER, _TOKENS, added_tokens=None),
     _row("PROMPT_TUNING", _PROMPT),
     _row("P_TUNING", _PROMPT),
     _row("PREFIX_TUNING", _NOT_GPTQ, _PROMPT, _on_parts(_BY_SAMPLE), zero3=_BY_SAMPLE),
@@ -206,7 +241,7 @@ METHODS: Sequence[MethodSupport] = (
     ),
     _row("FROD", packed=_UNBUILT),
 )
-NOT_LISTED = _row("any other", _on_quantized(_NOT_ON_THIS_BASE), tensor=_NOT_COMPARED, zero3=_NOT_COMPARED)
+NOT_LISTED = _row("any other", _NOT_LORA, _on_quantized(_NOT_ON_THIS_BASE), tensor=_NOT_COMPARED, zero3=_NOT_COMPARED)
 _NOT_LISTED_PROMPT = _row("any other", _PROMPT, _on_quantized(_NOT_ON_THIS_BASE), zero3=_NOT_COMPARED)
 
 
@@ -220,27 +255,28 @@ def rows_of(peft: PeftConfig) -> list[MethodSupport]:
     return other + [row for row in METHODS if row.applies_to(peft)]
 
 
-def refusal(peft: PeftConfig, name: str, value: str = "") -> str | None:
-    """Why a method does not work in a situation, and what to do; None where it works.
+def refusal(peft: PeftConfig, name: str, value: str = "", option: str = "model.peft") -> str | None:
+    """Reason why a method does not work in a situation, and the fix; None where it works.
 
     Args:
         peft: config of the tuning method.
         name: field of ``MethodSupport``.
         value: value of the recipe that makes the situation, e.g. ``tensor_parallel_size=2``.
+        option: option that gives the method, for the message.
     """
-    if (found := first_refusal(rows_of(peft), name)) is None:
+    if (first := first_refusal(rows_of(peft), name)) is None:
         return None
-    row, reason, fix = found
-    return f"model.peft: {row.subject(peft)} {reason}{f' ({value})' if value else ''}; {fix}"
+    row, reason, fix = first
+    return f"{option}: {row.subject(peft)} {reason}{f' ({value})' if value else ''}; {fix}"
 
 
-def check_situation(peft: PeftConfig | None, name: str, value: str = "") -> None:
+def check_situation(peft: PeftConfig | None, name: str, value: str = "", option: str = "model.peft") -> None:
     """Refuse a method in a situation in which it does not work; the arguments are those of ``refusal``.
 
     Raises:
         RecipeError: the method or one of its options does not work; the message gives the reason and the fix.
     """
-    if peft is not None and (message := refusal(peft, name, value)) is not None:
+    if peft is not None and (message := refusal(peft, name, value, option)) is not None:
         raise RecipeError(message)
 
 

@@ -59,13 +59,13 @@ def needs_init(peft: PeftConfig | None) -> bool:
 
 def with_default_init(peft: PeftConfig, start: LoraInitState | None = None) -> PeftConfig:
     """Copy of a config with PEFT's default init, and with the fields that an init has set."""
-    config = _settled(copy.deepcopy(peft))
+    config = _reset_init(copy.deepcopy(peft))
     for name, value in (start["settings"] if start else {}).items():
         setattr(config, name, value)
     return config
 
 
-def _settled(config: LoraConfig) -> LoraConfig:
+def _reset_init(config: LoraConfig) -> LoraConfig:
     config.init_lora_weights = True
     config.eva_config = config.corda_config = config.lora_ga_config = None
     config.loftq_config = {}
@@ -81,8 +81,8 @@ def check_init(peft: PeftConfig, is_quantized: bool) -> None:
     """
     if isinstance(peft, LoraConfig) and peft.use_dora and init_of(peft).startswith(FROM_THE_BASE):
         raise RecipeError(
-            f"model.peft: init_lora_weights={init_of(peft)!r} takes the start out of the base, and use_dora trains "
-            "magnitudes of that changed base, so that the adapter could not be used on the base itself; leave one out"
+            f"model.peft: init_lora_weights={init_of(peft)!r} subtracts its first product from the base, and use_dora "
+            "trains magnitudes of that base, so that the adapter could not be used on the base itself; leave one out"
         )
     if isinstance(peft, LoraConfig) and peft.target_parameters and init_of(peft) not in ("", "gaussian"):
         raise RecipeError(
@@ -105,7 +105,7 @@ def run_lora_init(
     base: nn.Module,
     peft: PeftConfig,
     wrap: Callable[[PeftConfig], PeftModel],
-    rows: Sequence[PackedBatch],
+    batches: Sequence[PackedBatch],
     forward: Callable[[PackedBatch], TokenLoss],
     unquantized: Callable[[], nn.Module],
 ) -> tuple[PeftModel, LoraInitState]:
@@ -115,7 +115,7 @@ def run_lora_init(
         base: base model; its weights are changed if the init subtracts the initial adapter from them.
         peft: config of an init for which ``needs_init`` is true.
         wrap: function that creates the ``PeftModel`` of a config.
-        rows: packed batches of training data; unused by inits that do not read data.
+        batches: packed batches of training data; unused by inits that do not read data.
         forward: function that runs the model on a packed batch.
         unquantized: function that reads the base model without quantization, for LoftQ.
 
@@ -125,18 +125,18 @@ def run_lora_init(
     init, began = init_of(peft), time.perf_counter()
     config = cast(LoraConfig, copy.deepcopy(peft))
     rank_zero_info(
-        f"adapter init {init}: " + (f"{len(rows)} micro-batches of training data" if rows else "SVD of layers")
+        f"adapter init {init}: " + (f"{len(batches)} micro-batches of training data" if batches else "SVD of layers")
     )
     if init in ("corda", "lora_ga") and config.target_modules in (None, "all-linear"):
         config.target_modules = _names_of_targets(wrap(with_default_init(config)))  # PEFT's preprocessing needs a list
-    with _weights_kept(base, wanted=init.startswith(FROM_THE_BASE)):
+    with _weights_kept(base, is_needed=init.startswith(FROM_THE_BASE)):
         if init == "corda":
-            preprocess_corda(base, config, run_model=lambda: _run(forward, rows))
+            preprocess_corda(base, config, run_model=lambda: _run(forward, batches))
         elif init == "lora_ga":
-            preprocess_loraga(base, config, train_step=lambda: _backward(forward, rows))
+            preprocess_loraga(base, config, train_step=lambda: _backward(forward, batches))
         model = wrap(with_default_init(config) if init == "loftq" else config)
         if init == "eva":
-            _eva(model, rows, forward)
+            _eva(model, batches, forward)
         elif init == "loftq":
             _loftq(model, unquantized())
         start = _state_after(model, init)
@@ -152,7 +152,7 @@ def _state_after(model: PeftModel, init: str) -> LoraInitState:
     saved = get_peft_model_state_dict(model).items() if init.startswith(FROM_THE_BASE) else ()
     taken = {name: tensor.clone() for name, tensor in saved if "lora_" in name}
     settings: dict[str, object] = {}
-    config = _settled(model.peft_config["default"])
+    config = _reset_init(model.peft_config["default"])
     if init == "eva":
         settings = {name: getattr(config, name) for name in ("rank_pattern", "alpha_pattern")}
         settings["target_modules"] = sorted(config.target_modules)
@@ -185,8 +185,9 @@ def check_same(ours: LoraInitState | None, saved: LoraInitState | None) -> None:
         return
     if ours is None or saved is None or ours["settings"] != saved["settings"] or _differ(ours["taken"], saved["taken"]):
         raise RecipeError(
-            "the checkpoint was trained from another start than the adapter's init has found now; set module.start to "
-            "the checkpoint's 'adapter_start' before the trainer builds the model, as the command line does"
+            "the checkpoint was trained from another initial state than the adapter's init has computed now; set "
+            "module.start to the checkpoint's 'adapter_start' before the trainer builds the model, as the command line "
+            "does"
         )
 
 
@@ -205,25 +206,25 @@ def _subtract_initial_product(model: PeftModel, taken: dict[str, Tensor]) -> Non
 
 
 @contextmanager
-def _weights_kept(base: nn.Module, wanted: bool) -> Iterator[None]:
+def _weights_kept(base: nn.Module, is_needed: bool) -> Iterator[None]:
     """Restore the weights of linear layers after PEFT has changed them; ``_subtract_initial_product`` does it again."""
-    layers = [module for module in base.modules() if isinstance(module, nn.Linear)] if wanted else []
+    layers = [module for module in base.modules() if isinstance(module, nn.Linear)] if is_needed else []
     kept = [layer.weight.detach().clone() for layer in layers]
     yield
     for layer, weight in zip(layers, kept, strict=True):
         layer.weight.data = weight
 
 
-def _run(forward: Callable[[PackedBatch], TokenLoss], rows: Sequence[PackedBatch]) -> None:
-    for row in rows:
-        forward(row)
+def _run(forward: Callable[[PackedBatch], TokenLoss], batches: Sequence[PackedBatch]) -> None:
+    for batch in batches:
+        forward(batch)
 
 
-def _backward(forward: Callable[[PackedBatch], TokenLoss], rows: Sequence[PackedBatch]) -> None:
+def _backward(forward: Callable[[PackedBatch], TokenLoss], batches: Sequence[PackedBatch]) -> None:
     # The inputs of the first layers need no gradients, but the hooks of these layers are still called.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
-    for row in rows:
-        (forward(row).loss_sum / len(row["targets"])).backward()
+    for batch in batches:
+        (forward(batch).loss_sum / len(batch["targets"])).backward()
 
 
 class _AsItIs(dict[str, object]):
@@ -233,30 +234,30 @@ class _AsItIs(dict[str, object]):
         return self
 
 
-def _eva(model: PeftModel, rows: Sequence[PackedBatch], forward: Callable[[PackedBatch], TokenLoss]) -> None:
+def _eva(model: PeftModel, batches: Sequence[PackedBatch], forward: Callable[[PackedBatch], TokenLoss]) -> None:
     supervised_only = model.peft_config["default"].eva_config.use_label_mask
     calls = 0
 
-    def places(row: PackedBatch, _: object) -> Tensor | slice:
-        return row["predict_at"] if supervised_only else slice(None)
+    def predicting(batch: PackedBatch, _: object) -> Tensor | slice:
+        return batch["predict_at"] if supervised_only else slice(None)
 
-    def run(_: object, row: PackedBatch) -> None:
+    def run(_: object, batch: PackedBatch) -> None:
         nonlocal calls
         calls += 1
-        if calls > _EVA_PASSES * len(rows):
+        if calls > _EVA_PASSES * len(batches):
             raise RecipeError(
-                f"model.peft: EVA's directions still move after {_EVA_PASSES} passes over {len(rows)} micro-batches; "
-                f"raise model.init_rows, or lower the eva_config's tau={model.peft_config['default'].eva_config.tau:g}"
+                f"model.peft: EVA's directions still move after {_EVA_PASSES} passes over {len(batches)} micro-batches;"
+                f" raise model.init_rows, or lower the eva_config's tau={model.peft_config['default'].eva_config.tau:g}"
             )
-        forward(row)
+        forward(batch)
 
     initialize_lora_eva_weights(
         model,
-        [_AsItIs(row) for row in rows],
+        [_AsItIs(batch) for batch in batches],
         forward_fn=run,
-        prepare_model_inputs_fn=places,
+        prepare_model_inputs_fn=predicting,
         prepare_layer_inputs_fn=lambda inputs, where, _: inputs[0].reshape(-1, inputs[0].shape[-1])[where],
-        gather_distributed_inputs=False,  # all ranks read the same rows
+        gather_distributed_inputs=False,  # all ranks read the same batches
         show_progress_bar=False,
     )
 

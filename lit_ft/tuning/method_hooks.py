@@ -78,8 +78,8 @@ def after_optimizer_step(model: nn.Module | None, steps: int) -> None:
 
 def _has_finite_gradients(model: PeftModel) -> bool:
     gradients = [p.grad for name, p in model.named_parameters() if "lora_" in name and p.requires_grad]
-    found = [gradient for gradient in gradients if gradient is not None]
-    return len(found) == len(gradients) and bool(norms(found).isfinite().all())
+    present = [gradient for gradient in gradients if gradient is not None]
+    return len(present) == len(gradients) and bool(norms(present).isfinite().all())
 
 
 def state_of(model: nn.Module | None) -> MethodState:

@@ -52,35 +52,35 @@ def virtual_lengths(model: PreTrainedModel | PeftModel, lengths: list[int]) -> l
     return [length + model.active_peft_config.num_virtual_tokens for length in lengths]
 
 
-def hidden_states(model: PeftModel, decoder: Decoder, row: PackedBatch, **options: object) -> Tensor:
+def hidden_states(model: PeftModel, decoder: Decoder, batch: PackedBatch, **options: object) -> Tensor:
     """Final hidden states of a packed batch without its virtual tokens, ``(1, T, H)``.
 
     Args:
         model: ``PeftModel`` of a prompt-learning method.
         decoder: decoder of the base model.
-        row: packed batch of T tokens.
+        batch: packed batch of T tokens.
         options: further keyword arguments of the decoder.
     """
     if method_of(model) == PREFIX:
-        return _with_prefix(model, decoder, row)
-    lengths, virtual = row["segment_lengths"], model.active_peft_config.num_virtual_tokens
-    embeddings = model.word_embeddings(row["input_ids"])[0]
+        return _with_prefix(model, decoder, batch)
+    lengths, virtual = batch["segment_lengths"], model.active_peft_config.num_virtual_tokens
+    embeddings = model.word_embeddings(batch["input_ids"])[0]
     prompts = model.get_prompt(batch_size=len(lengths)).to(embeddings.dtype)
     parts = [part for pair in zip(prompts, embeddings.split(lengths), strict=True) for part in pair]
     positions = torch.cat([torch.arange(length + virtual) for length in lengths])
-    is_own = torch.cat([torch.arange(length + virtual) >= virtual for length in lengths])
+    is_of_sample = torch.cat([torch.arange(length + virtual) >= virtual for length in lengths])
     hidden = decoder(
         inputs_embeds=torch.cat(parts)[None],
         position_ids=positions[None].to(embeddings.device),
         use_cache=False,
         **options,
     ).last_hidden_state
-    return hidden[:, is_own.to(hidden.device)]
+    return hidden[:, is_of_sample.to(hidden.device)]
 
 
-def _with_prefix(model: PeftModel, decoder: Decoder, row: PackedBatch) -> Tensor:
+def _with_prefix(model: PeftModel, decoder: Decoder, batch: PackedBatch) -> Tensor:
     parts = []
-    for ids in row["input_ids"].split(row["segment_lengths"], dim=1):
+    for ids in batch["input_ids"].split(batch["segment_lengths"], dim=1):
         with samples_of([ids.shape[1]]):
             options = {cache_option(model.get_base_model()): model.get_prompt(batch_size=1)}
             parts.append(decoder(input_ids=ids, use_cache=False, **options).last_hidden_state)

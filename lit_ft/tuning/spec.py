@@ -1,4 +1,4 @@
-"""Description of what is trained of a model: an adapter, weights selected by name, or all weights."""
+"""Description of the part of a model that trains: an adapter, weights selected by name, or all weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
-from lit_ft.model import embeddings, quantization
+from lit_ft.model import quantization
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss
-from lit_ft.tuning import compatibility, lora_init, prompt_learning, wrapping
+from lit_ft.tuning import added_tokens, compatibility, lora_init, prompt_learning, wrapping
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.targets import unreached
 
@@ -102,7 +102,7 @@ class TuningSpec:
             base,
             self.peft,
             wrap=lambda peft: _peft_model(self._wrap(base, ids, peft)),
-            rows=batches(base, init) if init in lora_init.FROM_DATA else [],
+            batches=batches(base, init) if init in lora_init.FROM_DATA else [],
             forward=forward,
             unquantized=spec.build_unquantized,
         )
@@ -118,11 +118,11 @@ class TuningSpec:
         if peft is None:
             if self.trainable is not None:
                 wrapping.freeze_all_but(base, self.trainable)
-                embeddings.check_rows_train(base, added_ids)
+                added_tokens.check_added_rows_train(base, added_ids)
             unreached.freeze(base)
             return base
         try:
-            return wrapping.add_peft(base, embeddings.train_rows(peft, base, added_ids), self.adapter_dtype)
+            return wrapping.add_peft(base, added_tokens.with_added_rows(peft, base, added_ids), self.adapter_dtype)
         except RecipeError:
             raise
         except ImportError as error:

@@ -76,9 +76,9 @@ def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
         RecipeError: a pattern is not a regular expression, or matches no name.
     """
     names = [name for name, _ in model.named_parameters()]
-    found = matching(patterns, names, "model.trainable")
+    matched = matching(patterns, names, "model.trainable")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in found)
+        parameter.requires_grad_(name in matched)
 
 
 def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
@@ -118,21 +118,21 @@ def check_other_modules(model: nn.Module, peft: PeftConfig) -> None:
         "exclude_modules": _unmatched(model, options.get("exclude_modules") or (), "exclude_modules"),
         "modules_to_save": sorted(s for s in saved if not any(name.endswith(s) for name in names)),
     }
-    for option, wanted in unmatched.items():
-        if wanted:
+    for option, missing in unmatched.items():
+        if missing:
             raise RecipeError(
-                f"model.peft {option} {wanted} match nothing in {type(model).__name__}; correct or remove them; its "
+                f"model.peft {option} {missing} match nothing in {type(model).__name__}; correct or remove them; its "
                 f"linear layers are {linear_layers(model)}"
             )
 
 
-def _unmatched(model: nn.Module, wanted: str | Collection[str], option: str) -> list[str]:
+def _unmatched(model: nn.Module, names_or_pattern: str | Collection[str], option: str) -> list[str]:
     """Those names of modules, or that pattern, which match none of a model's as PEFT compares them."""
     names = [name for name, _ in model.named_modules()]
-    if isinstance(wanted, str):
+    if isinstance(names_or_pattern, str):
         with explained(f"model.peft: {option}", "correct the pattern", also=(re.error,)):
-            return [] if any(re.fullmatch(wanted, name) for name in names) else [wanted]
-    return sorted(w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in names))
+            return [] if any(re.fullmatch(names_or_pattern, name) for name in names) else [names_or_pattern]
+    return sorted(w for w in names_or_pattern if not any(name == w or name.endswith(f".{w}") for name in names))
 
 
 def _as_list(targets: str, model: nn.Module) -> str | None:

@@ -55,7 +55,7 @@ def test_a_checkpoint_is_read_as_torch_reads_it(checkpoint: Path) -> None:
     torchs = dcp.FileSystemReader(checkpoint).read_metadata()
     assert ours.state_dict_metadata == torchs.state_dict_metadata
     assert ours.storage_data == torchs.storage_data
-    whole = sharded.read_whole(checkpoint)
+    whole = sharded.read_full(checkpoint)
     assert whole["state_dict"]["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -81,13 +81,13 @@ def test_an_index_that_an_early_python_311_wrote_is_read(checkpoint: Path) -> No
     with (checkpoint / ".metadata").open("wb") as file:
         ByGetattr(file, attribute="__init__").dump(metadata)
     with pytest.raises(RecipeError, match=r"names code that no checkpoint needs \(getattr of .*, '__init__'\)"):
-        sharded.read_whole(checkpoint)
+        sharded.read_full(checkpoint)
 
 
 def test_an_index_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
     for metadata in (Command(tmp_path / "ran"), replace(index_of(checkpoint), planner_data=Command(tmp_path / "ran"))):
         write_index(checkpoint, metadata)
-        for read in (sharded.read_whole, sharded.shapes):
+        for read in (sharded.read_full, sharded.shapes):
             with pytest.raises(RecipeError, match=r"\.metadata names code that no checkpoint needs \(posix\.system\)"):
                 read(checkpoint)
     assert not (tmp_path / "ran").exists()
@@ -103,7 +103,7 @@ def test_an_entry_that_is_no_tensor_runs_no_code(checkpoint: Path, tmp_path: Pat
     stored.length = (checkpoint / "evil.distcp").stat().st_size
     write_index(checkpoint, metadata)
     with pytest.raises(RecipeError, match="names code that no checkpoint needs .*BytesStorage"):
-        sharded.read_whole(checkpoint)
+        sharded.read_full(checkpoint)
     with pytest.raises(dcp.api.CheckpointException, match="names code that no checkpoint needs"):
         dcp.load({"weights/a": torch.zeros(2, 3)}, storage_reader=SafeFileSystemReader(checkpoint), no_dist=True)
     assert not (tmp_path / "ran").exists()
@@ -115,12 +115,12 @@ def test_an_index_names_no_file_outside(checkpoint: Path, elsewhere: str) -> Non
     next(iter(metadata.storage_data.values())).relative_path = elsewhere
     write_index(checkpoint, metadata)
     with pytest.raises(RecipeError, match="points outside of the folder"):
-        sharded.read_whole(checkpoint)
+        sharded.read_full(checkpoint)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps([1]), pickle.dumps(3)[:-1]])
 def test_a_damaged_index_is_an_error_of_one_line(checkpoint: Path, content: bytes) -> None:
     (checkpoint / ".metadata").write_bytes(content)
     with pytest.raises(RecipeError, match="no sharded checkpoint that can be read") as error:
-        sharded.read_whole(checkpoint)
+        sharded.read_full(checkpoint)
     assert "\n" not in str(error.value)

@@ -192,11 +192,11 @@ def test_runs_are_adapters_and_a_run_gives_the_base(lit_ft: Any, finished: Any, 
 
 
 UNSUMMABLE = {
-    "IA3": (peft.IA3Config(task_type="CAUSAL_LM"), "IA3 adapters are no sums"),
-    "DoRA": (lora(use_dora=True), "DoRA's magnitudes are no sums"),
-    "modules_to_save": (lora(modules_to_save=["norm"]), "layers in modules_to_save are no sums"),
-    "tokens": (lora(trainable_token_indices=[3]), "rows in trainable_token_indices are no sums"),
-    "biases": (lora(bias="lora_only"), "biases are not combined by PEFT"),
+    "IA3": (peft.IA3Config(task_type="CAUSAL_LM"), "IA3 adds no products of matrices, which alone are combined"),
+    "DoRA": (lora(use_dora=True), "use_dora=True trains magnitudes, which do not add up"),
+    "modules_to_save": (lora(modules_to_save=["norm"]), "modules_to_save=['norm'] is not combined by PEFT"),
+    "tokens": (lora(trainable_token_indices=[3]), "trainable_token_indices=[3] trains rows of the embeddings"),
+    "biases": (lora(bias="lora_only"), "bias='lora_only' is not combined by PEFT"),
 }
 
 
@@ -459,7 +459,7 @@ def test_a_copied_run_goes_on_from_its_own_checkpoints(lit_ft: Any, fit: Any, tm
     shutil.rmtree(run)
     options = ["--trainer.max_steps", "3"] if command == "fit" else []
     said = lit_ft(command, "--config", copy / "config.yaml", "--ckpt_path", "last", *options)
-    assert f"config.yaml names the run folder {run}; taken is the one it lies in, {copy}" in said
+    assert f"config.yaml names the run folder {run}; the folder that it lies in is used: {copy}" in said
     assert not run.exists()
     steps = [torch.load(path)["global_step"] for path in (copy / "checkpoints").glob("last*.ckpt")]
     assert max(steps) == (3 if command == "fit" else 2)

@@ -20,7 +20,7 @@ from lit_ft.commands.plan import pretended_rank
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning import communication_formulas, timeline_plot
 from lit_ft.planning.memory import Memory, memory_of, optimizer_bytes
-from lit_ft.planning.pipeline_timeline import Work, idle_share, most_in_flight, order, timetable
+from lit_ft.planning.pipeline_timeline import Work, idle_fraction, most_in_flight, order, timeline
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.parallel.pipeline_parallel import SCHEDULES, stages_per_rank
 
@@ -28,9 +28,9 @@ from lit_ft.strategies.parallel.pipeline_parallel import SCHEDULES, stages_per_r
 
 
 def test_bubble_share() -> None:
-    assert communication_formulas.bubble_share(4, 8) == 3 / 11
-    assert communication_formulas.bubble_share(4, 8, stages_per_rank=2) == 3 / 19
-    assert communication_formulas.bubble_share(1, 8) == 0
+    assert communication_formulas.bubble_fraction(4, 8) == 3 / 11
+    assert communication_formulas.bubble_fraction(4, 8, stages_per_rank=2) == 3 / 19
+    assert communication_formulas.bubble_fraction(1, 8) == 0
 
 
 def test_a_ring_of_four() -> None:
@@ -73,11 +73,11 @@ def test_context_and_experts() -> None:
     assert communication_formulas.expert_bytes(10, 2, 64, ranks=4, back=False) == 2 * 10 * 2 * 64 * 3 / 4
 
 
-# --- timetable -------------------------------------------------------------------------------------------
+# --- timeline -------------------------------------------------------------------------------------------
 
 
 def test_1f1b_by_hand() -> None:
-    first, last = timetable("1F1B", 2, 2)
+    first, last = timeline("1F1B", 2, 2)
     assert first == [
         Work("F", 0, 0, 0, 1),
         Work("F", 0, 1, 1, 2),
@@ -85,22 +85,22 @@ def test_1f1b_by_hand() -> None:
         Work("B", 0, 1, 7, 9),
     ]
     assert last == [Work("F", 1, 0, 1, 2), Work("B", 1, 0, 2, 4), Work("F", 1, 1, 4, 5), Work("B", 1, 1, 5, 7)]
-    assert idle_share([first, last]) == pytest.approx(1 / 3)
+    assert idle_fraction([first, last]) == pytest.approx(1 / 3)
     assert (most_in_flight(first), most_in_flight(last)) == (2, 1)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"])
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 16)])
 def test_the_formula_is_what_the_order_gives(schedule: str, ranks: int, count: int) -> None:
-    found = idle_share(timetable(schedule, ranks, count))
-    assert found == pytest.approx(communication_formulas.bubble_share(ranks, count, stages_per_rank(schedule)))
+    found = idle_fraction(timeline(schedule, ranks, count))
+    assert found == pytest.approx(communication_formulas.bubble_fraction(ranks, count, stages_per_rank(schedule)))
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 @pytest.mark.parametrize(("ranks", "count"), [(2, 8), (4, 16)])
 def test_zero_bubble_schedules_wait_for_forward_passes_only(schedule: str, ranks: int, count: int) -> None:
     # Each rank has 2 m pieces of three parts, and waits p - 1 parts (Qi et al. 2024, section 2.3).
-    assert idle_share(timetable(schedule, ranks, count)) == pytest.approx((ranks - 1) / (6 * count + ranks - 1))
+    assert idle_fraction(timeline(schedule, ranks, count)) == pytest.approx((ranks - 1) / (6 * count + ranks - 1))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -114,7 +114,7 @@ def test_every_micro_batch_passes_every_stage_once_each_way(schedule: str) -> No
 
 def test_too_few_micro_batches() -> None:
     with pytest.raises(RecipeError, match="schedule=DualPipeV: DualPipeV requires at least as many microbatches as"):
-        timetable("DualPipeV", 4, 4)
+        timeline("DualPipeV", 4, 4)
 
 
 # --- memory ----------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_devices_without_a_number(recipe: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_picture_of_every_schedule(tmp_path: Path, schedule: str) -> None:
     path = tmp_path / "schedule.svg"
-    timeline_plot.draw(timetable(schedule, 2, 4), path, f"title of {schedule}")
+    timeline_plot.draw(timeline(schedule, 2, 4), path, f"title of {schedule}")
     text = path.read_text()
     boxes = 4 * 2 * stages_per_rank(schedule) * (3 if "Zero" in schedule else 2)
     if schedule != "DualPipeV":  # splits some backward passes only
@@ -263,7 +263,7 @@ def test_a_picture_of_every_schedule(tmp_path: Path, schedule: str) -> None:
 def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(RecipeError, match=r"pip install 'lit-ft\[plots\]'"):
-        timeline_plot.draw(timetable("GPipe", 2, 2), tmp_path / "schedule.png", "")
+        timeline_plot.draw(timeline("GPipe", 2, 2), tmp_path / "schedule.png", "")
 
 
 def memory_line(text: str) -> list[float]:

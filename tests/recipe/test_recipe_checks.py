@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, str]] = {
         "model: {peft: {class_path: peft.PromptTuningConfig, init_args: {num_virtual_tokens: null}}}",
         "model.peft: TypeError: ",
     ),
-    "a name that is none": ("model: {tokenizer: '{}'}", "no hub id can be spelt so"),
+    "a name that is none": ("model: {tokenizer: '{}'}", "no hub id is spelled like that"),
     "a negative clip value": ("trainer: {gradient_clip_val: -1}", "trainer.gradient_clip_val=-1 must be 0 or more"),
     "no micro-batch": ("trainer: {accumulate_grad_batches: 0}", "accumulate_grad_batches=0 must be 1 or more"),
     "no node": ("trainer: {num_nodes: 0}", "trainer.num_nodes=0 must be 1 or more"),

@@ -3,18 +3,18 @@
 import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.run.repeated_lines import said_once
+from lit_ft.run.repeated_lines import without_repetitions
 
 
 def test_one_repetition_of_a_line_is_dropped_until_the_next_checks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
-    with said_once():
+    with without_repetitions():
         for text in ("first", "second", "second"):
             rank_zero_info(text)
     for text in ("first", "second", "third", "first", "second", "second"):
         rank_zero_info(text)
     assert caplog.messages == ["first", "second", "second", "third", "first", "second"]
-    with said_once():
+    with without_repetitions():
         rank_zero_info("fourth")
     caplog.clear()
     for text in ("first", "fourth", "fourth"):

@@ -1,17 +1,19 @@
 """Each "no" of the table of tuning methods is refused with its reason, before weights are read."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
-from transformers import BitsAndBytesConfig
-from tuning_methods import METHODS, NOT_TRAINED, ON_QUANTIZED_ONLY, PARAMETERS, TOKENS
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from tuning_methods import METHODS, NOT_COMBINED, NOT_TRAINED, ON_QUANTIZED_ONLY, PARAMETERS, TOKENS
 
 from benchmarks.support_tables import headings
 from lit_ft import CausalLM, RecipeError
@@ -21,9 +23,10 @@ from lit_ft.strategies import FSDPStrategy
 from lit_ft.strategies.parallel.mesh import MeshSizes, ParallelDims
 from lit_ft.strategies.zero import config as zero_config
 from lit_ft.tuning import compatibility
+from lit_ft.tuning.added_tokens import with_added_rows
 from lit_ft.tuning.compatibility import check_quantized, check_situation, rows_of
 
-ALL: dict[str, PeftConfig] = {**METHODS, **ON_QUANTIZED_ONLY, **PARAMETERS, **TOKENS, **NOT_TRAINED}
+ALL: dict[str, PeftConfig] = {**METHODS, **ON_QUANTIZED_ONLY, **PARAMETERS, **TOKENS, **NOT_COMBINED, **NOT_TRAINED}
 NF4 = BitsAndBytesConfig(load_in_4bit=True)
 
 
@@ -34,6 +37,11 @@ def module(folder: str, method: str) -> CausalLM:
 @cache
 def skeleton(folder: str, method: str) -> nn.Module:
     return module(folder, method).check()
+
+
+@cache
+def base(folder: str) -> PreTrainedModel:
+    return loading.skeleton(folder)
 
 
 def on_mesh(**sizes: int) -> Callable[[str, str], None]:
@@ -48,6 +56,8 @@ def on_mesh(**sizes: int) -> Callable[[str, str], None]:
 CHECKS: dict[str, Callable[[str, str], Any]] = {
     "packed": skeleton,
     "merge": lambda folder, method: check_situation(ALL[method], "merge", "merge=true"),
+    "combined": lambda folder, method: check_situation(ALL[method], "combined"),
+    "added_tokens": lambda folder, method: with_added_rows(ALL[method], base(folder), [0]),
     "bitsandbytes": lambda folder, method: CausalLM(folder, peft=ALL[method], quantization=NF4),
     "torchao": lambda folder, method: check_quantized(ALL[method], "torchao"),
     "gptqmodel": lambda folder, method: check_quantized(ALL[method], "awq"),
@@ -96,6 +106,29 @@ def test_the_table_has_all_methods_of_peft_and_all_variants_of_lora() -> None:
     inits = {value for row in compatibility.METHODS if row.name == "init_lora_weights" for value in row.values}
     variants = next(option for option in fields(LoraConfig) if option.name == "init_lora_weights").metadata
     assert set(variants["lora_variants"]) <= inits
+
+
+@pytest.mark.parametrize("method", ["LoRA", "KaSA", "VeLoRA", "BD-LoRA", "orthogonal"])
+def test_lora_is_combined_where_peft_gives_the_sum(method: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(32, 32, bias=False) for name in ("q_proj", "v_proj")})
+    config = copy.deepcopy(ALL[method])
+    config.task_type = None
+    wrapped = get_peft_model(model, config, adapter_name="a")
+    wrapped.add_adapter("b", copy.deepcopy(config))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data += torch.randn_like(parameter) / 10
+    layer, x = wrapped.eval().base_model.model["q_proj"], torch.randn(5, 32)
+
+    def output(adapter: str) -> torch.Tensor:
+        wrapped.set_adapter(adapter)
+        return (layer(x) - layer.base_layer(x)).detach()
+
+    expected = 0.7 * output("a") + 0.3 * output("b")
+    wrapped.base_model.add_weighted_adapter(["a", "b"], [0.7, 0.3], "c", "cat")
+    is_sum = torch.allclose(output("c"), expected, atol=1e-6)
+    assert is_sum == (compatibility.refusal(ALL[method], "combined") is None)
 
 
 class Unheard(LoraConfig):

@@ -519,5 +519,5 @@ def lit_ft(*arguments: str) -> None:
 
 def test_an_init_that_looks_at_data_needs_data_that_shows_rows(make_trainer: Any, model_folder: str) -> None:
     batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
-    with pytest.raises(RecipeError, match=r"data that hands out first_rows\(count\)"):
+    with pytest.raises(RecipeError, match=r"data that hands out first_batches\(count\)"):
         make_trainer(max_steps=1).fit(CausalLM(model_folder, peft=METHODS["EVA"]), DataLoader([batch], batch_size=None))

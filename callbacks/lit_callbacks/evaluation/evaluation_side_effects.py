@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 _Result = TypeVar("_Result")
 
@@ -47,21 +46,6 @@ def on_all_ranks(trainer: Trainer, what: str, do: Callable[[], _Result]) -> _Res
         went_well = False
         warnings.warn(f"rank {trainer.global_rank}: {what} ({type(error).__name__}: {error})", stacklevel=2)
     return result if trainer.strategy.reduce_boolean_decision(went_well, all=True) else None
-
-
-def written(what: str, write: Callable[[], object]) -> bool:
-    """Whether ``write`` succeeded; an ``OSError`` becomes a warning.
-
-    Args:
-        what: text of the warning: what cannot be written and what to do.
-        write: function without arguments, called once.
-    """
-    try:
-        write()
-    except OSError as error:
-        rank_zero_warn(f"{what} ({error})")
-        return False
-    return True
 
 
 class EveryNSteps:

@@ -12,7 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
-from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks, written
+from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.output.attempts import written
 from lit_callbacks.output.step_lines import add_lines, drop_after_step, read_lines
 from lit_callbacks.protocols import MeasuresTextLoss
 

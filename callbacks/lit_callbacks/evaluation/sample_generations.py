@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks, written
+from lit_callbacks.evaluation.evaluation_side_effects import EveryNSteps, evaluating, on_all_ranks
+from lit_callbacks.output.attempts import written
 from lit_callbacks.output.log_text import log_text
 from lit_callbacks.output.step_lines import add_lines, drop_after_step
 from lit_callbacks.protocols import AnswersPrompts, Message, RendersPrompts, tokenizer_of

@@ -1,4 +1,4 @@
-"""What an exported model takes over from its base's folder: tensors that training does not use, and other files.
+"""Tensors that training does not use, and other files, which an exported model takes over from its base's folder.
 
 Published models hold more than the model for text that is trained: heads for multi-token prediction (``mtp.*``), vision
 towers, processors. Their tensors are copied bit by bit from the base's files into files beside the trained ones, one
@@ -185,10 +185,10 @@ class BaseFiles:
     def _copy_tensors(self, names: list[str], folder: Path) -> None:
         from safetensors.torch import save_file
 
-        for place, file in enumerate(sorted({self.tensors[name] for name in names})):
+        for index, file in enumerate(sorted({self.tensors[name] for name in names})):
             with opened(file) as base:
                 own = {name: base.tensor(name).contiguous() for name in names if self.tensors[name] == file}
-                copied = folder / f"rest-{place:05}.safetensors"  # sorted behind model-*
+                copied = folder / f"rest-{index:05}.safetensors"  # sorted behind model-*
                 save_file(own, copied, metadata={"format": "pt"})
                 with opened(copied) as again:
                     if different := [name for name in own if not _same_bits(own[name], again.tensor(name))]:

@@ -299,7 +299,7 @@ def check_experts(model: "PeftModel", got: "PreTrainedModel") -> int:
             continue
         name = f"{path.replace('.base_layer', '')}.{layer.parameter_name}"
         lost = _lost_experts(layer, got.get_parameter(name).detach())
-        wrong += [f"expert {place} of {name} lacks what was trained" for place in lost.nonzero().flatten().tolist()]
+        wrong += [f"expert {number} of {name} lacks what was trained" for number in lost.nonzero().flatten().tolist()]
         count += len(lost)
     _fail_if(wrong)
     return count

@@ -270,14 +270,14 @@ def _write_merged(
         report = compare(expected, got, BOUNDS.get(merged_dtype, BOUNDS[torch.float32]), share)
         rank_zero_info(f"merge verified: {report}{f', {experts} experts one by one' if experts else ''}")
         return
-    said = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
-    rank_zero_info(f"{said}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
+    result = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
+    rank_zero_info(f"{result}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
 
 
 def _check_quantized(
     expected: Tensor, got: Tensor, untrained: Tensor, in_memory: Tensor | None, dtype: torch.dtype
 ) -> str:
-    """Compare what a merge into a quantized base has written with the model that was trained; what was found, in words.
+    """Compare the files of a merge into a quantized base with the trained model; returns the result as a sentence.
 
     Args:
         expected: logits of the model that was trained.

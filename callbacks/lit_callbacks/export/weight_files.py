@@ -60,8 +60,8 @@ def number(folder: Path) -> None:
         files[0].rename(folder / "model.safetensors")
         return
     weight_map, size = {}, 0
-    for place, file in enumerate(files, start=1):
-        name = f"model-{place:05}-of-{len(files):05}.safetensors"
+    for position, file in enumerate(files, start=1):
+        name = f"model-{position:05}-of-{len(files):05}.safetensors"
         with opened(file) as weights:
             weight_map.update(dict.fromkeys(weights.names, name))
         size += _bytes_of_tensors(file)

@@ -22,7 +22,7 @@ def ties_embeddings(config: PretrainedConfig) -> bool:
 
 
 def attention_implementation(config: PretrainedConfig) -> str:
-    """Name of the attention function that a model uses."""
+    """Name of the attention function that a model uses; ``set_attn_implementation`` only sets it."""
     return str(config._attn_implementation)
 
 
@@ -71,14 +71,14 @@ def names_in_model(model: PreTrainedModel, names: Iterable[str], only_renamed: b
     conversions, own = get_model_conversion_mapping(model), model.state_dict()
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    found = {}
+    names_in_model_by_file = {}
     for name in sorted(names, key=dot_natural_key):  # some conversions rely on this order
         renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if renamed not in own and name in own:
             renamed, converter = name, None
         if not (only_renamed and converter is not None):
-            found[name] = renamed
-    return found
+            names_in_model_by_file[name] = renamed
+    return names_in_model_by_file
 
 
 def tied_tensors(model: PreTrainedModel) -> set[str]:

@@ -13,6 +13,8 @@ SLICES = 10
 """Number of slices of the run, equal in optimizer steps, for which mean losses are computed."""
 MOST_COMPARISONS = 200_000
 """Limit of compared pairs of samples in the search for twins: it takes a second or two."""
+TWIN_TOLERANCE = 0.1
+"""Largest distance between the loss curves of twins (see ``_distance``), in standard deviations of median losses."""
 CANDIDATES = 10
 """Pairs that are kept for a comparison of their texts, as a multiple of ``top``."""
 MIN_TWIN_VISITS = 2
@@ -57,14 +59,12 @@ class Summary(TypedDict):
     twins: list[Twins]
 
 
-def summarize(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.1) -> Summary:
+def summarize(visits: Sequence[Visit], top: int = 20) -> Summary:
     """Summarize a ledger.
 
     Args:
         visits: visits in the order of steps; at least one.
         top: maximum length of a list.
-        twin_tolerance: maximum distance between the loss curves of twins (see ``_distance``), relative to the standard
-            deviation of the samples' median losses.
 
     Returns:
         ``samples`` and ``visits`` (counts); ``worst`` and ``best``, by last loss, and ``risen``, by last minus first
@@ -88,7 +88,7 @@ def summarize(visits: Sequence[Visit], top: int = 20, twin_tolerance: float = 0.
         "risen": sorted(again, key=lambda s: s["first"] - s["last"])[:top],
         "slice_ends": [math.ceil(steps * (i + 1) / SLICES) for i in range(SLICES)],
         "sources": _sources(visits, steps),
-        "twins": _twins(by_id, twin_tolerance)[: CANDIDATES * top],
+        "twins": _twins(by_id)[: CANDIDATES * top],
     }
 
 
@@ -117,7 +117,7 @@ def _sources(visits: Sequence[Visit], steps: int) -> dict[str, list[float | None
     return {name: [total / tokens if tokens else None for total, tokens in cells] for name, cells in sums.items()}
 
 
-def _twins(by_id: dict[str, list[Visit]], tolerance: float) -> list[Twins]:
+def _twins(by_id: dict[str, list[Visit]]) -> list[Twins]:
     """Pairs of samples whose losses lie on one curve over the optimizer steps, the nearest first."""
     curves = {
         name: members
@@ -125,7 +125,7 @@ def _twins(by_id: dict[str, list[Visit]], tolerance: float) -> list[Twins]:
         if len(members) >= MIN_TWIN_VISITS and all(math.isfinite(visit.loss) for visit in members)
     }
     medians = {name: statistics.median(visit.loss for visit in members) for name, members in curves.items()}
-    limit = tolerance * statistics.pstdev(medians.values()) if medians else 0.0
+    limit = TWIN_TOLERANCE * statistics.pstdev(medians.values()) if medians else 0.0
     # Twins have about the same number of tokens and median loss: only neighbors in this order are compared.
     order = sorted(medians, key=lambda name: (_size(curves[name][0].tokens), medians[name]))
     reach = max(3, min(100, MOST_COMPARISONS // max(len(order), 1)))

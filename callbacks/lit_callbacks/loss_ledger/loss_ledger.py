@@ -19,6 +19,7 @@ from lit_callbacks.distributed.host_copy import queued_copy
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.loss_ledger.ledger_files import Visits, forget, get_ready, read_visits, write_part
 from lit_callbacks.loss_ledger.ledger_summary import Summary, summarize
+from lit_callbacks.output.attempts import Attempts, written
 from lit_callbacks.output.tables import show_table
 from lit_callbacks.protocols import LooksUpTexts, RecordsLosses
 
@@ -200,10 +201,7 @@ class LossLedger(Callback):
             return
         samples = [*summary["worst"], *summary["best"], *summary["risen"]]
         ids = [*(sample["id"] for sample in samples), *(name for pair in pairs for name in pair["ids"])]
-        try:
-            texts = texts_of(ids)
-        except Exception as error:  # an error in the user's function must not end the run
-            rank_zero_warn(f"LossLedger: no texts of samples ({type(error).__name__}: {error})")
+        if (texts := Attempts("LossLedger").result("no texts of samples", lambda: texts_of(ids))) is None:
             return
         for sample in samples:
             sample["text"] = texts.get(sample["id"], "")[:TEXT_KEPT]
@@ -240,10 +238,7 @@ class LossLedger(Callback):
             self._safely(lambda: write_part(self._root(trainer), self._started, trainer.global_rank, visits))
 
     def _safely(self, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except OSError as error:
-            rank_zero_warn(f"LossLedger cannot write ({error}), so no losses are kept from here on; give folder=")
+        if not written("LossLedger cannot write, so no losses are kept from here on; give folder=", write):
             self._is_off, self._pending = True, []
 
     def _sum_up(self, folder: Path, trainer: Trainer) -> None:

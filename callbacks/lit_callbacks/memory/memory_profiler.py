@@ -1,7 +1,7 @@
 """Memory profile by phase and purpose, and a report on an out-of-memory error."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from lit_callbacks.memory.storage_ledger import (
     tensors_in,
     vocabulary_of,
 )
+from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.peak_memory import host_peak
 from lit_callbacks.phases import Phase, failed_in, unwatch, watch
@@ -85,7 +86,7 @@ class MemoryProfiler(Callback):
         """Largest reading of this fit in MiB, by phase and name."""
         self.timeline: list[Row] = []
         """Rows of ``memory_timeline.csv``."""
-        self._said: set[str] = set()
+        self._attempts = Attempts("MemoryProfiler")
         self._ledger: StorageLedger | None = None
         self._is_watching = False
 
@@ -143,7 +144,9 @@ class MemoryProfiler(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Start to track the tensor storages of a sampled step."""
         if self._ledger is None and self._steps + 1 in self.sample_steps:
-            self._quietly("open ledger", partial(self._open_ledger, trainer, pl_module, batch))
+            self._attempts.result(
+                "cannot track the storages of a step", partial(self._open_ledger, trainer, pl_module, batch)
+            )
 
     def _open_ledger(self, trainer: Trainer, pl_module: LightningModule, batch: object) -> None:
         ledger = StorageLedger(self._device, pl_module)
@@ -221,10 +224,10 @@ class MemoryProfiler(Callback):
         first, last = ([size for _, size in list(self._steady)[part]] for part in (slice(third), slice(-third, None)))
         grown, steps = min(last) - max(first), self._steady[-1][0] - self._steady[0][0]
         if grown > self.leak_mib * MIB:
-            self._warn(
-                "leak",
+            self._attempts.warn(
                 f"memory between steps grew by {mib(grown)} within {steps} optimizer steps, to {mib(now)}: something "
                 "keeps tensors, often a list of losses without .detach(), or metrics that are never reset",
+                kind="leak",
             )
 
     # --- the end ---------------------------------------------------------------------------------
@@ -233,7 +236,7 @@ class MemoryProfiler(Callback):
         """Write the timeline and print the summary."""
         self._end(trainer)
         if trainer.is_global_zero:
-            self._quietly("write timeline", self._write_timeline)
+            self._attempts.result("cannot write the timeline", self._write_timeline)
             rank_zero_info(self.describe())
 
     def describe(self) -> str:
@@ -258,12 +261,12 @@ class MemoryProfiler(Callback):
         try:
             write_picture(self._folder / "memory_timeline.png", self.timeline, self._rows_of_step, title)
         except ModuleNotFoundError as error:
-            self._warn("picture", f"no picture: {error.name} is missing; pip install 'lit-ft-callbacks[plots]'")
+            self._attempts.warn(f"no picture: {error.name} is missing; pip install 'lit-ft-callbacks[plots]'")
 
     def snapshot(self, path: str | Path) -> bool:
         """Write CUDA's memory snapshot, for https://pytorch.org/memory_viz; False where there is no CUDA."""
         if self._device.type != "cuda":
-            self._warn("snapshot", f"no memory snapshot: {self._device.type} has none")
+            self._attempts.warn(f"no memory snapshot: {self._device.type} has none")
             return False
         torch_internals.dump_memory_snapshot(str(path))
         return True
@@ -271,7 +274,7 @@ class MemoryProfiler(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report on an out-of-memory error; every error is raised on."""
         if is_out_of_memory(exception):
-            self._quietly("explain", partial(self._explain, trainer, pl_module, exception))
+            self._attempts.result("cannot report on the error", partial(self._explain, trainer, pl_module, exception))
         self._end(trainer)
 
     def _explain(self, trainer: Trainer, pl_module: LightningModule, error: BaseException) -> None:
@@ -314,18 +317,6 @@ class MemoryProfiler(Callback):
         if self._is_watching:
             unwatch(trainer, self._switch)
             self._is_watching = False
-
-    def _quietly(self, what: str, action: Callable[[], None]) -> None:
-        """Run an action and turn any error into a warning: a measurement must not end a run."""
-        try:
-            action()
-        except Exception as error:
-            self._warn(what, f"{what} failed: {error}")
-
-    def _warn(self, what: str, message: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            rank_zero_warn(f"MemoryProfiler: {message}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 """Row of a CSV file: values by column, e.g. ``step`` or ``event`` and sizes in MiB."""
 _MOST_POINTS = 1000
 _STEP = ("forward", "backward", "optimizer")
-_COLOURS = {
+_COLORS = {
     "parameters": "#4c78a8",
     "gradients": "#f58518",
     "optimizer_state": "#54a24b",
@@ -76,7 +76,7 @@ def write_picture(path: Path, run: Sequence[Row], step: Sequence[Row], title: st
         events = [row["event"] for row in step]
         parts = [[row[f"{purpose}_mib"] for row in step] for purpose in PURPOSES]
         labels = [purpose.replace("_", " ") for purpose in PURPOSES]
-        in_step.stackplot(events, parts, labels=labels, colors=[_COLOURS[p] for p in PURPOSES], step="post")
+        in_step.stackplot(events, parts, labels=labels, colors=[_COLORS[p] for p in PURPOSES], step="post")
         # Labels of very short phases would overlap, e.g. of zero_grad between forward and backward.
         starts = [0, *(n for n, (one, two) in enumerate(pairwise(step), 1) if one["phase"] != two["phase"]), len(step)]
         for start, end in pairwise(starts):

@@ -37,7 +37,7 @@ MOST_POINTS = 300
 """Maximum number of points of a curve; of more, neighbors are averaged."""
 LONGEST_LABEL = 40
 """Maximum characters of a curve's name in a legend; the table below the charts has the full name."""
-_COLOURS = ("#3d85d9", "#e0792f", "#3f9f63", "#a860c6", "#b8941f", "#d2555a", "#6f849c", "#2ba3a3")
+_COLORS = ("#3d85d9", "#e0792f", "#3f9f63", "#a860c6", "#b8941f", "#d2555a", "#6f849c", "#2ba3a3")
 
 
 def sort_into_charts(curves: Mapping[str, Points]) -> dict[tuple[str, str], dict[str, Points]]:
@@ -94,7 +94,7 @@ def draw(title: str, unit: str, curves: Mapping[str, Points]) -> str:
         labels = [_label(name.removeprefix(f"{shared}/")) for name in curves]
         for i, points in enumerate(curves.values()):
             marker = "." if len(points) < 30 else None
-            color = _COLOURS[i % len(_COLOURS)]
+            color = _COLORS[i % len(_COLORS)]
             axes.plot(*zip(*thinned(points), strict=True), color=color, linewidth=1.3, marker=marker)
         axes.set(xlabel="optimizer step", ylabel=unit)
         # The limits are those of these curves, not of the chart before.

@@ -21,6 +21,7 @@ from lit_callbacks.batch_ids import PerSample, batch_ids
 from lit_callbacks.distributed.all_reduce import all_reduce
 from lit_callbacks.distributed.gradient_norms import norms_by_name, parameters_of, squared_norm
 from lit_callbacks.internals import torch_internals
+from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.protocols import MeasuresGradientNorm, SumsGradientNorm, grad_scaler
 
@@ -136,6 +137,7 @@ class SpikeGuard(Callback):
         self.threshold, self.window, self.warmup_steps, self.stop_after = threshold, window, warmup_steps, stop_after
         self.folder = None if folder is None else Path(folder)
         self.ids = ids
+        self._attempts = Attempts("SpikeGuard")
         self.skipped_steps = 0
         """Number of steps with a spike, in this run and the runs that it resumes."""
         self._recent: deque[bool] = deque(maxlen=window)
@@ -151,11 +153,7 @@ class SpikeGuard(Callback):
         """Store the ids of the step's samples."""
         if self._has_stepped:
             self._batches, self._has_stepped = [], False
-        try:
-            ids = self.ids(batch)
-        except Exception as error:  # the user's function is needed for the evidence only
-            ids = None
-            rank_zero_warn(f"SpikeGuard cannot tell samples apart ({type(error).__name__}: {error}); look at ids=")
+        ids = self._attempts.result("cannot tell samples apart; look at ids=", lambda: self.ids(batch))
         self._batches.append((batch_idx, ids))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -197,12 +195,12 @@ class SpikeGuard(Callback):
         dtype = torch.promote_types(torch.float32, self._loss.dtype) if alone and self._loss is not None else None
         # Filled there and read once: torch.tensor would copy to the device, and each copy and each read waits for it.
         local = torch.zeros(4, dtype=dtype or torch.float32, device=trainer.strategy.root_device)
-        for place, value in enumerate((self._loss is not None, has_norm, self._loss, norm)):
+        for index, value in enumerate((self._loss is not None, has_norm, self._loss, norm)):
             if value is not None:
-                local[place] = value
+                local[index] = value
         if alone:
-            has_loss, norms, total, found = local.tolist()
-            return total / scale if has_loss else None, found if norms else None
+            has_loss, norms, total, squares = local.tolist()
+            return total / scale if has_loss else None, squares if norms else None
         local[3] **= 2
         # One collective, so that all ranks see the same numbers and decide alike.
         has_loss, norms, total, summed = all_reduce(trainer, local, "sum").tolist()

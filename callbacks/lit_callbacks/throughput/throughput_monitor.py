@@ -8,10 +8,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lit_callbacks.internals.lightning_internals import attributes_of
+from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.output.quantities import as_count, as_number
 from lit_callbacks.phases import Phase, unwatch, watch
@@ -114,7 +115,8 @@ class ThroughputMonitor(Callback):
         self.window, self.count, self.flops, self.peak, self.skip_steps = window, count, flops, peak, skip_steps
         self.summary: dict[str, float] = {}
         """Figures of the full run after training, by the logged names."""
-        self._said: set[str] = set()
+        self._attempts = Attempts("ThroughputMonitor")
+        self._is_announced = False
         self._timer: PhaseTimer[Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -129,9 +131,13 @@ class ThroughputMonitor(Callback):
         # A strategy that keeps only some layers on each rank has stored the formula of the full model.
         of_full_model = pl_module.full_model_flops if isinstance(pl_module, KnowsFullModelFlops) else None
         formula = partial(TransformerFlops.of, pl_module)
-        self._flops_of_model = None if self.flops else of_full_model or self._attempt("no formula for FLOPs", formula)
+        self._flops_of_model = (
+            None if self.flops else of_full_model or self._attempts.result("no formula for FLOPs", formula)
+        )
         if not self.flops and self._flops_of_model is None:
-            self._warn(f"no FLOP/s and no MFU: {type(pl_module).__name__} has no transformer config; pass flops=")
+            self._attempts.warn(
+                f"no FLOP/s and no MFU: {type(pl_module).__name__} has no transformer config; pass flops="
+            )
         self._peak = self._find_peak(trainer, pl_module)
         self._timer = timer_of(trainer.strategy.root_device)
         watch(trainer, self._timer.switch)
@@ -145,7 +151,7 @@ class ThroughputMonitor(Callback):
         peak = peak_of(device, dtype)
         if peak is None and device.type != "cpu" and (self.flops or self._flops_of_model):
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-            self._warn(f"no MFU: no datasheet is kept for {dtype} on {name!r}; pass peak='measure' or FLOP/s")
+            self._attempts.warn(f"no MFU: no datasheet is kept for {dtype} on {name!r}; pass peak='measure' or FLOP/s")
         return peak
 
     def on_train_batch_end(
@@ -169,15 +175,15 @@ class ThroughputMonitor(Callback):
             self._log(trainer)
 
     def _add(self, batch: object) -> None:
-        counts = self._attempt("cannot count a batch", partial(self.count, batch))
+        counts = self._attempts.result("cannot count a batch", partial(self.count, batch))
         if not isinstance(counts, BatchCounts):
             counts = BatchCounts(samples=count_batch(batch).samples, non_padding_tokens=counts)
         if counts.non_padding_tokens is None:
-            self._warn(
+            self._attempts.warn(
                 f"cannot count the tokens of a {type(batch).__name__} without 'input_ids', so no tokens per second "
                 "are logged; pass count=<function from batch to int>"
             )
-        flops = None if self.flops is None else self._attempt("cannot count FLOPs", partial(self.flops, batch))
+        flops = None if self.flops is None else self._attempts.result("cannot count FLOPs", partial(self.flops, batch))
         self._batches.append((counts, flops))
 
     def _sums(self, batches: list["_Counted"]) -> dict[str, Number]:
@@ -203,8 +209,8 @@ class ThroughputMonitor(Callback):
             self._run = step if not self._run.steps else Measured.of((self._run, step))
 
     def _log(self, trainer: Trainer) -> None:
-        if "measured" not in self._said:
-            self._said.add("measured")
+        if not self._is_announced:
+            self._is_announced = True
             rank_zero_info(
                 f"throughput is measured from optimizer step {self.skip_steps + 1} of this fit on, without validation "
                 "and checkpoints"
@@ -264,19 +270,6 @@ class ThroughputMonitor(Callback):
         if self._timer is not None:
             unwatch(trainer, self._timer.switch)
             self._timer = None
-
-    def _attempt(self, what: str, measure: Callable[[], _Result]) -> _Result | None:
-        """Result of a user's function; None and a warning if it raises: a measurement must not end a run."""
-        try:
-            return measure()
-        except Exception as error:
-            self._warn(f"{what} ({type(error).__name__}: {error})")
-            return None
-
-    def _warn(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            rank_zero_warn(f"ThroughputMonitor: {what}")
 
 
 def describe(summary: dict[str, float], steps: int, ranks: int) -> str:

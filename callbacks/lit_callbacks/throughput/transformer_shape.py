@@ -27,7 +27,7 @@ class HasTextConfig(Protocol):
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """What the FLOPs of a transformer depend on, besides its weights."""
+    """Sizes that the FLOPs of a transformer depend on, besides its weights."""
 
     layer_kinds: Sequence[str | None]
     """Kind of attention of each layer; None where the config does not tell."""

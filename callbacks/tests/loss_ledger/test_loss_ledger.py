@@ -264,7 +264,7 @@ def test_a_column_of_losses_is_as_good_as_a_row(tmp_path: Path) -> None:
 
 def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="LossLedger cannot write .* give folder="):
+    with pytest.warns(UserWarning, match=r"LossLedger cannot write, .*; give folder= \("):
         assert fit(tmp_path, Steps(), rows([5.0]), LossLedger(tmp_path / "file" / "x")).global_step == 2
 
 

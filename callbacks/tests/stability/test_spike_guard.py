@@ -227,7 +227,7 @@ def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
 def test_ids_that_cannot_be_had_are_a_warning(tmp_path: Path) -> None:
     guard = SpikeGuard(warmup_steps=2, ids=lambda batch: batch["name"])
     run = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[guard])
-    with pytest.warns(UserWarning, match=r"SpikeGuard cannot tell samples apart \(KeyError: 'name'\); look at ids="):
+    with pytest.warns(UserWarning, match=r"SpikeGuard: cannot tell samples apart; look at ids= \(KeyError: 'name'\)"):
         run.fit(Scaled(), rows([1.0, math.nan, 1.0]))
     evidence = json.loads((tmp_path / "spikes" / "step00000001.rank0.json").read_text())
     assert evidence["batches"] == [{"batch_idx": 1, "ids": None}]

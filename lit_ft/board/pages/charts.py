@@ -32,15 +32,15 @@ class Chart:
 
     def update(self, curves: Mapping[str, Points]) -> None:
         """Draw what has been logged; the chart is hidden where there is nothing."""
-        found = {name: thinned(curves[name], MOST_POINTS) for name in self.metrics if curves.get(name)}
-        self.box.set_visibility(bool(found))
-        if found == self._drawn:
+        shown = {name: thinned(curves[name], MOST_POINTS) for name in self.metrics if curves.get(name)}
+        self.box.set_visibility(bool(shown))
+        if shown == self._drawn:
             return
-        self._drawn = found
+        self._drawn = shown
         options = self._chart.options
-        options["series"] = [_series(name, points, number) for number, (name, points) in enumerate(found.items())]
-        options["legend"] = {"show": len(found) > 1, "top": 0, "type": "scroll", "textStyle": {"color": GRAY}}
-        values = [value for points in found.values() for _, value in points]
+        options["series"] = [_series(name, points, number) for number, (name, points) in enumerate(shown.items())]
+        options["legend"] = {"show": len(shown) > 1, "top": 0, "type": "scroll", "textStyle": {"color": GRAY}}
+        values = [value for points in shown.values() for _, value in points]
         is_log = self._logarithmic and bool(values) and min(values) > 0 and max(values) > 10 * min(values)
         options["yAxis"]["type"] = "log" if is_log else "value"
         self._chart.update()

@@ -83,10 +83,10 @@ class ChatPanel:
 
     async def _connect(self) -> None:
         began = time.monotonic()
-        while (found := self._board.chat_address(self._folder)) is None:
+        while (address := self._board.chat_address(self._folder)) is None:
             self._note.text = f"{self._texts('loading model')} {time.monotonic() - began:.0f} s"
             await asyncio.sleep(POLL_SECONDS)
-        self._client = ChatClient(*found)
+        self._client = ChatClient(*address)
         self._histories = {name: [] for name in await self._client.models()}
         self._show(True)
 
@@ -131,14 +131,14 @@ class ChatPanel:
             self._answering.cancel()
 
     def _sampling(self) -> dict[str, object]:
-        found: dict[str, object] = {}
+        sampling: dict[str, object] = {}
         for name, kind in SAMPLING.items():
             text = str(self._fields[name].value or "").strip()
             try:
-                found |= {name: kind(text)} if text else {}
+                sampling |= {name: kind(text)} if text else {}
             except ValueError as error:
                 raise RecipeError(self._texts("bad number", self._texts(name), text)) from error
-        return found
+        return sampling
 
     async def _ask(self, question: str, sampling: dict[str, object]) -> None:
         labels: dict[str, tuple[ui.label, ui.label]] = {}

@@ -92,7 +92,7 @@ class _NewRun:
             self._form.show(self._recipe)
 
     def _put_on_top(self) -> None:
-        """Take the chosen fragments in place of earlier ones; what else was changed stays."""
+        """Replace earlier fragments by the chosen ones; other changes of the recipe stay."""
         with shown_errors():
             base = self._of_files()
             recipe = RecipeText(base.text)

@@ -52,8 +52,8 @@ class AnyCheckpointIO(TorchCheckpointIO):
         if not Path(path).exists():
             raise RecipeError(f"checkpoint {str(path)!r} does not exist; name a .ckpt file or folder of a run")
         check_on_rank_zero(Path(path))
-        if sharded.is_folder_of_shares(Path(path)):
-            return sharded.read_whole(Path(path))
+        if sharded.is_sharded_folder(Path(path)):
+            return sharded.read_full(Path(path))
         return super().load_checkpoint(path, *args, **options)
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -99,7 +99,7 @@ def saved_shapes(ckpt_path: str) -> Shapes:
     Raises:
         RecipeError: the file is no Lightning checkpoint.
     """
-    if sharded.is_folder_of_shares(Path(ckpt_path)):
+    if sharded.is_sharded_folder(Path(ckpt_path)):
         return sharded.shapes(Path(ckpt_path))
     return shapes_of(_read(ckpt_path)["state_dict"])
 
@@ -147,13 +147,13 @@ def mapped(path: Path) -> Checkpoint:
     Raises:
         RecipeError: it is no Lightning checkpoint.
     """
-    return sharded.read_whole(path) if sharded.is_folder_of_shares(path) else _read(str(path))
+    return sharded.read_full(path) if sharded.is_sharded_folder(path) else _read(str(path))
 
 
 def _read(ckpt_path: str) -> Checkpoint:
     try:
         file = Path(ckpt_path)
-        if sharded.is_folder_of_shares(file):
+        if sharded.is_sharded_folder(file):
             file = file / sharded.META
         checkpoint = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         checkpoint["state_dict"]

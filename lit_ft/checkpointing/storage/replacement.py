@@ -83,8 +83,8 @@ def recover(folder: Path) -> list[str]:
 
 def interrupted(folder: Path) -> list[Path]:
     """Complete checkpoints under hidden names whose final names are unused, new ones first."""
-    found = [path for path in _hidden(folder) if not path.name.endswith(".removed") and not _target(path).exists()]
-    return sorted(filter(_is_complete, found), key=lambda path: path.suffix)
+    complete = [path for path in _hidden(folder) if not path.name.endswith(".removed") and not _target(path).exists()]
+    return sorted(filter(_is_complete, complete), key=lambda path: path.suffix)
 
 
 def _hidden(folder: Path) -> list[Path]:

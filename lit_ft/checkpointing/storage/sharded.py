@@ -36,7 +36,7 @@ StageContent = tuple[list[str], list[tuple[OptimizerState, list[str]]]]
 """Names of a pipeline stage's weights; for each optimizer, its state without tensors and its parameters' names."""
 
 
-def is_folder_of_shares(path: Path) -> bool:
+def is_sharded_folder(path: Path) -> bool:
     """Whether it is a folder that ``save_sharded`` wrote."""
     return (path / META).is_file()
 
@@ -104,8 +104,8 @@ def select_optimizer_state(
     Raises:
         RecipeError: the state dict does not have one of them.
     """
-    place = {name: index for index, name in enumerate(names)}
-    if missing := [name for group in groups for name in group if name not in place]:
+    index_of = {name: index for index, name in enumerate(names)}
+    if missing := [name for group in groups for name in group if name not in index_of]:
         raise RecipeError(
             f"the checkpoint has no optimizer state for {missing[0]} and {len(missing) - 1} others; resume with the "
             "recipe that wrote it"
@@ -115,9 +115,9 @@ def select_optimizer_state(
     start = 0
     own_groups = []
     for group in groups:
-        own_groups.append({**settings[place[group[0]]], "params": list(range(start, start + len(group)))})
+        own_groups.append({**settings[index_of[group[0]]], "params": list(range(start, start + len(group)))})
         start += len(group)
-    state = {i: saved["state"][place[name]] for i, name in enumerate(order) if place[name] in saved["state"]}
+    state = {i: saved["state"][index_of[name]] for i, name in enumerate(order) if index_of[name] in saved["state"]}
     return {"state": state, "param_groups": own_groups}
 
 
@@ -140,18 +140,18 @@ def merge_optimizer_states(
         after = 0
         for group in state["param_groups"]:
             settings = {key: value for key, value in group.items() if key != "params"}
-            found = next((i for i, (known, _) in enumerate(groups) if known == settings), None)
-            if found is None:
+            position = next((i for i, (known, _) in enumerate(groups) if known == settings), None)
+            if position is None:
                 groups.insert(after, (settings, set()))
-                found = after
-            groups[found][1].update(names[index] for index in group["params"])
-            after = found + 1
+                position = after
+            groups[position][1].update(names[index] for index in group["params"])
+            after = position + 1
         states |= {names[index]: value for index, value in state["state"].items()}
     joined = [name for _, members in groups for name in sorted(members, key=lambda name: rank[name])]
-    place = {name: index for index, name in enumerate(joined)}
+    index_of = {name: index for index, name in enumerate(joined)}
     return {
-        "state": {place[name]: value for name, value in states.items()},
-        "param_groups": [{**known, "params": sorted(place[n] for n in members)} for known, members in groups],
+        "state": {index_of[name]: value for name, value in states.items()},
+        "param_groups": [{**known, "params": sorted(index_of[n] for n in members)} for known, members in groups],
     }, joined
 
 
@@ -183,12 +183,12 @@ def save_sharded(
         f"weights/{name}": tensor.detach() for name, tensor in checkpoint["state_dict"].items()
     }
     described: list[tuple[OptimizerState, list[str]]] = []
-    for place, (state, own) in enumerate(zip(checkpoint.get("optimizer_states", []), names, strict=True)):
+    for number, (state, own) in enumerate(zip(checkpoint.get("optimizer_states", []), names, strict=True)):
         others: dict[int, dict[str, object]] = {}
         for index, values in state["state"].items():
             for key, value in values.items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{place}/{key}/{own[index]}"] = value
+                    tensors[f"optimizer.{number}/{key}/{own[index]}"] = value
                 else:
                     others.setdefault(index, {})[key] = value
         described.append(({"state": others, "param_groups": state["param_groups"]}, list(own)))
@@ -272,9 +272,9 @@ def load_sharded(
         if name in own
     }
     saved = _sizes(path)
-    for place, of_optimizer in enumerate(groups):
+    for number, of_optimizer in enumerate(groups):
         for name in (name for group in of_optimizer for name in group):
-            for key in _keys(saved, place, name):
+            for key in _keys(saved, number, name):
                 like, entry = own_by_name[name], saved[key]
                 tensors[key] = (
                     torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
@@ -295,7 +295,7 @@ def load_sharded(
     return whole
 
 
-def read_whole(path: Path) -> Checkpoint:
+def read_full(path: Path) -> Checkpoint:
     """Read a Lightning checkpoint from a folder with full tensors, for a process that holds all weights."""
     rest = torch.load(path / META, map_location="cpu", weights_only=True)
     tensors: dict[str, Tensor] = {
@@ -321,17 +321,17 @@ def _sizes(path: Path) -> dict[str, TensorStorageMetadata]:
     return {key: entry for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def _keys(saved: dict[str, TensorStorageMetadata], place: int, name: str) -> list[str]:
-    return [key for key in saved if key.startswith(f"optimizer.{place}/") and key.split("/", 2)[2] == name]
+def _keys(saved: dict[str, TensorStorageMetadata], optimizer: int, name: str) -> list[str]:
+    return [key for key in saved if key.startswith(f"optimizer.{optimizer}/") and key.split("/", 2)[2] == name]
 
 
 def _as_lightning(rest: Checkpoint, tensors: dict[str, Tensor]) -> Checkpoint:
     states = []
-    for place, entry in enumerate(rest["optimizer_states"]):
+    for number, entry in enumerate(rest["optimizer_states"]):
         state = {index: dict(values) for index, values in entry["state"]["state"].items()}
         index_of = {name: index for index, name in enumerate(entry["names"])}
         for key, value in tensors.items():
-            if key.startswith(f"optimizer.{place}/"):
+            if key.startswith(f"optimizer.{number}/"):
                 _, what, name = key.split("/", 2)
                 state.setdefault(index_of[name], {})[what] = value
         states.append({"state": state, "param_groups": entry["state"]["param_groups"]})

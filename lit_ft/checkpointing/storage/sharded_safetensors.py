@@ -16,7 +16,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import as_published
 
 
-def collect(base: nn.Module, writers: int, place: int, left_out: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+def collect(base: nn.Module, writers: int, rank: int, left_out: frozenset[str] = frozenset()) -> dict[str, Tensor]:
     """Gather full weights and persistent buffers one at a time, and keep those of this rank's layers.
 
     A collective of the ranks that the weights are sharded over.
@@ -24,15 +24,15 @@ def collect(base: nn.Module, writers: int, place: int, left_out: frozenset[str] 
     Args:
         base: Hugging Face model, or this rank's part of it.
         writers: number of ranks that the same weights are sharded over; each keeps some of the layers.
-        place: index of this rank among them.
+        rank: index of this rank among them.
         left_out: names of parameters that are saved under another name.
     """
     kept = {}
     for name, weight in chain(base.named_parameters(), persistent_buffers(base)):
         if name not in left_out:
-            whole = full_tensor(weight)
-            if _layer_of(name) % writers == place:
-                kept[name] = whole.cpu().clone()
+            full = full_tensor(weight)
+            if _layer_of(name) % writers == rank:
+                kept[name] = full.cpu().clone()
     return kept
 
 
@@ -69,9 +69,9 @@ def check_complete(base: PreTrainedModel, names: set[str]) -> None:
     Raises:
         MergeFailed: a tensor is missing.
     """
-    whole = _skeleton(base)
-    wanted = (name for name, _ in chain(whole.named_parameters(), persistent_buffers(whole)))
-    if missing := [name for name in wanted if name not in names]:
+    full = _skeleton(base)
+    expected = (name for name, _ in chain(full.named_parameters(), persistent_buffers(full)))
+    if missing := [name for name in expected if name not in names]:
         raise MergeFailed(f"no rank writes {', '.join(missing[:3])} ({len(missing)} in all); nothing was written")
 
 

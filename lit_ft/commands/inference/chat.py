@@ -160,7 +160,7 @@ class Chat:
         )
 
     def _command(self, line: str) -> str:
-        """Carry out a command; returns what to say."""
+        """Carry out a command; returns the text to print."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         every = self.conversations.values()

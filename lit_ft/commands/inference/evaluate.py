@@ -36,22 +36,22 @@ def run(arguments: list[str]) -> None:
     options = _parser().parse_args(arguments[1:])
     how = _checked(options)
     tasks = harness_tasks.load_tasks(_names(options.tasks)) if options.tasks else []
-    found = Found(tasks, how)
+    evaluation = Evaluation(tasks, how)
     with results.new_folder(options.path, options.out) as folder:
         if options.url is None:
             judge = _judge(options)
             _check_data(options)
             for side, path, opened in _sides(options):
-                found.measure(side, path, opened, options)
+                evaluation.measure(side, path, opened, options)
                 del opened  # its weights may have to make room for those of the base
                 gc.collect()
             if judge is not None:
-                found.judge(judge, Path(options.questions).name)
+                evaluation.judge(judge, Path(options.questions).name)
         else:
-            found.ask(options)
-        rows = compared(found.scores["fine-tuned"], found.scores["base"])
-        _show(rows, found.notes)
-        _write(folder, found, rows, options, _without_secrets(arguments))
+            evaluation.ask(options)
+        rows = compared(evaluation.scores["fine-tuned"], evaluation.scores["base"])
+        _show(rows, evaluation.notes)
+        _write(folder, evaluation, rows, options, _without_secrets(arguments))
 
 
 def _parser() -> RecipeParser:
@@ -119,8 +119,8 @@ def _names(given: Sequence[str]) -> list[str]:
 
 
 @dataclass
-class Found:
-    """What an evaluation found."""
+class Evaluation:
+    """Results of an evaluation."""
 
     tasks: Sequence[Any]
     options: harness.HarnessOptions
@@ -164,9 +164,9 @@ class Found:
             )
         self._add(side, harness.run_opened(opened, self.tasks, self.options, has_chat))
 
-    def _add(self, side: Side, found: dict[str, Any]) -> None:
-        self.harness[side] = found
-        self.scores[side] += harness.scores_of(found)
+    def _add(self, side: Side, results: dict[str, Any]) -> None:
+        self.harness[side] = results
+        self.scores[side] += harness.scores_of(results)
 
     def ask(self, options: Namespace) -> None:
         """Run the tasks on a server."""
@@ -225,7 +225,7 @@ def _sides(options: Namespace) -> Iterator[tuple[Side, str, OpenedModel]]:
 def _say_what_is_opened(options: Namespace, opened: OpenedModel) -> None:
     folder = RunFolder(Path(options.path).expanduser())
     if folder.config.is_file() and finished_step(folder.finished) is None:
-        rank_zero_info(f"the run has not finished; evaluated is its checkpoint {opened.name}")
+        rank_zero_info(f"the run has not finished; its checkpoint {opened.name} is evaluated")
     if not opened.has_template and (options.data.path or options.questions):
         rank_zero_info(
             f"the tokenizer of {opened.name} has no chat template: conversations are written as `plain`; give another "
@@ -293,19 +293,21 @@ def _text(cell: Cell, is_change: bool) -> str:
     return printable(cell) if isinstance(cell, str) else f"{cell:{'+' if is_change else ''},.4f}"
 
 
-def _write(folder: Path, found: Found, rows: Sequence[Sequence[Cell]], options: Namespace, command: str) -> None:
-    for side, content in found.harness.items():
+def _write(
+    folder: Path, evaluation: Evaluation, rows: Sequence[Sequence[Cell]], options: Namespace, command: str
+) -> None:
+    for side, content in evaluation.harness.items():
         results.write_json(folder / f"harness-{side}.json", content)
-    for side, answers in found.answers.items():
+    for side, answers in evaluation.answers.items():
         results.write_lines(folder / f"answers-{side}.jsonl", answers)
-    if found.judgments:
-        results.write_lines(folder / "judgments.jsonl", [judging.as_json(one) for one in found.judgments])
-    table = {"command": command, "columns": COLUMNS, "rows": rows, "notes": found.notes}
+    if evaluation.judgments:
+        results.write_lines(folder / "judgments.jsonl", [judging.as_json(one) for one in evaluation.judgments])
+    table = {"command": command, "columns": COLUMNS, "rows": rows, "notes": evaluation.notes}
     results.write_json(folder / "scores.json", table)
     written = [folder]
     run = RunFolder(Path(options.path).expanduser())
     if run.config.is_file():
-        written += results.add_to_report(run.root, rows, found.notes, command)
+        written += results.add_to_report(run.root, rows, evaluation.notes, command)
     rank_zero_info("written: " + ", ".join(map(str, written)))
 
 

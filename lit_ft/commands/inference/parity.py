@@ -1,4 +1,4 @@
-"""The ``parity`` command: compare what a server makes of a run's data with what was trained."""
+"""The ``parity`` command: compare a server's tokens, log-probabilities and answers with those of its run."""
 
 import shlex
 from collections.abc import Sequence

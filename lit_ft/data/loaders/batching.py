@@ -7,7 +7,6 @@ All ranks distribute one global order of units, so that the samples of an optimi
 the step is split into micro-batches and ranks.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -113,7 +112,7 @@ def _spread(share: list[MicroBatch], count: int) -> list[MicroBatch]:
 
 
 class Window(NamedTuple):
-    """What each micro-batch of a window says of all of it."""
+    """Facts on a window (an optimizer step) that each of its micro-batches holds."""
 
     tokens: int
     """Supervised tokens on this rank."""
@@ -139,9 +138,9 @@ def micro_batches(
         tokens = int(sum(samples.supervised[members].sum() for members in mine if members))
         everywhere = [i for share in window for members in share for i in members]
         sources = np.unique(samples.source[everywhere][samples.supervised[everywhere] > 0])
-        said = Window(tokens, tuple(sources.tolist()))
+        facts = Window(tokens, tuple(sources.tolist()))
         for i, members in enumerate(mine):
-            yield members, said, any(share[i] for share in window)
+            yield members, facts, any(share[i] for share in window)
 
 
 def batch_geometry(plan: BatchPlan, accumulate: int) -> dict[str, int]:
@@ -173,7 +172,7 @@ def position_under(state: LoaderState, plan: BatchPlan, accumulate: int) -> int:
     return int(units // now["units"])
 
 
-def lay_out(piece: Piece, samples: Samples) -> PackedBatch:
+def build_packed_batch(piece: Piece, samples: Samples) -> PackedBatch:
     """Build the packed batch of a micro-batch."""
     members, window, compute = piece
     if members:
@@ -196,7 +195,7 @@ class _PackedBatches(Dataset[PackedBatch]):
         self.samples = samples
 
     def __getitem__(self, piece: Piece) -> PackedBatch:
-        batch, members = lay_out(piece, self.samples), piece[0]
+        batch, members = build_packed_batch(piece, self.samples), piece[0]
         if members:
             batch["sample_ids"] = self.samples.ids(members)
             batch["sample_sources"] = self.samples.sources_of(members)
@@ -241,8 +240,6 @@ class PackedBatchLoader:
         self.samples, self.plan, self.replica = samples, plan, replica
         self._accumulate, self._limit = accumulate, limit
         self._workers, self._pin_memory = num_workers, pin_memory
-        self.seconds_waited = 0.0
-        """Seconds that the training loop has waited for micro-batches."""
         self._epoch = 0
         self._position = 0
         self._resume: LoaderState | None = None
@@ -297,7 +294,7 @@ class PackedBatchLoader:
         state["is_over"] = False
 
     @staticmethod
-    def begin_again(state: LoaderState) -> None:
+    def restart_epoch(state: LoaderState) -> None:
         """Set a saved position to the beginning of its epoch, unless that epoch was complete."""
         if not state["is_over"]:
             state["position"] = 0
@@ -327,11 +324,6 @@ class PackedBatchLoader:
                 pin_memory=self._pin_memory,
             )
         )
-        while True:
-            started = time.perf_counter()
-            batch = next(batches, None)
-            self.seconds_waited += time.perf_counter() - started
-            if batch is None:
-                return
+        for batch in batches:
             self._position += 1
             yield batch

@@ -6,7 +6,6 @@ resumed run continues with the next row, for any number of worker processes. A *
 optimizer step.
 """
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,14 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_ft.data.loaders.batching import BatchPlan, MicroBatch, batch_geometry, lay_out, micro_batches, position_under
+from lit_ft.data.loaders.batching import (
+    BatchPlan,
+    MicroBatch,
+    batch_geometry,
+    build_packed_batch,
+    micro_batches,
+    position_under,
+)
 from lit_ft.data.loaders.mixing import Mixing
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens.preparation import BAD_ROWS_NAMED, ROWS_PER_BATCH, Preparation
@@ -140,8 +146,6 @@ class StreamLoader:
             repeats,
             workers,
         )
-        self.seconds_waited = 0.0
-        """Seconds that the training loop has waited for micro-batches."""
         self.notes: Counter[str] = Counter()
         """Counts by the names of ``tokenization.NOTES``, and of rows read and skipped."""
         self._state: LoaderState = start_of_pass(0)
@@ -201,7 +205,7 @@ class StreamLoader:
         state |= {"batch": micro_batch, "is_over": False}
 
     @staticmethod
-    def begin_again(state: LoaderState) -> None:
+    def restart_epoch(state: LoaderState) -> None:
         """Set a saved position to the beginning of its pass over all rows."""
         state |= start_of_pass(state["epoch"])
 
@@ -257,9 +261,7 @@ class StreamLoader:
                 state["batch"] = self._batch
                 if at % accumulate == 0:
                     self._windows.append(state)
-                started = time.perf_counter()
-                batch = lay_out(piece, buffer.samples)
-                self.seconds_waited += time.perf_counter() - started
+                batch = build_packed_batch(piece, buffer.samples)
                 self._batch += 1
                 # The trainer draws one micro-batch ahead unless it knows where the epoch ends.
                 self._state = (
@@ -275,7 +277,6 @@ class StreamLoader:
         left: list[list[Tokens]] = _unpack(resume["left"])
         window = self.plan.micro_batch_size * self.plan.replicas * self._geometry["accumulate"]
         number, skip = resume["buffer"], resume["skip"]
-        started = time.perf_counter()
         ending = False
         filled = self._filled(resume["rows"])
         ahead = next(filled, None)
@@ -292,9 +293,7 @@ class StreamLoader:
             ending = ahead is None
             full = len(units) if ending else skip + (len(units) - skip) // window * window
             left = [[(int(samples.source[i]), *samples[i]) for i in unit] for unit in units[full:]]
-            self.seconds_waited += time.perf_counter() - started
             yield _Buffer(samples, units[skip:full], start)
-            started = time.perf_counter()
             number, skip = number + 1, 0
 
     def _filled(self, position: dict[str, list[int]] | None) -> Iterator[tuple[dict[str, list[int]], list[Tokens]]]:

@@ -1,4 +1,4 @@
-"""Columns of rows that no format reads as they are: which option maps them, filled in with the columns found."""
+"""Advice for rows that no format reads: the option that maps their columns, filled in with the row's own."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,15 @@ def suggested_columns(row: RawRow) -> dict[str, str]:
         if (kind := _kind_of_turns(value)) is not None and name not in PREFERENCE:
             return {kind: name}
     texts = {name.strip().lower(): name for name, value in row.items() if isinstance(value, str)}
-    for wanted in _BY_PREFERENCE:
+    for columns_of_format in _BY_PREFERENCE:
         columns: dict[str, str] = {}
-        for name in wanted:
+        for name in columns_of_format:
             alike = (other for other in (name, *_ALIKE[name].split()) if other in texts)
-            if (found := next((other for other in alike if texts[other] not in columns.values()), None)) is not None:
-                columns[name] = texts[found]
-        if len(columns) == len(wanted) and any(name != column for name, column in columns.items()):
+            if (
+                alternative := next((other for other in alike if texts[other] not in columns.values()), None)
+            ) is not None:
+                columns[name] = texts[alternative]
+        if len(columns) == len(columns_of_format) and any(name != column for name, column in columns.items()):
             has_context = "output" in columns and "input" not in texts and "context" in texts
             return {**columns, "input": texts["context"]} if has_context else columns
     return {}

@@ -32,36 +32,37 @@ def refuse_one_object(file: Path, stream: IO[bytes] | GzipFile) -> None:
         return  # a row a line, of which a file may have one
     text += stream.readline(LONGEST_ROW_BYTES) if is_row else stream.read(LONGEST_ROW_BYTES)
     # Rows a line and what is broken are read line by line, which names the line.
-    if (found := _object(text)) is not None:
-        _refuse(file, found, is_over_lines=not is_row)
+    if (content := _object(text)) is not None:
+        _refuse(file, content, is_over_lines=not is_row)
 
 
 def _object(text: bytes) -> Mapping[str, object] | None:
     try:
-        found = json.loads(text.decode("utf-8"))
+        content = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
-def _refuse(file: Path, found: Mapping[str, object], is_over_lines: bool) -> None:
-    if _are_columns(found):
+def _refuse(file: Path, content: Mapping[str, object], is_over_lines: bool) -> None:
+    if _are_columns(content):
         raise RecipeError(f"{file}: is one object of columns; a list of rows is needed: {_by_pandas(file)}")
-    is_row = not _COLUMNS.isdisjoint(found)
-    lists = {key: value for key, value in found.items() if isinstance(value, list) and _all_objects(value)}
+    is_row = not _COLUMNS.isdisjoint(content)
+    lists = {key: value for key, value in content.items() if isinstance(value, list) and _all_objects(value)}
     if lists and not is_row:
         keys = " and ".join(f"{key!r} ({len(rows):,})" for key, rows in lists.items())
         rewrite = _by_jq(file, _key(next(iter(lists))))
         raise RecipeError(f"{file}: is one object with rows in {keys}; a list of rows is needed: {rewrite}")
-    if not is_row and _all_objects(list(found.values())):
-        names = [one["file_name"] for one in found.values() if isinstance(one, dict) and "file_name" in one]
+    if not is_row and _all_objects(list(content.values())):
+        names = [one["file_name"] for one in content.values() if isinstance(one, dict) and "file_name" in one]
         if names:
             raise RecipeError(
                 f"{file}: is LLaMA-Factory's list of data sets; name the file of one: "
                 f"--data.path {shlex.quote(str(file.with_name(str(names[0]))))}"
             )
         raise RecipeError(
-            f"{file}: is one object with {len(found):,} rows by name; a list of rows is needed: {_by_jq(file, '[.[]]')}"
+            f"{file}: is one object with {len(content):,} rows by name; a list of rows is needed: "
+            f"{_by_jq(file, '[.[]]')}"
         )
     if is_over_lines:
         rewrite = _by_jq(file, "[.]")
@@ -74,15 +75,15 @@ def _all_objects(values: list[object]) -> bool:
     return bool(values) and all(isinstance(value, dict) for value in values)
 
 
-def _are_columns(found: Mapping[str, object]) -> bool:
+def _are_columns(content: Mapping[str, object]) -> bool:
     """Whether the values are columns, as pandas writes them: lists of texts, or objects by the row's number."""
-    if _COLUMNS.isdisjoint(found):
+    if _COLUMNS.isdisjoint(content):
         return False
-    columns = found.values()
+    columns = content.values()
     by_number = all(isinstance(one, dict) and one and all(key.isdecimal() for key in one) for one in columns)
     texts = [one for one in columns if isinstance(one, list) and all(isinstance(text, str) for text in one)]
     lengths = {len(one) for one in texts}
-    return by_number or (len(texts) == len(found) > 1 and len(lengths) == 1 and min(lengths) > 1)
+    return by_number or (len(texts) == len(content) > 1 and len(lengths) == 1 and min(lengths) > 1)
 
 
 def _target(file: Path) -> Path:

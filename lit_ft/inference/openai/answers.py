@@ -85,12 +85,12 @@ async def deltas(engine: Engine, generation: Generation, stops: Sequence[str]) -
 async def with_calls(parts: AsyncIterator[Delta], reader: ToolCalls) -> AsyncIterator[Delta]:
     """Parts of an answer with the tool calls in their text taken out of it."""
     async for part in parts:
-        found = [reader.add(part.text)]
+        read = [reader.add(part.text)]
         if part.finish_reason is not None:
-            found.append(reader.end())
-        part.text = "".join(one.text for one in found)
-        part.thinking = "".join(one.thinking for one in found)
-        part.calls = [call for one in found for call in one.calls]
+            read.append(reader.end())
+        part.text = "".join(one.text for one in read)
+        part.thinking = "".join(one.thinking for one in read)
+        part.calls = [call for one in read for call in one.calls]
         if part.finish_reason == "stop" and reader.count:
             part.finish_reason = "tool_calls"
         yield part
@@ -240,5 +240,5 @@ class Format:
                 {self._tokenizer.decode([token]): max(logprob, LOWEST_LOGPROB) for token, logprob in one.top}
                 for one in part.logprobs
             ],
-            "text_offset": [sum(map(len, texts[:place])) for place in range(len(texts))],
+            "text_offset": [sum(map(len, texts[:end])) for end in range(len(texts))],
         }

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server takes."""
+    """Limits on requests."""
 
     max_model_len: int
     """Largest number of tokens of a prompt and its answer."""

@@ -1,4 +1,4 @@
-"""Client of servers with OpenAI's HTTP interface or llama.cpp's: what they make of tokens and conversations.
+"""Client of servers with OpenAI's HTTP interface or llama.cpp's: tokens, log-probabilities and answers.
 
 What is asked for has several ways, since servers differ: each is tried until one gives it.
 """
@@ -27,11 +27,11 @@ CANDIDATES = 100
 
 
 class Lacking(Exception):
-    """The server does not give what is asked for."""
+    """Error of a request for something that the server does not offer."""
 
 
 class ServerFailed(RecipeError):
-    """The server answers a request with an error that says nothing of what it has."""
+    """Error of a request that failed on the server, whatever the server offers."""
 
 
 class OpenAIClient:
@@ -160,10 +160,10 @@ class OpenAIClient:
         )
 
     def _next_logprob(self, model: str, before: Sequence[int], token: int) -> float:
-        found = self.next_logprobs(model, before, CANDIDATES)
-        if token not in found and len(found) >= CANDIDATES:
-            found = self.next_logprobs(model, before, 2**24)
-        return found.get(token, math.nan)
+        logprobs = self.next_logprobs(model, before, CANDIDATES)
+        if token not in logprobs and len(logprobs) >= CANDIDATES:
+            logprobs = self.next_logprobs(model, before, 2**24)
+        return logprobs.get(token, math.nan)
 
     def next_logprobs(self, model: str, before: Sequence[int], count: int) -> dict[int, float]:
         """Log-probabilities of the most probable next tokens by id, from llama.cpp's ``/completion``.
@@ -282,8 +282,8 @@ class OpenAIClient:
 
     def _echo(self, model: str, ids: Sequence[int]) -> Json:
         body = {"model": model, "prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
-        found = self._completion(body).get("logprobs")
-        return found if isinstance(found, dict) else {}
+        logprobs = self._completion(body).get("logprobs")
+        return logprobs if isinstance(logprobs, dict) else {}
 
     def _completion(self, body: Json) -> Json:
         choices = self._ask("/v1/completions", body).get("choices")
@@ -296,19 +296,21 @@ class OpenAIClient:
         request = Request(self.url + path, data, self._headers)
         try:
             with urlopen(request, timeout=self._timeout) as answer:
-                found = json.load(answer)
+                body_of_answer = json.load(answer)
         except HTTPError as error:
-            said = error.read(500).decode(errors="replace")
+            reason = error.read(500).decode(errors="replace")
             if error.code in _LACKS:
-                raise Lacking(f"{error.code} {said}") from error
-            raise ServerFailed(f"{self.url}{path} answers {error.code}: {said}{_ADVICE.get(error.code, '')}") from error
+                raise Lacking(f"{error.code} {reason}") from error
+            raise ServerFailed(
+                f"{self.url}{path} answers {error.code}: {reason}{_ADVICE.get(error.code, '')}"
+            ) from error
         except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
             raise RecipeError(f"{self.url} does not answer ({error}); start the server, or give its --url") from error
         except ValueError as error:
             raise Lacking(f"{path} answers no JSON") from error
-        if not isinstance(found, dict):
+        if not isinstance(body_of_answer, dict):
             raise Lacking(f"{path} answers no JSON object")
-        return found
+        return body_of_answer
 
 
 _ADVICE = {
@@ -318,8 +320,8 @@ _ADVICE = {
 
 
 def _list_of(answer: Json, name: str) -> list[object]:
-    found = answer.get(name)
-    return found if isinstance(found, list) else []
+    values = answer.get(name)
+    return values if isinstance(values, list) else []
 
 
 def _numbers(values: object, tokens: int, start: int = 1) -> list[float]:

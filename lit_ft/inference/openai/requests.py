@@ -54,8 +54,8 @@ class Fields:
         Raises:
             RequestError: it has another type.
         """
-        found = self.find(name, kind)
-        return default if found is None else found
+        value = self.find(name, kind)
+        return default if value is None else value
 
     def find(self, name: str, kind: type[T]) -> T | None:
         """Value of a field; None if it is not given.

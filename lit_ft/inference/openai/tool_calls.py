@@ -73,8 +73,8 @@ def is_hermes(template: ChatTemplate) -> bool:
     question: Message = {"role": "user", "content": "probe question"}
     try:
         chat = with_tools(Chat([question, answer]), template, [])
-        found = re.search(r"<tool_call>(.*?)</tool_call>", template.render(chat.messages), re.DOTALL)
-        return found is not None and json.loads(found[1]) == function
+        rendered_call = re.search(r"<tool_call>(.*?)</tool_call>", template.render(chat.messages), re.DOTALL)
+        return rendered_call is not None and json.loads(rendered_call[1]) == function
     except Exception:  # a template may raise anything: this one does not render a call without its result
         return False
 
@@ -101,9 +101,9 @@ class ToolCalls:
     def add(self, text: str) -> Parts:
         """Add text of the answer."""
         parts = Parts()
-        for place, character in enumerate(text):  # one by one, so that little is undecided where parsing fails
+        for index, character in enumerate(text):  # one by one, so that little is undecided where parsing fails
             if self._parser is None:
-                parts.text += text[place:]
+                parts.text += text[index:]
                 break
             self._held += character
             self._take(parts, self._parser.feed, character)
@@ -137,9 +137,9 @@ class ToolCalls:
                 self._held = ""
 
     def _take_calls(self, parts: Parts, value: object) -> None:
-        found = [_as_call(one) for one in (value if isinstance(value, list) else [value])]
-        calls = [call for call in found if call is not None]
-        if len(calls) < len(found):
+        entries = [_as_call(one) for one in (value if isinstance(value, list) else [value])]
+        calls = [call for call in entries if call is not None]
+        if len(calls) < len(entries):
             parts.text += self._held
         else:
             parts.calls += [{"index": self.count + number, **call} for number, call in enumerate(calls)]

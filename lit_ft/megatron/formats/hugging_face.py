@@ -93,12 +93,12 @@ class PlannedFile(NamedTuple):
     tensors: list[TensorInfo]
 
 
-def plan_files(tensors: Iterable[TensorInfo], most_bytes: int = MOST_BYTES) -> list[PlannedFile]:
-    """Distribute tensors, in order, among files of at most ``most_bytes``."""
+def plan_files(tensors: Iterable[TensorInfo]) -> list[PlannedFile]:
+    """Distribute tensors, in order, among files of at most ``MOST_BYTES``."""
     groups: list[list[TensorInfo]] = [[]]
     size = 0
     for tensor in tensors:
-        if groups[-1] and size + tensor.bytes > most_bytes:
+        if groups[-1] and size + tensor.bytes > MOST_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(tensor)

@@ -95,16 +95,18 @@ class LegacySource:
                     names[virtual, pipeline, expert] = [name for name in weights if "_extra_state" not in name]
         has_stages = len({virtual for virtual, _, _ in names}) > 1
         first_layer = 0
-        for (virtual, pipeline, expert), found in sorted(names.items()):
-            locations = [parse(name) for name in found]
-            experts = 1 + max((place.expert for place in locations if place.expert is not None), default=-1)
-            for name, (own, layer, number) in zip(found, locations, strict=True):
+        for (virtual, pipeline, expert), saved_names in sorted(names.items()):
+            locations = [parse(name) for name in saved_names]
+            experts = 1 + max((location.expert for location in locations if location.expert is not None), default=-1)
+            for name, (own, layer, number) in zip(saved_names, locations, strict=True):
                 full = own.format(expert=None if number is None else number + expert * experts)
                 key = full if layer is None else f"decoder.layers.{layer + first_layer}.{full}"
                 module = f"model{virtual}" if has_stages else "model"
                 self._places.setdefault(key, (Rank(0, pipeline, expert), module, name))
             if expert == self.layout.expert_parallel - 1:
-                first_layer += 1 + max((place.layer for place in locations if place.layer is not None), default=-1)
+                first_layer += 1 + max(
+                    (location.layer for location in locations if location.layer is not None), default=-1
+                )
 
 
 def _modules(content: dict[str, Any], folder: Path) -> list[str]:

@@ -92,7 +92,7 @@ def parse(name: str) -> Location:
     for own, fused in _FUSED.items():
         rest = rest.replace(fused, own)
     for pattern in _EXPERT_NAMES:
-        if found := pattern.fullmatch(rest):
-            expert = int(found["expert"]) if found["expert"] else None
-            return Location(f"mlp.experts.{{expert}}.{found['rest']}", layer, expert)
+        if of_expert := pattern.fullmatch(rest):
+            expert = int(of_expert["expert"]) if of_expert["expert"] else None
+            return Location(f"mlp.experts.{{expert}}.{of_expert['rest']}", layer, expert)
     return Location(rest, layer, None)

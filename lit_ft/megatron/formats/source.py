@@ -1,4 +1,4 @@
-"""What conversion asks of a Megatron checkpoint of any format, and the search for one in a folder."""
+"""Interface of Megatron checkpoints of any format, and the search for one in a folder."""
 
 from argparse import Namespace
 from pathlib import Path

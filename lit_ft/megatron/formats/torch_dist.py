@@ -91,7 +91,7 @@ class TorchDistSource:
 
         Args:
             folder: folder of the files.
-            prefix: what stands before the names of weights: of the weights themselves, or of a state of the optimizer.
+            prefix: prefix of the weights' names, which tells the weights themselves from a state of the optimizer.
 
         Raises:
             RecipeError: the index cannot be read, or a file that it names is missing.
@@ -231,7 +231,7 @@ def write_parts(
         rows: rows of the padded vocabulary.
         dtype: gives the dtype of a weight.
         weight: gives a weight.
-        prefix: what stands before the names of weights: of the weights themselves, or of a state of the optimizer.
+        prefix: prefix of the weights' names, which tells the weights themselves from a state of the optimizer.
     """
     others = [Key(EMBEDDING), Key(FINAL_NORM)] + ([] if shape.is_tied else [Key(HEAD)])
     parts = [others, *(list(layer_keys(shape.family, i, range(shape.experts))) for i in range(shape.layers))]

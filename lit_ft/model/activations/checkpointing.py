@@ -8,17 +8,11 @@ from typing import Literal
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from lit_ft.internals.torch import OpOverload
+from lit_ft.internals.torch import OpOverload, operators_of_attention
 from lit_ft.model.isolation import lengths
 
 Checkpointing = bool | Literal["selective"]
 
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
@@ -41,13 +35,10 @@ def options(checkpointing: Checkpointing, in_graph: bool = False) -> dict[str, o
 
 
 def _kept() -> list[OpOverload]:
-    from torch.nn.attention import varlen  # noqa: F401  # registers the operator of attention to several samples
+    from lit_ft.model.compiled import attention  # noqa: F401  # registers the operator of compiled layers on a CPU
 
-    from lit_ft.model.compiled import attention  # noqa: F401  # and that of compiled layers on a CPU
-
-    operations = [getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, *_ATTENTION)]
-    own = torch.ops.lit_ft.attend_to_segments.default
-    return [*operations, torch.ops.torch_attn._varlen_attn.default, own]
+    products = [getattr(torch.ops.aten, name).default for name in _PRODUCTS]
+    return [*products, *operators_of_attention(), torch.ops.lit_ft.attend_to_segments.default]
 
 
 def _contexts(

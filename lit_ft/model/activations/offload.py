@@ -35,7 +35,7 @@ class ActivationsOnHost(saved_tensors_hooks):
             if isinstance(packed, Tensor):
                 return packed
             on_host, order = cast(tuple[object, list[int]], packed)
-            return host.unpack_hook(on_host).permute([order.index(place) for place in range(len(order))])
+            return host.unpack_hook(on_host).permute([order.index(dimension) for dimension in range(len(order))])
 
         super().__init__(pack, unpack)
 

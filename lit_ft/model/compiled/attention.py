@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lit_ft.internals.torch import attention_backward_for_cpu, attention_for_cpu
+
 # The kernel's bf16 backward is slow on short segments: 1.3 ms at 50 tokens and 14 heads against 0.4 ms in fp32, casts
 # included; from 256 tokens on bf16 wins (python -m benchmarks.speed.attention).
 CPU_FP32_BELOW = 256
@@ -80,7 +82,7 @@ def _attend(
     out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     for part, mask in _parts(ends, window, q.dtype):
         computed_in = _dtype_of(part, q.dtype)
-        result, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        result, log_sum = attention_for_cpu(
             *(one[:, :, part].to(computed_in) for one in (q, k, v)),
             0.0,
             mask is None,
@@ -114,7 +116,7 @@ def _backward(
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for part, mask in _parts(ends, window, q.dtype):
         computed_in = _dtype_of(part, q.dtype)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        of_parts = attention_backward_for_cpu(
             *(one[:, :, part].to(computed_in) for one in (grad, q, k, v, out)),
             log_sums[:, :, part].transpose(1, 2).contiguous().transpose(1, 2),  # the layout that the kernel returns
             0.0,
@@ -122,7 +124,7 @@ def _backward(
             attn_mask=None if mask is None else mask.to(computed_in),
             scale=scaling,
         )
-        for gradient, of_part in zip(gradients, found, strict=True):
+        for gradient, of_part in zip(gradients, of_parts, strict=True):
             gradient[:, :, part] = of_part
     return gradients
 
@@ -166,8 +168,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, log_sums, ends = ctx.saved_tensors
-    found = _backward(grad, q, k, v, out, log_sums, ends, ctx.scaling, ctx.window)
-    return *found, None, None, None
+    gradients = _backward(grad, q, k, v, out, log_sums, ends, ctx.scaling, ctx.window)
+    return *gradients, None, None, None
 
 
 _attend.register_autograd(_gradients, setup_context=_keep)

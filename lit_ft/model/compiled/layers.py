@@ -18,11 +18,11 @@ VARIANTS = 64
 
 
 def check(compiled: bool | str, pad_rows_to: int | None) -> None:
-    """Refuse what is neither a backend of torch.compile nor a mode of inductor, and CUDA graphs of rows of any length.
+    """Refuse unknown backends and modes of torch.compile, and CUDA graphs of packed batches of any length.
 
     Args:
         compiled: true, or the name of a mode of inductor or of another backend.
-        pad_rows_to: number that the tokens of a row are a multiple of; None leaves rows as they are.
+        pad_rows_to: number that the tokens of a packed batch are a multiple of; None pads none.
 
     Raises:
         RecipeError: the name is unknown, or one of the options needs the other.
@@ -32,7 +32,7 @@ def check(compiled: bool | str, pad_rows_to: int | None) -> None:
     if pad_rows_to is None:
         if records_graphs(compiled):
             raise RecipeError(
-                f"model.compile={compiled} records CUDA graphs, one for each number of tokens in a row; set "
+                f"model.compile={compiled} records CUDA graphs, one for each number of tokens in a packed batch; set "
                 "model.pad_rows_to, e.g. to 256, so that there are few"
             )
         return

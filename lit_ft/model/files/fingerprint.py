@@ -124,8 +124,8 @@ def read_form(folder: Path) -> BaseForm:
     path = folder / FILE
     if read_fingerprint(folder) is None:
         return BaseForm()
-    found = json.loads(path.read_text(encoding="utf-8"))
-    dtype, overrides, method = (found.get(name) for name in ("dtype", "config_overrides", "quantization"))
+    content = json.loads(path.read_text(encoding="utf-8"))
+    dtype, overrides, method = (content.get(name) for name in ("dtype", "config_overrides", "quantization"))
     if dtype not in (None, *DTYPES):
         raise RecipeError(f"{path}: dtype={dtype!r} must be one of {', '.join(DTYPES)}; put back the file")
     if not isinstance(overrides, dict | None):
@@ -141,8 +141,8 @@ def read_fingerprint(folder: Path) -> Fingerprint | None:
     if not path.is_file():
         return None
     with explained(f"{path}", "put back the file, or remove it: then the base is compared by name and shapes alone"):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        read = {name: found[name] for name in Fingerprint.__annotations__}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        read = {name: content[name] for name in Fingerprint.__annotations__}
         if not all(isinstance(value, str) or (name == "commit" and value is None) for name, value in read.items()):
             raise ValueError("it holds other values than names and sums")
         return Fingerprint(**read)  # type: ignore[typeddict-item]

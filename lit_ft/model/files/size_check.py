@@ -67,9 +67,9 @@ def check_weights(folder: Path, skeleton: PreTrainedModel, where: str) -> None:
     for file in weight_files(folder, where):
         shapes = dict(shapes_of(file, where))
         for name, renamed in names_in_model(skeleton, shapes, only_renamed=True).items():
-            if (shape := shapes[name]) != (wanted := own.get(renamed, shape)):
+            if (shape := shapes[name]) != (expected := own.get(renamed, shape)):
                 raise RecipeError(
-                    f"{where}: {name} is {shape} in {file.name}, and {wanted} by config.json; put back the file "
+                    f"{where}: {name} is {shape} in {file.name}, and {expected} by config.json; put back the file "
                     "that was changed, or take the size out of model.config_overrides"
                 )
 
@@ -133,5 +133,5 @@ def shapes_of(file: Path, where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         explained(f"{where}: {file.name}", "download it again", also=(SafetensorError,)),
         safe_open(file, framework="pt") as opened,
     ):
-        found = [(name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()]  # noqa: SIM118
-    yield from found
+        shapes = [(name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()]  # noqa: SIM118
+    yield from shapes

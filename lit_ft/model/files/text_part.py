@@ -1,4 +1,4 @@
-"""The text part of models for images, sound and text, as which such a model is trained."""
+"""The text part of multimodal models (images, sound): such a model is trained as its text part."""
 
 from lit_callbacks.export.base_files import BaseFiles
 from lit_callbacks.internals.transformers_internals import read_the_text_part

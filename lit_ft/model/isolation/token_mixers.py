@@ -44,14 +44,14 @@ def keep_samples_apart(model: PreTrainedModel) -> None:
 
 
 def _found(model: PreTrainedModel) -> list[nn.Module]:
-    found = list(mixers(model))
-    if not found and model.config.model_type in architectures.COMPARED:
+    of_model = list(mixers(model))
+    if not of_model and model.config.model_type in architectures.COMPARED:
         raise RecipeError(
             f"no layer of {type(model).__name__} takes a cache under a name that lit_ft knows (transformers "
             f"{transformers_version}), so that the samples of a packed batch could not be kept apart; install "
             "transformers 5.24"
         )
-    return found
+    return of_model
 
 
 def mixers(module: nn.Module, in_layer: bool = False) -> Iterator[nn.Module]:
@@ -80,7 +80,7 @@ def isolates(model: PreTrainedModel, mixer: nn.Module) -> bool:
 
 def _is_attention(model: PreTrainedModel, mixer: nn.Module) -> bool:
     kinds = Architecture.of(model.config).layer_kinds
-    of_mixer = kinds if (place := getattr(mixer, "layer_idx", None)) is None or not kinds else kinds[place : place + 1]
+    of_mixer = kinds if (layer := getattr(mixer, "layer_idx", None)) is None or not kinds else kinds[layer : layer + 1]
     return set(of_mixer) <= ISOLATING_KINDS and calls_attention_interface(mixer)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_ft.model.packed_attention import own_ranges
+from lit_ft.model.packed_attention import local_ranges
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 
 
@@ -37,41 +37,41 @@ class ContextParallel:
             for part in layer.modules():
                 part.context_mesh = self.mesh  # type: ignore[assignment]
 
-    def local_tokens(self, row: PackedBatch) -> PackedBatch:
+    def local_tokens(self, batch: PackedBatch) -> PackedBatch:
         """Select this rank's tokens of a packed batch; ``segment_lengths`` stay those of all tokens.
 
         Args:
-            row: packed batch of T tokens, where T is a multiple of twice the number of ranks.
+            batch: packed batch of T tokens, where T is a multiple of twice the number of ranks.
         """
-        tokens = row["input_ids"].shape[1]
-        ranges = own_ranges(tokens, self.size, self.rank)
-        places = torch.cat([torch.arange(part.start, part.stop) for part in ranges])
-        place_here = torch.full((tokens,), -1)
-        place_here[places] = torch.arange(len(places))
-        device = row["input_ids"].device
-        places, at = places.to(device), place_here.to(device)[row["predict_at"]]
+        tokens = batch["input_ids"].shape[1]
+        ranges = local_ranges(tokens, self.size, self.rank)
+        indices = torch.cat([torch.arange(part.start, part.stop) for part in ranges])
+        index_here = torch.full((tokens,), -1)
+        index_here[indices] = torch.arange(len(indices))
+        device = batch["input_ids"].device
+        indices, at = indices.to(device), index_here.to(device)[batch["predict_at"]]
         return {
-            **row,
-            "input_ids": row["input_ids"][:, places],
-            "position_ids": row["position_ids"][:, places],
+            **batch,
+            "input_ids": batch["input_ids"][:, indices],
+            "position_ids": batch["position_ids"][:, indices],
             "predict_at": at[at >= 0],
-            "targets": row["targets"][at >= 0],
-            "is_own": at >= 0,
+            "targets": batch["targets"][at >= 0],
+            "is_local": at >= 0,
         }
 
-    def full_loss(self, result: TokenLoss, row: PackedBatch) -> TokenLoss:
+    def full_loss(self, result: TokenLoss, batch: PackedBatch) -> TokenLoss:
         """Loss of the full packed batch, from that of each rank's tokens; a collective.
 
         Args:
             result: loss of this rank's tokens.
-            row: this rank's tokens, as ``local_tokens`` returned them.
+            batch: this rank's tokens, as ``local_tokens`` returned them.
         """
-        is_own = row["is_own"]
-        found = result.per_token.new_zeros(1 + len(is_own))  # fp32, whatever precision makes the default
-        found[0] = result.correct
-        found[1:][is_own] = result.per_token
-        dist.all_reduce(found, group=self.mesh.get_group())
-        return TokenLoss(_Sum.apply(result.loss_sum, found[1:].sum(), self.size), found[0].long(), found[1:])
+        is_local = batch["is_local"]
+        summed = result.per_token.new_zeros(1 + len(is_local))  # fp32, whatever precision makes the default
+        summed[0] = result.correct
+        summed[1:][is_local] = result.per_token
+        dist.all_reduce(summed, group=self.mesh.get_group())
+        return TokenLoss(_Sum.apply(result.loss_sum, summed[1:].sum(), self.size), summed[0].long(), summed[1:])
 
 
 class _SumContext(FunctionCtx):
@@ -82,7 +82,7 @@ class _Sum(torch.autograd.Function):
     """Sum over ranks; the gradient is multiplied by their number, as gradients are averaged over ranks later."""
 
     @staticmethod
-    def forward(ctx: _SumContext, own: Tensor, total: Tensor, ranks: int) -> Tensor:
+    def forward(ctx: _SumContext, summand: Tensor, total: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
         return total.clone()
 

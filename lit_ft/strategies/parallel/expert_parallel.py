@@ -111,10 +111,10 @@ class ExpertParallel:
             # By way of the holder, whose hooks gather its weights where several ranks share them.
             forward, experts.forward = experts.outputs, held.__call__  # type: ignore[method-assign]
 
-        def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        def on_local_experts(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             return self._exchange(experts, forward, total, hidden, index, weights)
 
-        held.forward = on_own_experts
+        held.forward = on_local_experts
 
     def _exchange(
         self, experts: nn.Module, forward: Forward, total: int, hidden: Tensor, index: Tensor, weights: Tensor

@@ -60,12 +60,12 @@ class ParallelDims:
                 f"trainer.strategy schedule={self.schedule!r} is unknown; use one of {pipeline_parallel.SCHEDULES}"
             )
 
-    def check_batches(self, sizes: MeshSizes, per_row: int | None, module: nn.Module) -> None:
+    def check_batches(self, sizes: MeshSizes, samples: int | None, module: nn.Module) -> None:
         """Check the number of pipeline micro-batches.
 
         Args:
             sizes: sizes of the mesh.
-            per_row: number of samples in a packed batch; None if the data module does not define it.
+            samples: number of samples in a packed batch; None if the data module does not define it.
             module: LightningModule.
 
         Raises:
@@ -73,17 +73,17 @@ class ParallelDims:
         """
         if sizes.pipeline == 1:
             return
-        count = self.micro_batches(sizes, per_row)
+        count = self.micro_batches(sizes, samples)
         if count < sizes.pipeline:
             raise RecipeError(
                 f"trainer.strategy num_microbatches={count} leaves stages idle: a pipeline of {sizes.pipeline} needs "
                 f"as many at least; set data.micro_batch_size to a multiple of {sizes.pipeline}"
             )
-        if per_row is not None and per_row % count:
-            fitting = [n for n in range(sizes.pipeline, per_row + 1) if per_row % n == 0]
+        if samples is not None and samples % count:
+            fitting = [n for n in range(sizes.pipeline, samples + 1) if samples % n == 0]
             raise RecipeError(
-                f"trainer.strategy num_microbatches={count} must divide data.micro_batch_size={per_row}; use one of "
-                f"{fitting}, or set data.micro_batch_size to {count * max(1, round(per_row / count))}"
+                f"trainer.strategy num_microbatches={count} must divide data.micro_batch_size={samples}; use one of "
+                f"{fitting}, or set data.micro_batch_size to {count * max(1, round(samples / count))}"
             )
         if not isinstance(module, SplitsForward):
             raise RecipeError(
@@ -167,7 +167,7 @@ class ParallelDims:
         stages = self.layers_of_stages(sizes, base)
         for number, of_stage in enumerate(stages):
             edges = [base.get_input_embeddings()] * (number == 0) + [head] * (number == len(stages) - 1)
-            if not any(_trains(part) for part in (*(parts[place] for place in of_stage), *edges)):
+            if not any(_trains(part) for part in (*(parts[index] for index in of_stage), *edges)):
                 raise RecipeError(
                     f"pipeline_parallel_size={sizes.pipeline}: nothing trains in stage {number} (layers "
                     f"{of_stage.start} to {of_stage.stop - 1}); train something in each, choose layers_per_stage so "

@@ -62,8 +62,8 @@ def edges_of(base: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Names of the decoder's modules before and after its layers, from Hugging Face's ``pp_plan``."""
     prefix = f"{base.base_model_prefix}."
     names = [name.removeprefix(prefix) for name in base.pp_plan or () if name.startswith(prefix)]
-    place = names.index("layers")
-    return names[:place], names[place + 1 :]
+    position = names.index("layers")
+    return names[:position], names[position + 1 :]
 
 
 def drop_layers(base: PreTrainedModel, keep: Sequence[range], is_first: bool, is_last: bool) -> None:
@@ -77,9 +77,9 @@ def drop_layers(base: PreTrainedModel, keep: Sequence[range], is_first: bool, is
     """
     decoder = getattr(base, base.base_model_prefix)
     before, after = edges_of(base)
-    for place in range(len(decoder.layers)):
-        if not any(place in layers for layers in keep):
-            decoder.layers[place] = PipelineIdentityLayer()
+    for index in range(len(decoder.layers)):
+        if not any(index in layers for layers in keep):
+            decoder.layers[index] = PipelineIdentityLayer()
     for name in ([] if is_first else before) + ([] if is_last else after):
         setattr(decoder, name, PipelineIdentityLayer())
     if not is_last:
@@ -101,7 +101,7 @@ class StageModule(nn.Module):
     It shares its submodules with the model, whose parameter names do not change.
 
     Args:
-        module: LightningModule with ``hidden_states(row, decoder)`` and ``token_loss(hidden, row)``, as
+        module: LightningModule with ``hidden_states(batch, decoder)`` and ``token_loss(hidden, batch)``, as
             ``lit_ft.CausalLM`` has.
         base: Hugging Face model inside it, without the modules that other ranks hold.
         index: index of this stage.
@@ -133,30 +133,30 @@ class StageModule(nn.Module):
         self.head = base.get_output_embeddings() if self.is_last else None
         self._logits = head_of(base)
         self._module = [module]  # in a list, so that it is not registered as a submodule
-        self.row_parts: Sequence[PackedBatch] = ()
+        self.packed_batches: Sequence[PackedBatch] = ()
         self.results: dict[int, TokenLoss] = {}
 
-    def forward(self, received: Tensor, place: Tensor) -> Tensor:
+    def forward(self, received: Tensor, index: Tensor) -> Tensor:
         """Compute one micro-batch: hidden states ``(1, T, H)`` for the next stage, or the summed loss.
 
         Args:
             received: hidden states of the previous stage; ignored by the first stage.
-            place: index of the micro-batch in ``row_parts``, ``(1,)``, on the CPU.
+            index: index of the micro-batch in ``packed_batches``, ``(1,)``, on the CPU.
         """
-        row = self.row_parts[int(place)]
+        batch = self.packed_batches[int(index)]
         decoder = self.decoder
         if not self.is_first:
             self.entry.received = received
             # The first stage has done what a model does to its input embeddings (gemma and granite scale them).
-            nothing = received.detach().new_zeros(1, 1, 1).expand(1, row["input_ids"].shape[1], received.shape[-1])
+            nothing = received.detach().new_zeros(1, 1, 1).expand(1, batch["input_ids"].shape[1], received.shape[-1])
             decoder = lambda input_ids, **options: self.decoder(inputs_embeds=nothing, **options)  # noqa: E731
         (module,) = self._module
-        hidden = module.hidden_states(row, decoder)
+        hidden = module.hidden_states(batch, decoder)
         if not self.is_last:
             return hidden
         with token_cross_entropy.repeatable_backward():
-            result = self.full_loss(module.token_loss(self.end(hidden), row), row)
-        self.results[int(place)] = result
+            result = self.full_loss(module.token_loss(self.end(hidden), batch), batch)
+        self.results[int(index)] = result
         return result.loss_sum
 
     def next_logits(
@@ -184,7 +184,7 @@ class StageModule(nn.Module):
 
 
 def _part_of(decoder: PreTrainedModel, layers: range) -> PreTrainedModel:
-    own = (layer if place in layers else PipelineIdentityLayer() for place, layer in enumerate(decoder.layers))
+    own = (layer if index in layers else PipelineIdentityLayer() for index, layer in enumerate(decoder.layers))
     return with_submodules(decoder, {"layers": nn.ModuleList(own)})
 
 
@@ -284,10 +284,10 @@ class Pipeline:
         self.last_rank = self._owner(count - 1)
         # Leaf tensor through which the loop's `backward` reaches `_Bridge`; it is not a parameter.
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self._made: list[Tensor | None] = []
+        self._gradients: list[Tensor | None] = []
 
         # Shapes change with every micro-batch; these examples define the number of tensors, their rank and dtype.
-        place = torch.empty(1, dtype=torch.int64, device="meta")
+        index = torch.empty(1, dtype=torch.int64, device="meta")
         hidden = torch.empty((1, 1, self.width), dtype=boundary.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
         self._torch_stages = [
@@ -296,7 +296,7 @@ class Pipeline:
                 stage.index,
                 count,
                 self.device,
-                input_args=place if stage.is_first else hidden,
+                input_args=index if stage.is_first else hidden,
                 output_args=loss if stage.is_last else hidden,
                 group=mesh.get_group(),
             )
@@ -313,26 +313,26 @@ class Pipeline:
         # (torch.distributed.batch_isend_irecv). torch's own warm-up does not do this for stages with known shapes.
         dist.all_reduce(torch.zeros(1, device=self.device), group=mesh.get_group())
 
-    def __call__(self, row: PackedBatch) -> TokenLoss:
+    def __call__(self, batch: PackedBatch) -> TokenLoss:
         """Compute the loss of a packed batch, on every rank of the pipeline.
 
         If gradients are enabled they are computed too, and ``backward`` of the loss adds them to the parameters.
         """
         parts = [
-            packed_batch.pad_to_multiple(part, self.multiple) for part in packed_batch.split(row, self.micro_batches)
+            packed_batch.pad_to_multiple(part, self.multiple) for part in packed_batch.split(batch, self.micro_batches)
         ]
         shapes = [(1, part["input_ids"].shape[1] // self.sequence_shards, self.width) for part in parts]
         for stage, torch_stage in zip(self.stages, self._torch_stages, strict=True):
-            stage.row_parts = parts if self.local_tokens is None else [self.local_tokens(part) for part in parts]
+            stage.packed_batches = parts if self.local_tokens is None else [self.local_tokens(part) for part in parts]
             torch_stage.shapes = shapes
             stage.results.clear()
         wants_gradients = torch.is_grad_enabled()
-        with _set_aside(self.parameters) as made:
+        with _set_aside(self.parameters) as gradients:
             self._run(self.schedule.step if wants_gradients else self.schedule.eval)
-        result = self._share_result(len(row["targets"]))
+        result = self._share_result(len(batch["targets"]))
         if not wants_gradients:
             return result
-        self._made = made
+        self._gradients = gradients
         return result._replace(loss_sum=_Bridge.apply(self._anchor, result.loss_sum, self._put_in_place))
 
     def next_logits(
@@ -363,8 +363,8 @@ class Pipeline:
     def _owner(self, index: int) -> int:
         """Global rank that holds a stage."""
         ranks = range(self.mesh.size())
-        place = next(r for r in ranks if index in stages_of(r, self.mesh.size(), self.schedule_name))
-        return dist.get_global_rank(self.mesh.get_group(), place)
+        owner = next(r for r in ranks if index in stages_of(r, self.mesh.size(), self.schedule_name))
+        return dist.get_global_rank(self.mesh.get_group(), owner)
 
     def within_window(self, is_within: bool) -> None:
         """Set whether more micro-batches of the optimizer step follow, so that gradients are not reduced yet."""
@@ -377,45 +377,45 @@ class Pipeline:
             parameter.grad = None
 
     def _run(self, step: Callable[..., object]) -> None:
-        places = torch.arange(self.micro_batches)  # on the CPU: a stage reads them as indices of Python lists
-        first = (places,) if any(stage.is_first for stage in self.stages) else ()
-        target = places if any(stage.is_last for stage in self.stages) else None
-        step(*first, target=target, return_outputs=False, place=places)
+        indices = torch.arange(self.micro_batches)  # on the CPU: a stage reads them as indices of Python lists
+        first = (indices,) if any(stage.is_first for stage in self.stages) else ()
+        target = indices if any(stage.is_last for stage in self.stages) else None
+        step(*first, target=target, return_outputs=False, index=indices)
 
     def _share_result(self, tokens: int) -> TokenLoss:
-        found = torch.zeros(2 + tokens, dtype=torch.float32, device=self.device)  # the default dtype may be bf16
+        values = torch.zeros(2 + tokens, dtype=torch.float32, device=self.device)  # the default dtype may be bf16
         for stage in self.stages:
             if stage.is_last:
-                results = [stage.results[place] for place in range(self.micro_batches)]
-                found[0] = torch.stack([result.loss_sum.detach() for result in results]).sum()
-                found[1] = torch.stack([result.correct for result in results]).sum()
-                found[2:] = torch.cat([result.per_token for result in results])
-        dist.broadcast(found, src=self.last_rank, group=self.mesh.get_group())
-        return TokenLoss(found[0].clone(), found[1].long(), found[2:])
+                results = [stage.results[index] for index in range(self.micro_batches)]
+                values[0] = torch.stack([result.loss_sum.detach() for result in results]).sum()
+                values[1] = torch.stack([result.correct for result in results]).sum()
+                values[2:] = torch.cat([result.per_token for result in results])
+        dist.broadcast(values, src=self.last_rank, group=self.mesh.get_group())
+        return TokenLoss(values[0].clone(), values[1].long(), values[2:])
 
     def _put_in_place(self, factor: Tensor) -> None:
-        for parameter, made in zip(self.parameters, self._made, strict=True):
-            if made is not None:
-                local(made).mul_(factor)
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            if gradient is not None:
+                local(gradient).mul_(factor)
                 if parameter.grad is None:
-                    parameter.grad = made
+                    parameter.grad = gradient
                 else:
-                    local(parameter.grad).add_(local(made))
-        self._made = []
+                    local(parameter.grad).add_(local(gradient))
+        self._gradients = []
 
 
 @contextmanager
 def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
     """Context that starts without gradients; at its end, the list that it yields holds the new ones."""
     earlier = [p.grad for p in parameters]
-    made: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     for parameter in parameters:
         parameter.grad = None
     try:
-        yield made
+        yield gradients
     finally:
         for parameter, gradient in zip(parameters, earlier, strict=True):
-            made.append(parameter.grad)
+            gradients.append(parameter.grad)
             parameter.grad = gradient
 
 

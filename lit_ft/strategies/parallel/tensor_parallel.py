@@ -55,7 +55,7 @@ class TensorParallel:
     def __init__(self, mesh: DeviceMesh, sequence_parallel: bool = False, loss_parallel: bool = True) -> None:
         self.mesh, self.size = mesh, mesh.size()
         self.sequence_parallel, self.loss_parallel = sequence_parallel, loss_parallel
-        self._cut: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are sharded once
+        self._sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are sharded once
 
     # --- conversions between layouts -------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class TensorParallel:
         base: PreTrainedModel,
         layers: Sequence[nn.Module],
         plan: Plan,
-        settle: Callable[[nn.Module], object] = lambda _: None,
+        cast: Callable[[nn.Module], object] = lambda _: None,
     ) -> None:
         """Shard a model in place.
 
@@ -85,57 +85,57 @@ class TensorParallel:
             base: Hugging Face model; layers of other pipeline stages may be missing.
             layers: decoder layers of this rank.
             plan: style of each module.
-            settle: function that is called with a module before it is sharded, to cast its weights.
+            cast: function that is called with a module before it is sharded, to cast its weights.
         """
         for layer in layers:
-            settle(layer)
-            self.cut_layer(layer, plan)
-            self._cut.clear()  # its keys are the full weights, which can be freed: layers share none
-        settle(base)
+            cast(layer)
+            self.shard_layer(layer, plan)
+            self._sharded.clear()  # its keys are the full weights, which can be freed: layers share none
+        cast(base)
         if isinstance(embedding := base.get_input_embeddings(), nn.Embedding | ModulesToSaveWrapper):
-            self.cut_embedding(embedding)
+            self.shard_embedding(embedding)
         if isinstance(head := base.get_output_embeddings(), nn.Linear | BaseTunerLayer | ModulesToSaveWrapper):
-            self.cut_head(head)
+            self.shard_head(head)
         for module in base.modules():
             if any(not isinstance(weight, DTensor) for weight in module.parameters(recurse=False)):
-                self._keep_own(module, self._in_stream)
-        self._cut.clear()
+                self._keep_local(module, self._in_stream)
+        self._sharded.clear()
 
     @property
     def _in_stream(self) -> Placement:
         """Placement of the gradients of replicated weights between the blocks (norms)."""
         return Partial() if self.sequence_parallel else Replicate()
 
-    def cut_layer(self, layer: nn.Module, plan: Plan) -> None:
+    def shard_layer(self, layer: nn.Module, plan: Plan) -> None:
         """Shard the blocks of a decoder layer; the other weights stay on every rank."""
         for child in layer.children():
             if is_block(child):
-                self._cut_block(child, plan)
+                self._shard_block(child, plan)
             else:
                 self.keep(child, self._in_stream)
-        self._keep_own(layer, self._in_stream)
+        self._keep_local(layer, self._in_stream)
 
-    def _cut_block(self, block: nn.Module, plan: Plan) -> None:
+    def _shard_block(self, block: nn.Module, plan: Plan) -> None:
         if plan.covers(block) and plan.styles.get(block) != EXPERTS:
-            self._cut_unit(block, plan)
+            self._shard_unit(block, plan)
             _wrap(block, _on_hidden(self._enter), self._leave)
         else:
-            self._cut_units_within(block, plan)
-            _wrap(block, _on_hidden(self._enter_whole), self._leave_whole)
+            self._shard_units_within(block, plan)
+            _wrap(block, _on_hidden(self._enter_full), self._leave_full)
 
-    def _cut_units_within(self, block: nn.Module, plan: Plan) -> None:
+    def _shard_units_within(self, block: nn.Module, plan: Plan) -> None:
         for child in block.children():
             style = plan.styles.get(child)
             if style in (WHOLE_OUT, WHOLE_IN):
-                self._cut_linear(child, COLUMNS if style == WHOLE_OUT else ROWS)
-                before, after = self._copy_in, self._join_features
+                self._shard_linear(child, COLUMNS if style == WHOLE_OUT else ROWS)
+                before, after = self._copy_in, self._gather_features
                 if style == WHOLE_IN:
-                    before, after = self._cut_features, self._sum_out
+                    before, after = self._shard_features, self._sum_out
                 _wrap(child, _on_hidden(before), after)
             elif style == EXPERTS:
-                self._share_out_experts(child)
+                self._assign_experts(child)
             elif plan.covers(child):
-                self._cut_unit(child, plan)
+                self._shard_unit(child, plan)
                 _wrap(child, _on_hidden(self._copy_in), self._sum_out)
             elif style in (COLUMNS, ROWS):
                 raise RecipeError(
@@ -144,28 +144,29 @@ class TensorParallel:
                     "give a tp_plan that shards all of them (or uses colwise_gather_output and rowwise_split_input)"
                 )
             elif any(module in plan.styles for module in child.modules()):
-                self._cut_units_within(child, plan)
+                self._shard_units_within(child, plan)
             else:
                 self.keep(child, Replicate())
-        self._keep_own(block, Replicate())
+        self._keep_local(block, Replicate())
 
-    def _cut_unit(self, unit: nn.Module, plan: Plan) -> None:
+    def _shard_unit(self, unit: nn.Module, plan: Plan) -> None:
         """Shard a module inside which every value and gradient is one rank's part."""
         for linear in linears(unit):
             style = plan.styles.get(linear)
             if style in (COLUMNS, ROWS):
-                self._cut_linear(linear, style)
+                self._shard_linear(linear, style)
             else:
-                self._keep_own(linear, Partial())
+                self._keep_local(linear, Partial())
 
-    def _cut_linear(self, linear: nn.Module, style: str) -> None:
+    def _shard_linear(self, linear: nn.Module, style: str) -> None:
         """Shard a linear layer ``W + B A`` with its adapter: "colwise" shards W and B, "rowwise" shards W and A."""
-        cut = 0 if style == COLUMNS else 1
+        dimension = 0 if style == COLUMNS else 1
         for name, part in linear.named_modules():
-            is_whole = f".{name}".find(".lora_A." if style == COLUMNS else ".lora_B.") >= 0
+            is_full = f".{name}".find(".lora_A." if style == COLUMNS else ".lora_B.") >= 0
             own = list(part.named_parameters(recurse=False, remove_duplicate=False))
             for key, weight in own:
-                at = Replicate() if is_whole or (style == ROWS and key == "bias") else Shard(min(cut, weight.ndim - 1))
+                is_replicated = is_full or (style == ROWS and key == "bias")
+                at = Replicate() if is_replicated else Shard(min(dimension, weight.ndim - 1))
                 self._set(part, key, at)
             # The ranks' outputs are summed, so each rank adds 1 / size of the bias.
             share = 1 / self.size if style == ROWS else 1.0
@@ -174,7 +175,7 @@ class TensorParallel:
 
     # --- experts ---------------------------------------------------------------------------------
 
-    def _share_out_experts(self, experts: nn.Module) -> None:
+    def _assign_experts(self, experts: nn.Module) -> None:
         """Assign full experts to ranks; every rank sees all tokens, and the outputs are summed over ranks."""
         total = expert_count(experts)
         assert total is not None, "the plan names modules of experts"
@@ -186,22 +187,22 @@ class TensorParallel:
         set_expert_count(experts, own)
         forward, rank = experts.forward, self.mesh.get_local_rank()
 
-        def on_own_experts(hidden: Tensor, index: Tensor, weights: Tensor, *args: object, **kwargs: object) -> Tensor:
-            is_own = index // own == rank
+        def on_local_experts(hidden: Tensor, index: Tensor, weights: Tensor, *args: object, **kwargs: object) -> Tensor:
+            is_local = index // own == rank
             # Experts of other ranks get the index after the last own one, and weight 0: the model's own code skips it.
-            index = torch.where(is_own, index % own, own)
-            weights = self._copy_in(weights).masked_fill(~is_own, 0.0)
+            index = torch.where(is_local, index % own, own)
+            weights = self._copy_in(weights).masked_fill(~is_local, 0.0)
             answer = forward(self._copy_in(hidden), index, weights, *args, **kwargs)
             trains = any(weight.requires_grad for weight in experts.parameters())
-            if trains and not is_own.any():  # each rank needs gradients: their reduction may be a collective
+            if trains and not is_local.any():  # each rank needs gradients: their reduction may be a collective
                 answer = answer + sum(local(weight).sum() * 0 for weight in experts.parameters())
             return self._sum_out(answer)
 
-        experts.forward = on_own_experts
+        experts.forward = on_local_experts
 
     # --- embedding and head ----------------------------------------------------------------------
 
-    def cut_embedding(self, embedding: nn.Module) -> None:
+    def shard_embedding(self, embedding: nn.Module) -> None:
         """Shard the embedding along the vocabulary."""
         for table in _without_wrapper(embedding):
             self._set(table, "weight", Shard(0))
@@ -211,10 +212,10 @@ class TensorParallel:
             _compute_on_local(table, Shard(0))
             _wrap_lookup(table, start, rows, self._sum_out)
 
-    def cut_head(self, head: nn.Module) -> None:
+    def shard_head(self, head: nn.Module) -> None:
         """Shard the head along the vocabulary, so that each rank computes the logits of some tokens."""
         for linear in _without_wrapper(head):
-            self._cut_linear(linear, COLUMNS)
+            self._shard_linear(linear, COLUMNS)
             vocabulary = next(weight for name, weight in linear.named_parameters() if "lora_" not in name).shape[0]
             _wrap(linear, _on_hidden(lambda x: self._copy_in(_as_computed(x))), partial(self._logits, vocabulary))
 
@@ -238,11 +239,11 @@ class TensorParallel:
     def _leave(self, x: Tensor) -> Tensor:
         return self._move(x, Partial(), _SEQUENCE, _SEQUENCE) if self.sequence_parallel else self._sum_out(x)
 
-    def _enter_whole(self, x: Tensor) -> Tensor:
+    def _enter_full(self, x: Tensor) -> Tensor:
         """Input of a block that computes on full values, except in those of its modules that are sharded."""
         return self._move(x, _SEQUENCE, Replicate(), Replicate()) if self.sequence_parallel else x
 
-    def _leave_whole(self, x: Tensor) -> Tensor:
+    def _leave_full(self, x: Tensor) -> Tensor:
         return self._move(x, Replicate(), _SEQUENCE, _SEQUENCE) if self.sequence_parallel else x
 
     def shard_sequence(self, layer: nn.Module) -> None:
@@ -257,11 +258,11 @@ class TensorParallel:
                 f"sequence_parallel=true splits sequences into {self.size} parts, but one has {hidden.shape[1]} "
                 "tokens; pad it to a multiple (lit_ft.CausalLM does), or set sequence_parallel to false"
             )
-        return self._leave_whole(hidden)
+        return self._leave_full(hidden)
 
     def gather_sequence(self, hidden: Tensor) -> Tensor:
         """Full hidden states, ``(1, T, H)``, from this rank's part of the last layer's output."""
-        return self._enter_whole(hidden)
+        return self._enter_full(hidden)
 
     @contextmanager
     def as_one_process(self) -> Iterator[None]:
@@ -275,10 +276,10 @@ class TensorParallel:
 
     # --- features --------------------------------------------------------------------------------
 
-    def _join_features(self, x: Tensor) -> Tensor:
+    def _gather_features(self, x: Tensor) -> Tensor:
         return self._move(x, Shard(x.ndim - 1), Replicate(), Replicate())
 
-    def _cut_features(self, x: Tensor) -> Tensor:
+    def _shard_features(self, x: Tensor) -> Tensor:
         return self._move(x, Replicate(), Shard(x.ndim - 1), Shard(x.ndim - 1))
 
     # --- gradients -------------------------------------------------------------------------------
@@ -290,11 +291,11 @@ class TensorParallel:
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
                 parts.setdefault(gradient.dtype, []).append((parameter, gradient.to_local()))
-        for found in parts.values():
-            together = torch.cat([part.flatten() for _, part in found])
+        for gradients in parts.values():
+            together = torch.cat([part.flatten() for _, part in gradients])
             dist.all_reduce(together, group=self.mesh.get_group())
             for (parameter, part), total in zip(
-                found, together.split([part.numel() for _, part in found]), strict=True
+                gradients, together.split([part.numel() for _, part in gradients]), strict=True
             ):
                 parameter.grad = DTensor.from_local(total.view_as(part), self.mesh, [Replicate()], run_check=False)
 
@@ -303,9 +304,9 @@ class TensorParallel:
     def keep(self, module: nn.Module, gradient: Placement) -> None:
         """Keep a module's weights replicated on every rank; ``gradient`` is the placement of their gradients."""
         for part in module.modules():
-            self._keep_own(part, gradient)
+            self._keep_local(part, gradient)
 
-    def _keep_own(self, module: nn.Module, gradient: Placement) -> None:
+    def _keep_local(self, module: nn.Module, gradient: Placement) -> None:
         own = list(module.named_parameters(recurse=False, remove_duplicate=False))
         for key, _ in own:
             self._set(module, key, Replicate())
@@ -314,15 +315,15 @@ class TensorParallel:
 
     def _set(self, module: nn.Module, key: str, placement: Placement) -> None:
         weight = module.get_parameter(key)
-        if weight not in self._cut:
+        if weight not in self._sharded:
             # No communication: every rank has the full weight, usually mapped from the same file. The clone allows
             # the full weight to be freed.
             part = distribute_tensor(weight.data, self.mesh, [placement], src_data_rank=None)
             part = DTensor.from_local(
                 part.to_local().clone(), self.mesh, [placement], run_check=False, shape=part.shape, stride=part.stride()
             )
-            self._cut[weight] = nn.Parameter(part, requires_grad=weight.requires_grad)
-        module.register_parameter(key, self._cut[weight])
+            self._sharded[weight] = nn.Parameter(part, requires_grad=weight.requires_grad)
+        module.register_parameter(key, self._sharded[weight])
 
 
 def _as_computed(x: Tensor) -> Tensor:
@@ -387,8 +388,8 @@ def _compute_on_local(
         own = dict(parameters)
         for name, weight in own.items():
             if isinstance(weight, DTensor):
-                cut = [gradient if at.is_replicate() else at for at in weight.placements]
-                part = weight.to_local(grad_placements=cut)
+                placements = [gradient if at.is_replicate() else at for at in weight.placements]
+                part = weight.to_local(grad_placements=placements)
                 factor = (factors or {}).get(name, 1.0)
                 parameters[name] = part if factor == 1 else part * factor
         try:
@@ -403,8 +404,8 @@ def _wrap_lookup(table: nn.Module, start: int, rows: int, total: Callable[[Tenso
     forward = table.forward
 
     def wrapped(ids: Tensor) -> Tensor:
-        is_own = (ids >= start) & (ids < start + rows)
-        found = forward((ids - start).clamp(0, max(rows - 1, 0)))
-        return total(found.masked_fill(~is_own[..., None], 0.0))
+        is_local = (ids >= start) & (ids < start + rows)
+        looked_up = forward((ids - start).clamp(0, max(rows - 1, 0)))
+        return total(looked_up.masked_fill(~is_local[..., None], 0.0))
 
     table.forward = wrapped

@@ -71,8 +71,8 @@ class Plan:
         """Whether all of a block's weights are sharded or between sharded ones: it communicates only at both ends."""
         if self.styles.get(block) == EXPERTS:
             return True
-        found = {self.styles.get(module) for module in linears(block)}
-        return found <= {COLUMNS, ROWS, "within"} and {COLUMNS, ROWS} <= found
+        styles = {self.styles.get(module) for module in linears(block)}
+        return styles <= {COLUMNS, ROWS, "within"} and {COLUMNS, ROWS} <= styles
 
 
 def linears(block: nn.Module) -> Iterator[nn.Module]:

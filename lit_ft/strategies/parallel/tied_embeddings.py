@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from lit_ft.gradient_norm import local
 
 
-class TiedEdges:
+class TiedEmbeddings:
     """Two copies of a tied weight, kept equal, and counted and saved once.
 
     Args:

@@ -68,24 +68,24 @@ def check_arguments(strategy: type, args: Sequence[object], kwargs: Mapping[str,
         )
 
 
-def with_settled_values(config: Config) -> dict[str, Any]:
+def with_explicit_values(config: Config) -> dict[str, Any]:
     """DeepSpeed's configuration without ``"auto"``, and with the settings that torch's own optimizers need."""
-    found = _without_auto(config)
-    found.setdefault("zero_allow_untested_optimizer", True)
-    found.setdefault("zero_force_ds_cpu_optimizer", False)
-    return found
+    explicit = _without_auto(config)
+    explicit.setdefault("zero_allow_untested_optimizer", True)
+    explicit.setdefault("zero_force_ds_cpu_optimizer", False)
+    return explicit
 
 
 def _without_auto(config: Config) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    explicit: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
             value = _without_auto(value)
             if not value and config[key]:
                 continue
         if value != "auto":
-            found[key] = value
-    return found
+            explicit[key] = value
+    return explicit
 
 
 def stage_of(config: Config) -> int:
@@ -130,7 +130,7 @@ def _check_nvme(stage: int, part: str, folder: str | None) -> None:
         raise RecipeError(f"trainer.strategy: {part} to nvme needs stage=3, but stage={stage}; offload to cpu")
     path = Path(str(folder)).absolute()
     try:
-        TemporaryFile(dir=next(place for place in (path, *path.parents) if place.exists())).close()
+        TemporaryFile(dir=next(folder_above for folder_above in (path, *path.parents) if folder_above.exists())).close()
     except OSError as error:
         raise RecipeError(
             f"trainer.strategy: nvme_path={folder!r} cannot be written to ({error.strerror}); name a folder on a local "
@@ -154,7 +154,7 @@ def check_recipe(config: Config, trainer: Trainer, datamodule: LightningDataModu
     ranks = trainer.num_nodes * trainer.num_devices
     accumulate = trainer.accumulate_grad_batches
     size = micro_batch_size(datamodule)
-    said = {
+    in_recipe = {
         "gradient_accumulation_steps": ("trainer.accumulate_grad_batches", accumulate),
         "gradient_clipping": ("trainer.gradient_clip_val", trainer.gradient_clip_val or 0),
         "train_micro_batch_size_per_gpu": ("data.micro_batch_size", size),
@@ -165,7 +165,7 @@ def check_recipe(config: Config, trainer: Trainer, datamodule: LightningDataModu
         "bf16.enabled": ("trainer.precision", trainer.precision),
         "fp16.enabled": ("trainer.precision", trainer.precision),
     }
-    for key, (option, value) in said.items():
+    for key, (option, value) in in_recipe.items():
         given = _at(config, key)
         kind = {"bf16.enabled": "bf16", "fp16.enabled": "16"}.get(key)
         agrees = given == value if kind is None else bool(given) == trainer.precision.startswith(f"{kind}-")
@@ -212,8 +212,8 @@ def check_method(stage: int, module: nn.Module) -> None:
         return
     if stage == 3 and spec.router_aux_loss is not None:
         raise RecipeError(
-            f"model.router_aux_loss={spec.router_aux_loss} and trainer.strategy stage=3: nobody has tried; set stage "
-            "to 2, or take lit_ft.strategies.FSDPStrategy"
+            f"model.router_aux_loss={spec.router_aux_loss} and trainer.strategy stage=3 were not compared "
+            "with one process; set stage to 2, or take lit_ft.strategies.FSDPStrategy"
         )
     peft, added = spec.tuning.peft, [*spec.base.added_tokens, *spec.base.added_special_tokens]
     if peft is not None and added:  # which the module will train as rows of the embeddings

@@ -40,9 +40,9 @@ class Piece(NamedTuple):
     numel: int
     """Number of elements, padding included; 0 if this rank holds nothing of the parameter."""
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, full: Tensor) -> Tensor:
         """Elements of a tensor of the parameter's shape that belong to the piece, flat, padded with 0."""
-        flat = whole.flatten()[self.first : self.first + self.numel]
+        flat = full.flatten()[self.first : self.first + self.numel]
         return pad(flat, (0, self.numel - len(flat)))
 
     def within(self, flat: Tensor) -> Tensor:
@@ -66,13 +66,13 @@ def weights(module: nn.Module, keep: bool) -> dict[str, Tensor]:
     """Full trainable parameters by name, on the CPU, fp32; a collective. ``{}`` on ranks without ``keep``."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found: dict[str, Tensor] = {}
+    full_weights: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
-            whole = safe_get_full_fp32_param(parameter)
+            full = safe_get_full_fp32_param(parameter)
             if keep:
-                found[name] = whole.cpu()
-    return found
+                full_weights[name] = full.cpu()
+    return full_weights
 
 
 def optimizer_state(engine: DeepSpeedEngine, order: Order, keep: bool) -> OptimizerState:
@@ -92,20 +92,20 @@ def optimizer_state(engine: DeepSpeedEngine, order: Order, keep: bool) -> Optimi
                 state[key] = value.detach().cpu().clone()
             else:
                 shape = full_shape(parameter)
-                whole = _put_together(piece, value, torch.zeros(shape, dtype=value.dtype, device=engine.device))
-                state[key] = whole.cpu() if keep else None
+                full = _fill(piece, value, torch.zeros(shape, dtype=value.dtype, device=engine.device))
+                state[key] = full.cpu() if keep else None
         if state:
             states[index] = state
     return {"state": states, "param_groups": _numbered(engine, order)} if keep else {}
 
 
-def _put_together(piece: Piece, laid_out: Tensor, whole: Tensor) -> Tensor:
+def _fill(piece: Piece, flat: Tensor, full: Tensor) -> Tensor:
     """Fill a full tensor with the pieces of all ranks; complete on rank 0 only."""
     # DeepSpeed's safe_get_full_optimizer_state handles only the first parameter group, at stages 1 and 2.
-    here = whole.flatten()[piece.first : piece.first + piece.numel]
-    here.copy_(piece.within(laid_out)[: len(here)])
-    dist.reduce(whole, dst=0)
-    return whole
+    here = full.flatten()[piece.first : piece.first + piece.numel]
+    here.copy_(piece.within(flat)[: len(here)])
+    dist.reduce(full, dst=0)
+    return full
 
 
 def _numbered(engine: DeepSpeedEngine, order: Order) -> list[dict[str, object]]:
@@ -130,18 +130,18 @@ def load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: DeepSpe
 
     own = dict(module.named_parameters(remove_duplicate=False))
     trains = engine.basic_optimizer is not None
-    for name, whole in saved.items():
+    for name, full in saved.items():
         parameter = own[name]
         if not is_zero3(parameter):
-            parameter.copy_(whole)
+            parameter.copy_(full)
             if trains:
-                safe_set_full_fp32_param(parameter, whole.float())
+                safe_set_full_fp32_param(parameter, full.float())
             continue
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.copy_(whole)
+            parameter.copy_(full)
         if trains:
             piece = Piece(parameter, *deepspeed_internals.part_of(parameter))
-            safe_set_local_fp32_param(parameter, piece.of(whole.float()))
+            safe_set_local_fp32_param(parameter, piece.of(full.float()))
     deepspeed_internals.forget_second_copies(engine)
 
 
@@ -175,9 +175,9 @@ def _pieces(engine: DeepSpeedEngine, order: Order) -> Iterator[tuple[nn.Paramete
     for group, parameters in enumerate(order):
         for parameter in parameters:
             if is_zero3(parameter):
-                partition, place = deepspeed_internals.partition_of(engine, parameter)
-                yield parameter, Piece(partition, *place)
+                partition, part = deepspeed_internals.partition_of(engine, parameter)
+                yield parameter, Piece(partition, *part)
                 continue
             partition = engine.basic_optimizer.param_groups[group]["params"][0]
-            own = deepspeed_internals.place_in_partition(parameter)
+            own = deepspeed_internals.slice_in_partition(parameter)
             yield parameter, Piece(partition, 0, 0, 0) if own is None else Piece(partition, *own)

@@ -27,13 +27,13 @@ def coefficient(base: PreTrainedModel, asked: RouterAuxLoss) -> float:
         raise RecipeError(
             f"model.router_aux_loss={asked}: transformers computes no such loss for {type(base).__name__}; leave it out"
         )
-    found = Architecture.of(base.config).router_coefficient if asked == "config" else asked
-    if found is None:
+    factor = Architecture.of(base.config).router_coefficient if asked == "config" else asked
+    if factor is None:
         raise RecipeError(
             f"model.router_aux_loss={asked}, but the config of {type(base).__name__} has no router_aux_loss_coef; give "
             "a number, or leave it out"
         )
-    return float(found)
+    return float(factor)
 
 
 def say_what_is_left_out(base: PreTrainedModel) -> None:

@@ -162,16 +162,16 @@ def _split_loss(
     with torch.set_grad_enabled(bool(inputs)), loss_parallel():
         losses = cross_entropy(logits.float(), targets, reduction="none")
         grads = torch.autograd.grad(losses.sum(), inputs, allow_unused=True) if inputs else ()
-    return _whole(losses.detach()), (_most_likely(logits) == targets).sum(), grads
+    return _full(losses.detach()), (_most_likely(logits) == targets).sum(), grads
 
 
 def _most_likely(logits: DTensor) -> Tensor:
     mesh, vocabulary = logits.device_mesh, logits.shape[-1]
-    best, place = logits.to_local().detach().max(-1, keepdim=True)
-    place = place + mesh.get_local_rank() * -(-vocabulary // mesh.size())
-    best, place = (DTensor.from_local(t, mesh, [Shard(1)], run_check=False).full_tensor() for t in (best, place))
-    return place.gather(1, best.argmax(1, keepdim=True))[:, 0]
+    best, position = logits.to_local().detach().max(-1, keepdim=True)
+    position = position + mesh.get_local_rank() * -(-vocabulary // mesh.size())
+    best, position = (DTensor.from_local(t, mesh, [Shard(1)], run_check=False).full_tensor() for t in (best, position))
+    return position.gather(1, best.argmax(1, keepdim=True))[:, 0]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Where each optimizer works, and the reason where it does not.
+"""Table of the situations in which each optimizer works, with the reasons where it does not.
 
 ``OPTIMIZERS`` has one row per class, or kind of classes. All refusals come from it, ``python -m
 benchmarks.support_tables`` prints docs/optimizers.md from it, and tests are parametrized by it.
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lit_callbacks.internals.torch_internals import unscales_gradients_itself
 from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch.optim import Optimizer
 
@@ -54,7 +55,7 @@ _NORMS = "scales steps by the norm of each weight"
 OPTIMIZERS: Sequence[OptimizerSupport] = (
     OptimizerSupport(
         "fused",
-        mark=lambda optimizer: bool(getattr(optimizer, "_step_supports_amp_scaling", False)),
+        mark=unscales_gradients_itself,
         scaled="leaves gradients scaled until a fused optimizer's step, so that they cannot be measured or clipped",
     ),
     OptimizerSupport(
@@ -107,8 +108,8 @@ def check_situation(optimizer: Optimizer, name: str, value: str = "") -> None:
     path = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     rows = [row for row in OPTIMIZERS if row.applies_to(optimizer)]
     is_listed = any(row.mark is None for row in rows)
-    if (found := first_refusal(rows if is_listed else [*rows, NOT_LISTED], name)) is not None:
-        _, reason, fix = found
+    if (first := first_refusal(rows if is_listed else [*rows, NOT_LISTED], name)) is not None:
+        _, reason, fix = first
         works = [row.name.rpartition(".")[2] for row in OPTIMIZERS if row.mark is None and getattr(row, name) is None]
         raise RecipeError(
             f"optimizer={path} {reason}{f' ({value})' if value else ''}; {fix.format(works=', '.join(works))}"

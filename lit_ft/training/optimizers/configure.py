@@ -78,13 +78,13 @@ def configure_optimizers(
 def _with_groups(optimizer: OptimizerCallable, module: nn.Module, factors: Mapping[str, float]) -> Optimizer:
     """Optimizer of a module's trainable parameters, grouped by ``MATRICES`` and by learning-rate factor."""
     trains = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    found = matching(factors, list(trains), "model.lr_factors")
+    pattern_of = matching(factors, list(trains), "model.lr_factors")
     matrices = hidden_matrices(module)
     members: dict[tuple[bool, str | None], list[nn.Parameter]] = {
         (is_matrix, pattern): [] for is_matrix in (True, False) for pattern in (None, *factors)
     }
     for name, parameter in trains.items():
-        members[parameter in matrices, found.get(name)].append(parameter)
+        members[parameter in matrices, pattern_of.get(name)].append(parameter)
     members = {key: group for key, group in members.items() if group}
     built = optimizer([{"params": group, MATRICES: is_matrix} for (is_matrix, _), group in members.items()])
     for (_, pattern), group in zip(members, built.param_groups, strict=True):

@@ -82,9 +82,9 @@ class InitialAdamState(Callback):
         for name, parameter in trains.items():
             _, shape = places.get(name, (None, None))
             if shape != tuple(parameter.shape):
-                said = f"is {shape}" if shape else "is missing"
+                difference = f"is {shape}" if shape else "is missing"
                 raise RecipeError(
-                    f"InitialAdamState: {moment} of {name} {said} in {self.folder}, and the weight is "
+                    f"InitialAdamState: {moment} of {name} {difference} in {self.folder}, and the weight is "
                     f"{tuple(parameter.shape)}; train all weights (peft: null) of the model that was converted with it"
                 )
         for name, parameter in trains.items():

@@ -1,1 +1,1 @@
-"""What of a model a tuning method reaches: linear layers, experts, routers."""
+"""Parts of a model that tuning methods adapt: linear layers, experts, routers."""

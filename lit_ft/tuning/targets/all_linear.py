@@ -1,4 +1,4 @@
-"""Which layers ``target_modules: all-linear`` means, and layers that an adapter would not fit."""
+"""Layers that ``target_modules: all-linear`` selects, and layers that an adapter does not fit."""
 
 import re
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def leave_out(model: PreTrainedModel, peft: PeftConfig, shared: Mapping[str, str
     Args:
         model: base model.
         peft: config of the tuning method, changed in place.
-        shared: what ``shared_layers`` gives for the model.
+        shared: result of ``shared_layers`` for the model.
     """
     options = peft.to_dict()
     if options.get("target_modules") != "all-linear":
@@ -109,17 +109,17 @@ def check_shared(model: PeftModel, shared: Mapping[str, str]) -> None:
 
     Args:
         model: model with its adapter.
-        shared: what ``shared_layers`` gave for its base model.
+        shared: result of ``shared_layers`` for its base model.
 
     Raises:
         RecipeError: there are such adapters; the message names two of the layers.
     """
     wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     changed = [name for name, module in model.get_base_model().named_modules() if isinstance(module, wrappers)]
-    found = {name: other for name, other in shared.items() if any(f"{name}.".startswith(f"{c}.") for c in changed)}
-    if found:
+    adapted = {name: other for name, other in shared.items() if any(f"{name}.".startswith(f"{c}.") for c in changed)}
+    if adapted:
         raise RecipeError(
-            f"model.peft: {_example(found)} share their weight, as {len(found)} layers that the config matches do: "
+            f"model.peft: {_example(adapted)} share their weight, as {len(adapted)} layers that the config matches do: "
             f"{_WHY}; leave them out (exclude_modules), or set target_modules to all-linear, which does"
         )
 

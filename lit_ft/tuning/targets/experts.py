@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers as a tuning method sees them: fused experts, routers, and what of them trains.
+"""Fused experts and routers of mixture-of-experts models, as targets of tuning methods.
 
 transformers 5 keeps the experts of a layer in one tensor per projection, which is no linear layer: ``target_modules``
 does not reach it, ``target_parameters`` does.

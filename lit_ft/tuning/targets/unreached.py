@@ -32,8 +32,8 @@ ARCHITECTURES = frozenset(
 
 def names_within(names: Iterable[str]) -> dict[str, str]:
     """Names of modules or weights that are part of an unreached module, and that module's last name."""
-    found = ((name, next((part for part in name.split(".") if part in _WHY), None)) for name in names)
-    return {name: part for name, part in found if part is not None}
+    parts = ((name, next((part for part in name.split(".") if part in _WHY), None)) for name in names)
+    return {name: part for name, part in parts if part is not None}
 
 
 def describe(parts: Iterable[str]) -> str:

@@ -139,7 +139,9 @@ def test_rows_of_few_lengths_give_the_same_numbers_in_few_shapes(tiny_qwen2: str
 
 def test_cuda_graphs_need_rows_of_few_lengths(model_folder: str) -> None:
     assert CausalLM(model_folder, compile="reduce-overhead", pad_rows_to=256).spec.pad_rows_to == 256
-    with pytest.raises(RecipeError, match="one for each number of tokens in a row; set model.pad_rows_to, e.g. to 256"):
+    with pytest.raises(
+        RecipeError, match="each number of tokens in a packed batch; set model.pad_rows_to, e.g. to 256"
+    ):
         CausalLM(model_folder, compile="reduce-overhead")
     with pytest.raises(RecipeError, match=r"pad_rows_to=256 only costs time .* set model\.compile to reduce-overhead"):
         CausalLM(model_folder, pad_rows_to=256)

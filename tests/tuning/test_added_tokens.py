@@ -156,7 +156,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "twice": ({"added_tokens": ["<a>", "<a>"]}, "model.added_tokens: '<a>' is given twice"),
     "empty": ({"added_special_tokens": [""]}, "model.added_special_tokens: '' is empty"),
     "known": ({"added_tokens": ["<|im_end|>"]}, r"'<\|im_end\|>' is a token of .* already \(id \d+\)"),
-    "IA3": ({"peft": peft.IA3Config(task_type="CAUSAL_LM")}, "which IA3 does not have; take peft.LoraConfig"),
+    "IA3": (
+        {"peft": peft.IA3Config(task_type="CAUSAL_LM")},
+        r"IA3 trains no rows of the embeddings \(model.added_tokens\); take peft.LoraConfig",
+    ),
     "prompt tuning": ({"peft": peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}, "PROMPT_TUNING"),
     "one side": ({"peft": whole(modules_to_save=["embed_tokens"])}, "embed_tokens without the other side"),
     "frozen": ({"trainable": ["layers.1."]}, "model.trainable freezes model.embed_tokens"),
