@@ -61,6 +61,8 @@ def explained(what: str, fix: str, also: tuple[type[Exception], ...] = ()) -> It
         raise
     except LIBRARY_ERRORS + also as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # Checks of configs name the value in their last line.
+        lines = [" ".join(lines)] if lines and lines[0].endswith(":") else lines
         reason = lines[0].rstrip(".:")[:200] if lines else "no reason given"
         raise RecipeError(f"{what}: {type(error).__name__}: {reason}; {fix}") from error
 

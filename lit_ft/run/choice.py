@@ -53,6 +53,8 @@ class RunChoice:
     def run_dir(self) -> str | None:
         """Run folder that the options or the process that started this one name; None if it is to be chosen."""
         named: str | None = self._options.run_dir
+        if named is not None and not named.strip():
+            raise RecipeError(f"run_dir={named!r} names nothing; give a folder, or leave it out for a new one")
         return os.environ.get(RUN_DIR_VARIABLE) if named is None and "LOCAL_RANK" in os.environ else named
 
     def folder(self) -> RunFolder:

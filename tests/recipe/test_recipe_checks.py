@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "what a tuning method refuses": (
         "model: {peft: {class_path: peft.PromptTuningConfig, init_args: {num_virtual_tokens: null}}}",
-        "model.peft: TypeError: ",
+        "model.peft: num_virtual_tokens is missing; give the length of the prompt, e.g. 20",
     ),
     "a name that is none": ("model: {tokenizer: '{}'}", "no hub id can be spelt so"),
     "a negative clip value": ("trainer: {gradient_clip_val: -1}", "trainer.gradient_clip_val=-1 must be 0 or more"),

@@ -63,8 +63,13 @@ def refuse_preferences(row: RawRow, complete: str | None) -> None:
         complete: format whose columns are all in the row; None if there is none.
 
     Raises:
-        BadRow: the row has a chosen and a rejected answer.
+        BadRow: the row has a chosen and a rejected answer, or a mark whether its answer is a good one.
     """
+    if complete == "prompt_completion" and isinstance(row.get("label"), bool):
+        raise BadRow(
+            "is preference data ('label' says whether the completion is a good one), and lit_ft trains supervised "
+            "data, on bad completions too; keep the rows whose label is true, without that column"
+        )
     if not set(PREFERENCE) <= row.keys():
         return
     chosen, kind = row["chosen"], _kind_of_turns(row["chosen"])
