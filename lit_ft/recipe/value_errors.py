@@ -87,7 +87,8 @@ def no_number(value: str, whole: bool) -> str:
         advice = f"; write {value.replace(',', '.')}"
     elif (integer := re.fullmatch(r"(\d+)\.0*", value)) is not None and whole:
         advice = f"; write {integer[1]}"
-    return f"{shortened(value, 100)!r} is no {kind}{advice}"
+    shown = shortened(value, 100)
+    return f"{shown if value.startswith(('[', '{')) else repr(shown)} is no {kind}{advice}"
 
 
 def shortened(text: str, length: int) -> str:

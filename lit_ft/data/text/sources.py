@@ -131,7 +131,7 @@ class Source:
                 f"{self.path!r} holds no file that can be read ({', '.join(SUFFIXES)}); name another folder"
             )
         if left := [file.name for file in candidates if file not in files]:
-            number = "1 file is no data and was" if len(left) == 1 else f"{len(left):,} files are no data and were"
+            number = "1 file is not data and was" if len(left) == 1 else f"{len(left):,} files are not data and were"
             rank_zero_info(f"{self.path}: {number} left out: {', '.join(left[:5])}")
         return files
 
