@@ -37,9 +37,9 @@ def check_callbacks(callbacks: Iterable[Callback], has_validation: bool) -> None
             check_monitor(callback.monitor, f"{who} monitors", has_validation)
             _check_mode(callback.monitor, callback.mode, who)
         if isinstance(callback, ModelCheckpoint) and callback.filename:
-            _check_fields(callback.filename, has_validation)
             if callback.auto_insert_metric_name:
                 _check_filename(callback.filename)
+            _check_fields(callback.filename, has_validation)
 
 
 def check_schedule(schedule: object, has_validation: bool) -> None:

@@ -143,7 +143,7 @@ def _missing(names: list[str], parser: ArgumentParser) -> str:
 
 _UNKNOWN = re.compile(
     r"unrecognized arguments: --([\w.:-]+)|Option '([\w.:-]+)' is not accepted|[Kk]ey '([\w.]+)' is not expected"
-    r"|does not accept option '([\w.]+)'"
+    r"|does not accept option '([\w.+-]+)'"
 )
 
 
@@ -270,7 +270,7 @@ def _no_class(message: str, key: str) -> str | None:
 
 def _function_as_class(message: str, key: str) -> str | None:
     """A function of a library where a class belongs: jsonargparse asks for the arguments that Lightning would pass."""
-    given = r"Given value: (?:(?:\{'class_path': |Namespace\(class_path=)')?(?:[a-z_]\w*\.)+([a-z]\w*)\b"
+    given = r"Given value: (?:(?:\{'class_path': |Namespace\(class_path=)')?(?:[a-z_]\w*\.)+([a-z]\w*)(?![\w.])"
     named = re.search(given, message)
     is_asked_for = " is missing" in message or "to be a function that returns" in message
     if key not in EXAMPLES or named is None or not is_asked_for:
@@ -312,7 +312,7 @@ def _short_name(message: str, key: str) -> str | None:
     if re.search(r"Expected a <class '(float|int)'>", message):  # PyTorch allows tensors as learning rates
         return no_number(short[1], whole=False)
     ours = CLASSES.get(short[1].lower())
-    if short[1].lower() in ("none", "no", "off"):
+    if short[1].lower() in ("none", "no", "off", "false"):
         return f"{short[1]!r} is no class path; for none write null"
     example, modules = EXAMPLES.get(key, ("torch.optim.AdamW", ()))
     of_module = {name: module for module in modules for name in dir(import_module(module)) if name[0].isupper()}

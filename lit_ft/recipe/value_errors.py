@@ -46,6 +46,8 @@ def _of_simple_types(text: str) -> str:
         return no_number(value, whole="float" not in plain)
     if len(plain) == 1 and (kind := plain.pop()) in _KINDS:
         held = value.startswith(("[", "{"))
+        if kind == "str" and not held:
+            return f"{value!r} is no text; put it in quotes (YAML reads yes, no, on and off as true and false)"
         example = f": [{value}]" if kind in ("list", "tuple") and not held else ""
         return f"{value if held else repr(value)} is {_KINDS[kind]}{example}"
     return text

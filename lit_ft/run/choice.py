@@ -37,10 +37,14 @@ class RunChoice:
             recipe: name of the recipe, for the folders that are chosen without ``run_dir``.
 
         Raises:
-            RecipeError: ``resume`` is given to a command that does not resume, or beside a checkpoint.
+            RecipeError: a path is empty, or ``resume`` is given to a command that does not resume, or beside a
+                checkpoint.
         """
         self._subcommand, self._options, self._recipe = subcommand, options, recipe
         self._resumes = options.ckpt_path in (LAST, BEST)
+        for name in ("run_dir", "ckpt_path"):
+            if (value := options[name]) is not None and not value.strip():
+                raise RecipeError(f"{name}={value!r} names nothing; leave it out, or give a path")
         if options.resume is None:
             return
         if subcommand != "fit":
@@ -53,8 +57,6 @@ class RunChoice:
     def run_dir(self) -> str | None:
         """Run folder that the options or the process that started this one name; None if it is to be chosen."""
         named: str | None = self._options.run_dir
-        if named is not None and not named.strip():
-            raise RecipeError(f"run_dir={named!r} names nothing; give a folder, or leave it out for a new one")
         return os.environ.get(RUN_DIR_VARIABLE) if named is None and "LOCAL_RANK" in os.environ else named
 
     def folder(self) -> RunFolder:

@@ -54,7 +54,7 @@ TYPED: dict[str, str] = {
     "fit --data.path a.json b.json": "'b.json' belongs to no option; of several files write --data.sources '[{path: b",
     "fit --data.path '[a.json, b.json]'": "data.path: a list is given; of several files write data.sources: [{path: a",
     "fit --data.sources a.json": "data.sources: 'a.json' is no source; each is a mapping, e.g. [{path: a.json}]",
-    "fit --model.peft true": "model.peft: true names no class; write e.g. peft.LoraConfig, or null for none",
+    "fit --model.peft false": "model.peft: 'false' is no class path; for none write null",
     "fit --optimizer '[torch.optim.AdamW]'": "optimizer: ['torch.optim.AdamW'] names no class; write e.g. torch.optim",
     "fit --optimizer transformers.AdamW": "optimizer: there is no transformers.AdamW; write torch.optim.AdamW",
     "fit --lr_scheduler transformers.get_cosine_schedule_with_warmup": "is a function, and a class is needed, e.g. lit",

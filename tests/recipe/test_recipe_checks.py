@@ -108,6 +108,12 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {lr_scheduler: cosine}",
         "'lr_scheduler' is no option of a section; write it at the left edge of the recipe",
     ),
+    "a dash in a key": ("trainer: {max-steps: 2}", "'max-steps'; it belongs to trainer: trainer.max_steps"),
+    "a switch for a text": ("data: {val_path: no}", "data.val_path: 'False' is no text; put it in quotes (YAML reads"),
+    "a switch for a class": (
+        "model: {peft: true}",
+        "model.peft: true names no class; write e.g. peft.LoraConfig, or null for none",
+    ),
     "a class without its name": (
         "lr_scheduler: {class_path: null, warmup: 8}",
         "'warmup' stands beside class_path",
@@ -125,7 +131,8 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer.callbacks lists lit_callbacks.SpikeGuard twice with the same options; leave one out",
     ),
     "an accelerator whose package is missing": ("trainer: {accelerator: tpu}", "trainer: Requirement 'torch_xla"),
-    "a run folder without a name": ("run_dir: ''", "run_dir='' names nothing; give a folder, or leave it out for a"),
+    "a run folder without a name": ("run_dir: ''", "run_dir='' names nothing; leave it out, or give a path"),
+    "a checkpoint without a name": ("ckpt_path: ''", "ckpt_path='' names nothing; leave it out, or give a path"),
     "a metric of a schedule": (
         "lr_scheduler: {class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {monitor: val_loss}}\n"
         "optimizer: {class_path: torch.optim.SGD}\ndata: {val_fraction: 0.2}",
