@@ -64,8 +64,13 @@ def explained(what: str, fix: str, also: tuple[type[Exception], ...] = ()) -> It
 
 
 def first_line(error: Exception) -> str:
-    """First line of another library's message, of at most 200 characters, to be quoted within a sentence."""
+    """First line of another library's message, of at most 200 characters, to be quoted within a sentence.
+
+    All lines if the first one ends with a colon: checks of configs name the value in their last line.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].endswith(":"):
+        lines = [" ".join(lines)]
     return lines[0].rstrip(".:")[:200] if lines else "no reason given"
 
 

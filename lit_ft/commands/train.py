@@ -52,7 +52,7 @@ from lit_ft.model.generation import GREEDY, Sampling
 from lit_ft.process import choose_threads_of_ranks, describe_threads, resume_threads, started_at
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import as_options, check_unpickling
-from lit_ft.recipe.callback_checks import EarlyStoppingCheck, check_callbacks
+from lit_ft.recipe.callback_checks import EarlyStoppingCheck, check_callbacks, check_schedule
 from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
 from lit_ft.recipe.files import check_files, expand_home, in_order
 from lit_ft.recipe.parse_errors import unwrap_class_error
@@ -407,7 +407,8 @@ class TrainingCLI(LightningCLI):
                 # Of the recipe, not of the trainer: check builds a trainer without callbacks.
                 data, limit = self.datamodule, self.options.trainer.limit_val_batches
                 has_data = data.splits.validates if isinstance(data, TextDataModule) else True
-                check_callbacks(self._given_callbacks(), bool(has_data and limit != 0))
+                check_callbacks(self._given_callbacks(), validates := bool(has_data and limit != 0))
+                check_schedule(self.schedule, validates)
             allow_one_loader(self.datamodule)
         if isinstance(self.datamodule, TextDataModule):
             self._check_positions("data.max_length", self.datamodule.requested_length)

@@ -1,5 +1,7 @@
 """Checks of the data module's options by themselves, before any file is read."""
 
+import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -50,6 +52,19 @@ def check_numbers(
             raise RecipeError(f"data.{name}={value} must be 0 to {MOST_WORKERS} processes")
     if max_length is not None and max_length < 2:
         raise RecipeError(f"data.max_length={max_length} leaves nothing to predict; set it to 2 tokens or more")
+
+
+def check_system(system: str | None) -> None:
+    """Refuse a system prompt that names a file, whose text is meant.
+
+    Raises:
+        RecipeError: it does.
+    """
+    if system and os.path.splitext(system)[1] and os.path.isfile(system):
+        raise RecipeError(
+            f"data.system={system!r} names a file, and its name would be the prompt; give the text: "
+            f'--data.system "$(cat {shlex.quote(system)})"'
+        )
 
 
 def check_exclusive(**options: object) -> None:

@@ -19,7 +19,7 @@ from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader, batch_geo
 from lit_ft.data.loaders.mixing import Strategy, check_weights
 from lit_ft.data.loaders.order import Order, order_of_samples, order_of_stream
 from lit_ft.data.loaders.streaming import StreamLoader
-from lit_ft.data.option_checks import check_exclusive, check_numbers, sources_of
+from lit_ft.data.option_checks import check_exclusive, check_numbers, check_system, sources_of
 from lit_ft.data.splits import DataSplits
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName, Source
@@ -118,6 +118,7 @@ class TextDataModule(LightningDataModule):
         check_numbers(
             val_fraction, max_length, packing, micro_batch_size, shuffle_buffer, num_workers, tokenize_workers
         )
+        check_system(system)
         check_exclusive(path=path, sources=sources)
         check_exclusive(val_path=val_path, val_sources=val_sources, val_fraction=val_fraction)
         if streaming and val_fraction:

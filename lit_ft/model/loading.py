@@ -3,6 +3,8 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -23,6 +25,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained, first_line
@@ -105,14 +109,20 @@ def _named(pretrained: str) -> str:
 
 def _check_folder(pretrained: str) -> None:
     folder = Path(pretrained).expanduser()
+    if not pretrained.strip():
+        raise RecipeError(f"model.pretrained={pretrained!r} names nothing; give a model folder or a hub id")
     if os.path.isdir(folder) and not (folder / "config.json").is_file():
+        raise RecipeError(f"model.pretrained={pretrained!r} is {_kind_of_folder(folder)}")
+    if os.path.isfile(folder):
+        here = f": {folder.parent}" if (folder.parent / "config.json").is_file() else ""
         raise RecipeError(
-            f"model.pretrained={pretrained!r} is a folder without config.json; name one that "
-            "save_pretrained wrote (config.json, weights, tokenizer)"
+            f"model.pretrained={pretrained!r} is a file; name a folder with config.json, weights and tokenizer{here}"
         )
     looks_like_path = pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1
     if looks_like_path and not os.path.exists(folder):
-        raise RecipeError(f"model.pretrained={pretrained!r} does not exist; name a model folder or a hub id")
+        near = _near_folder(folder)
+        advice = f"did you mean {near!r}?" if near is not None else "name a model folder or a hub id"
+        raise RecipeError(f"model.pretrained={pretrained!r} does not exist; {advice}")
     if os.path.isdir(folder):  # unlike Path.is_dir, it accepts names that are too long
         return
     try:
@@ -126,6 +136,26 @@ def _check_folder(pretrained: str) -> None:
         _check_hub(pretrained)
 
 
+def _kind_of_folder(folder: Path) -> str:
+    """What a folder without ``config.json`` is, and what to name instead."""
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "an adapter, no model; name its base, or the model that `python -m lit_ft export --adapter "
+            f"{folder} --merge --out DIR` writes"
+        )
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        return f"a run, no model; name the model that `python -m lit_ft export --run {folder} --merge` writes"
+    return "a folder without config.json; name one that save_pretrained wrote (config.json, weights, tokenizer)"
+
+
+def _near_folder(path: Path) -> str | None:
+    """Folder of a model beside a path that does not exist, with almost its name."""
+    with suppress(OSError):
+        names = [one.name for one in path.parent.iterdir() if (one / "config.json").is_file()]
+        return next((str(path.parent / name) for name in get_close_matches(path.name, names, n=1, cutoff=0.75)), None)
+    return None
+
+
 def _check_hub(pretrained: str) -> None:
     """Query the hub once; without a network, transformers would try ten times, for a minute."""
     try:
@@ -135,6 +165,12 @@ def _check_hub(pretrained: str) -> None:
 
 
 def _unreachable(pretrained: str, error: Exception) -> RecipeError:
+    near = _near_folder(Path(pretrained)) if "/" in pretrained else None
+    if near is not None:
+        return RecipeError(
+            f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}) and cannot be had from the hub "
+            f"({first_line(error)}); did you mean {near!r}?"
+        )
     return RecipeError(
         f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}) and cannot be had from the hub "
         f"({first_line(error)}); where there is a network, download it with `hf download {pretrained} "
@@ -155,9 +191,29 @@ def pick_attention(config: PretrainedConfig, requested: str) -> str:
     is not supported, the other or ``eager`` computes what the model needs, sample by sample.
     """
     if requested != "auto":
+        check_attention(requested)
         return requested
     functions = attention_functions(config)
     return PACKED if {"flash", "sdpa"} <= functions else "sdpa" if "sdpa" in functions else "eager"
+
+
+def check_attention(requested: str) -> None:
+    """Refuse a name of no attention function, and one whose package is not installed.
+
+    Raises:
+        RecipeError: it cannot be used.
+    """
+    known = ["auto", "eager", *sorted(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
+    if requested not in known and "/" not in requested:  # a kernel of the hub has an owner
+        near = get_close_matches(requested, known, n=1)
+        advice = f"did you mean {near[0]}?" if near else "leave it out: auto is right for packed batches"
+        raise RecipeError(f"model.attn_implementation={requested!r} is none of {', '.join(known)}; {advice}")
+    is_installed = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+    if requested in is_installed and not is_installed[requested]():
+        raise RecipeError(
+            f"model.attn_implementation={requested} needs the package flash-attn and a GPU, and one is missing; leave "
+            "it out: auto is right for packed batches"
+        )
 
 
 def load_base(

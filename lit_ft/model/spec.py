@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import process
+from lit_ft.errors import option_called
 from lit_ft.model import embeddings, loading, quantization
 from lit_ft.model.config.overrides import Overrides
 from lit_ft.model.files import fingerprint, size_check, text_part
@@ -46,7 +47,9 @@ class ModelSpec:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Tokenizer with the added tokens."""
-        tokenizer = loading.load_tokenizer(self.tokenizer_name)
+        option = "model.pretrained" if self.tokenizer_name == self.pretrained else "model.tokenizer"
+        with option_called("model.pretrained", option):
+            tokenizer = loading.load_tokenizer(self.tokenizer_name)
         embeddings.add_tokens(tokenizer, self.added_tokens, special=False)
         embeddings.add_tokens(tokenizer, self.added_special_tokens, special=True)
         return tokenizer
@@ -77,6 +80,7 @@ class ModelSpec:
         Raises:
             RecipeError: one of them does not fit.
         """
+        loading.check_attention(self.attn_implementation)
         skeleton = loading.skeleton(self.pretrained, self.dtype, self.config_overrides)
         self._check_weights(skeleton)
         embeddings.resize_embeddings(skeleton, self.tokenizer, len(self.added_ids))

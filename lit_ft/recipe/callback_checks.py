@@ -1,12 +1,18 @@
-"""Checks of a recipe's callbacks before training: monitored metrics are logged in time, and files have names."""
+"""Checks of a recipe's callbacks before training: what they monitor is logged in time, and files have names.
+
+A schedule that reads a metric is checked too.
+"""
 
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from string import Formatter
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import ReduceLROnPlateau
 from lit_callbacks.internals.lightning_internals import attributes_of
+from torch.optim.lr_scheduler import ReduceLROnPlateau as PlainReduceLROnPlateau
 
 from lit_ft.accumulation import accumulation
 from lit_ft.data.text_data import TextDataModule
@@ -27,18 +33,50 @@ def check_callbacks(callbacks: Iterable[Callback], has_validation: bool) -> None
     """
     for callback in callbacks:
         if isinstance(callback, EarlyStopping | ModelCheckpoint) and callback.monitor is not None:
-            _check_monitor(callback.monitor, type(callback).__name__, has_validation)
-        if isinstance(callback, ModelCheckpoint) and callback.auto_insert_metric_name:
-            _check_filename(callback.filename or "")
+            who = f"trainer.callbacks: {type(callback).__name__}"
+            check_monitor(callback.monitor, f"{who} monitors", has_validation)
+            _check_mode(callback.monitor, callback.mode, who)
+        if isinstance(callback, ModelCheckpoint) and callback.filename:
+            if callback.auto_insert_metric_name:
+                _check_filename(callback.filename)
+            _check_fields(callback.filename, has_validation)
 
 
-def _check_monitor(monitor: str, who: str, has_validation: bool) -> None:
+def check_schedule(schedule: object, has_validation: bool) -> None:
+    """Refuse a ``ReduceLROnPlateau`` that would end the run at the end of its first epoch.
+
+    Args:
+        schedule: learning-rate schedule of the recipe, or None.
+        has_validation: whether there is validation data, and the trainer looks at it.
+
+    Raises:
+        RecipeError: it names no metric, or one that ``CausalLM`` does not log.
+    """
+    if isinstance(schedule, ReduceLROnPlateau):
+        check_monitor(schedule.monitor, "lr_scheduler: ReduceLROnPlateau reads", has_validation)
+    elif isinstance(schedule, PlainReduceLROnPlateau):
+        raise RecipeError(
+            "lr_scheduler: torch's ReduceLROnPlateau names no metric; write lightning.pytorch.cli.ReduceLROnPlateau "
+            "with monitor: val/loss"
+        )
+
+
+def check_monitor(monitor: str, who: str, has_validation: bool) -> None:
+    """Refuse the name of a metric that ``CausalLM`` does not log.
+
+    Args:
+        monitor: the name.
+        who: who reads it, and how, for the message.
+        has_validation: whether there is validation data, and the trainer looks at it.
+
+    Raises:
+        RecipeError: it is not logged.
+    """
     known = [name for split in ("train", "val") for name in metric_names(split)]
     split, _, rest = monitor.partition("/")
     if split == "val" and not has_validation:
         raise RecipeError(
-            f"trainer.callbacks: {who} monitors {monitor!r}, and there is no validation; set data.val_path or "
-            "data.val_fraction, or monitor train/loss"
+            f"{who} {monitor!r}, and there is no validation; set data.val_path or data.val_fraction, or take train/loss"
         )
     # Losses of sources, and what other callbacks and modules log, have names of their own.
     if monitor in known or rest.startswith("loss/") or (rest and split not in ("train", "val")):
@@ -46,9 +84,35 @@ def _check_monitor(monitor: str, who: str, has_validation: bool) -> None:
     near = get_close_matches(monitor, known, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]!r}? " if near else ""
     raise RecipeError(
-        f"trainer.callbacks: {who} monitors {monitor!r}, which is not logged; {advice}"
+        f"{who} {monitor!r}, which is not logged; {advice}"
         f"There are {', '.join(name for name in known if has_validation or not name.startswith('val'))}"
     )
+
+
+_BETTER = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
+"""Whether a lower or a higher value of a metric of training or validation is better."""
+
+
+def _check_mode(monitor: str, mode: str, who: str) -> None:
+    """Refuse a mode that takes the worst for the best; Lightning's default is min, whatever is monitored."""
+    split, _, name = monitor.partition("/")
+    better = _BETTER.get(name.split("/")[0]) if split in ("train", "val") else None
+    if better is not None and mode != better:
+        raise RecipeError(f"{who} takes the worst {monitor} for the best with mode={mode}; set mode: {better}")
+
+
+def _check_fields(filename: str, has_validation: bool) -> None:
+    """Refuse a name of a checkpoint that cannot be filled in: Lightning would fail at the first one, or write 0."""
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(filename) if name is not None]
+    except ValueError as error:
+        raise RecipeError(
+            f"trainer.callbacks: ModelCheckpoint's filename {filename!r} is no pattern ({error}); write e.g. "
+            "'{epoch}-{step}'"
+        ) from error
+    for name in names:
+        if name not in ("epoch", "step"):
+            check_monitor(name, f"trainer.callbacks: ModelCheckpoint's filename {filename!r} names", has_validation)
 
 
 def _check_filename(filename: str) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -43,6 +44,7 @@ def check_values(options: Namespace) -> None:
         _check_classes(options.get(key), key)
     for key in ("callbacks", "logger", "strategy", "plugins"):
         _check_classes(trainer.get(key), f"trainer.{key}")
+    _check_repeated(trainer.get("callbacks"))
 
 
 _LEAST = {
@@ -67,9 +69,26 @@ def _check_numbers(trainer: Namespace) -> None:
                 f"trainer.{least_name}={least} is more than trainer.{most_name}={most}, where training ends; lower one "
                 "or raise the other"
             )
+    interval = trainer.get("val_check_interval")
+    if isinstance(interval, int | float) and not interval > 0:
+        raise RecipeError(
+            f"trainer.val_check_interval={interval} must be above 0; for no validation set trainer.limit_val_batches=0"
+        )
+    if (folder := trainer.get("default_root_dir")) is not None:
+        raise RecipeError(f"trainer.default_root_dir={folder}: a run's files are in run_dir; write run_dir: {folder}")
     if trainer.get("barebones"):
         raise RecipeError(
             "trainer.barebones=true is for measuring Lightning's own time: it logs and saves nothing; leave it out"
+        )
+
+
+def _check_repeated(callbacks: object) -> None:
+    """Refuse a callback that is listed twice with the same options, as by a fragment that is given twice."""
+    listed = callbacks if isinstance(callbacks, list) else []
+    if (twice := next((one for number, one in enumerate(listed) if one in listed[:number]), None)) is not None:
+        raise RecipeError(
+            f"trainer.callbacks lists {twice.class_path} twice with the same options; leave one out (callbacks+ adds "
+            "to the list of the recipe before it)"
         )
 
 
@@ -116,6 +135,7 @@ def _check_nulls(values: Namespace, cls: type, key: str) -> None:
         if value is None and name in hints and not _takes_none(hints[name]) and parameters[name].default is not None:
             default = parameters[name].default
             advice = f"the default is {_shown(default)}" if default is not inspect.Parameter.empty else "it is needed"
+            key = re.sub(r"^model\.(?=optimizer|lr_scheduler)", "", key)  # which the model gets
             raise RecipeError(f"{key}.{name}=null is not allowed; leave it out or give a value ({advice})")
 
 

@@ -232,9 +232,12 @@ def _misplaced(node: yaml.Node, name: str, seen: set[int]) -> Iterator[tuple[int
     if isinstance(node, yaml.MappingNode):
         names = _entries(node)
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
             line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                yield line, "a mapping or a list stands as a key; recipes have no templates such as {{ name }}"
+                continue
+            if key.value == "trainer" and value.tag.endswith(":null"):
+                yield line, "trainer is named without options; give them, or leave the name out"
             if (text := _without_space(key)) is not None:
                 yield line, text
             if "class_path" in names and key.value not in (*_OF_A_CLASS, "<<"):

@@ -11,6 +11,7 @@ from textwrap import dedent
 
 from jsonargparse import ArgumentParser
 
+from lit_ft.data.text.sources import SUFFIXES
 from lit_ft.errors import RecipeError
 from lit_ft.internals.jsonargparse import option_names, positional_names
 from lit_ft.recipe import allowed_code
@@ -110,6 +111,8 @@ def _of_a_word(value: str) -> str:
         return f"{value!r} stands alone; write --config {value}"
     if value == "help" or re.match(r"[\w.+]+=", value):
         return f"{value!r} has no dashes; write --{value}"
+    if value.endswith(SUFFIXES):
+        return f"{value!r} belongs to no option; of several files write --data.sources '[{{path: {value}}}, ...]'"
     return f"{value!r} belongs to no option; write --OPTION {value}"
 
 
@@ -140,7 +143,7 @@ def _missing(names: list[str], parser: ArgumentParser) -> str:
 
 _UNKNOWN = re.compile(
     r"unrecognized arguments: --([\w.:-]+)|Option '([\w.:-]+)' is not accepted|[Kk]ey '([\w.]+)' is not expected"
-    r"|does not accept option '([\w.]+)'"
+    r"|does not accept option '([\w.+-]+)'"
 )
 
 
@@ -160,15 +163,23 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
     section, _, word = name.rpartition(".")
     ours = OPTIONS.get(word) if section in ("", "model", "data", "trainer") else None
     part = (ours or "").rpartition(".")[0]
-    if ours == f"{part}.{name}" and part in EXAMPLES and not message.startswith("unrecognized"):
+    is_recipe = "trainer.max_epochs" in own  # not a class in it
+    if ours == f"{part}.{name}" and part in EXAMPLES and not is_recipe:
         return _needs_class(name, part)
+    if not is_recipe and (section_of_base := _section_of_base(own)) is not None:
+        return _needs_class(name, section_of_base)
     if name == "run" and prog.split()[-1:] in (["predict"], ["test"], ["validate"]):
         return "unknown option 'run'; write --config RUN/config.yaml --ckpt_path last"
     if ours is not None:
         return f"{head}unknown option {shortened(name, 100)!r}; here it is {ours}"
     dotted = re.sub("[:-]", lambda sign: "." if sign[0] == ":" else "_", name)
+    first = dotted.split(".")[0]
+    if is_recipe and name in own:
+        return f"{name!r} is no option of a section; write it at the left edge of the recipe"
+    if is_recipe and (home := _home_of(first)) is not None:
+        return f"unknown option {shortened(name, 100)!r}; it belongs to {home}: {home}.{dotted}"
     near = [option for option in options if option.startswith(dotted)]  # an abbreviation
-    near += [near for part in (dotted, dotted.split(".")[0]) for near in get_close_matches(part, options, cutoff=0.7)]
+    near += [near for part in (dotted, first) for near in get_close_matches(part, options, cutoff=0.7)]
     own = [option for option in own if not option.endswith("help")]
     advice = "see --help for what there is"
     if near:
@@ -196,6 +207,16 @@ def _home_of(option: str) -> str | None:
     return next((home for home, cls in homes.items() if option in inspect.signature(cls).parameters), None)
 
 
+def _section_of_base(options: list[str]) -> str | None:
+    """Section whose base class has these options: jsonargparse takes it where a recipe names no class."""
+    from peft import PeftConfig
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    bases = {"model.peft": PeftConfig, "model.quantization": QuantizationConfigMixin}
+    own = {name for name in options if name != "help"}
+    return next((key for key, cls in bases.items() if own == set(inspect.signature(cls).parameters)), None)
+
+
 def _needs_class(option: str, part: str) -> str:
     return f"{option} is an option of a class, and none is named; name one, e.g. --{part} {EXAMPLES[part][0]}"
 
@@ -214,17 +235,58 @@ def _options(message: str, parser: ArgumentParser, classes: Iterable[type]) -> l
 # --- values --------------------------------------------------------------------------------------
 
 
+def _section_as_value(message: str, key: str) -> str | None:
+    """A file, a model or a list as the value of ``data`` or ``model``, whose options a recipe gives by name."""
+    given = re.search(r"Given value type: <class '(str|list|int|float|bool)'>\s+Given value: (.*)", message)
+    if key not in SECTIONS or given is None or re.fullmatch(r"([A-Za-z_]\w*\.)*[A-Z]\w*", given[2]):  # a class
+        return None
+    option = {"data": "path", "model": "pretrained"}[key]
+    value = shortened(given[2], 100)
+    if key == "data" and given[1] == "list":
+        return f"{value} is a list; of several files write data: {{sources: [{{path: ...}}, {{path: ...}}]}}"
+    return f"{value} is no mapping; give options by name: {key}: {{{option}: {value if given[1] == 'str' else '...'}}}"
+
+
 def _option_without_class(message: str, key: str) -> str | None:
     """An option of a class where the recipe names no class: jsonargparse then tries to build the type itself."""
-    option = re.search(r"NestedArg\(key='(\w+)'", message)
-    if "class_path='typing.Union'" not in message or option is None or key not in EXAMPLES:
+    if key not in EXAMPLES:
         return None
-    return _needs_class(option[1], key)
+    if (option := re.search(r"NestedArg\(key='(\w+)'", message)) and "class_path='typing.Union'" in message:
+        return _needs_class(option[1], key)
+    given = re.search(r"Given value: \{'(\w+)'", message)
+    is_type = "Importing 'typing.Union' is not allowed" in message
+    return _needs_class(given[1], key) if is_type and given is not None else None
+
+
+def _no_class(message: str, key: str) -> str | None:
+    """A switch, a number or a list where a class belongs."""
+    given = re.search(r"Given value type: <class '(int|float|bool|list)'>\s+Given value: (.*)", message)
+    is_list = given is not None and given[1] == "list"
+    if key not in EXAMPLES or given is None or (is_list and "[list[" in message):  # which the option takes
+        return None
+    value = given[2].lower() if given[1] == "bool" else shortened(given[2], 100)
+    return f"{value} names no class; write e.g. {EXAMPLES[key][0]}, or null for none"
+
+
+def _function_as_class(message: str, key: str) -> str | None:
+    """A function of a library where a class belongs: jsonargparse asks for the arguments that Lightning would pass."""
+    given = r"Given value: (?:(?:\{'class_path': |Namespace\(class_path=)')?(?:[a-z_]\w*\.)+([a-z]\w*)(?![\w.])"
+    named = re.search(given, message)
+    is_asked_for = " is missing" in message or "to be a function that returns" in message
+    if key not in EXAMPLES or named is None or not is_asked_for:
+        return None
+    return f"{named[1]!r} is a function, and a class is needed, e.g. {EXAMPLES[key][0]}"
 
 
 def _texts_as_sources(message: str, key: str) -> str | None:
-    if key.endswith("sources") and (first := re.search(r"Given value: \[['\"](.{1,100}?)['\"]", message)) is not None:
-        return f"{first[1]!r} is no source; each is a mapping, e.g. [{{path: {first[1]}}}]"
+    first = re.search(r"Given value: (?:\[['\"](.{1,100}?)['\"]|([^\[{\s].{1,100})$)", message)
+    if first is None or not key.endswith(("sources", "path")):
+        return None
+    name = first[1] or first[2]
+    if key.endswith("sources"):
+        return f"{name!r} is no source; each is a mapping, e.g. [{{path: {name}}}]"
+    if key.endswith("path") and first[1] is not None:
+        return f"a list is given; of several files write data.sources: [{{path: {name}}}, ...]"
     return None
 
 
@@ -250,7 +312,7 @@ def _short_name(message: str, key: str) -> str | None:
     if re.search(r"Expected a <class '(float|int)'>", message):  # PyTorch allows tensors as learning rates
         return no_number(short[1], whole=False)
     ours = CLASSES.get(short[1].lower())
-    if short[1].lower() in ("none", "no", "off"):
+    if short[1].lower() in ("none", "no", "off", "false"):
         return f"{short[1]!r} is no class path; for none write null"
     example, modules = EXAMPLES.get(key, ("torch.optim.AdamW", ()))
     of_module = {name: module for module in modules for name in dir(import_module(module)) if name[0].isupper()}
@@ -260,11 +322,13 @@ def _short_name(message: str, key: str) -> str | None:
 
 
 def _absent_class(message: str, key: str) -> str | None:
-    absent = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)
+    absent = re.search(r"module '?([\w.]+)'? has no attribute '?(\w+)", message)
     if absent is None:
         return None
     near = get_close_matches(absent[2], dir(import_module(absent[1])), n=1)
     advice = f"did you mean {absent[1]}.{near[0]}?" if near else "fix the class_path"
+    if (ours := CLASSES.get(absent[2].lower())) is not None:
+        advice = f"write {ours}"
     return f"there is no {absent[1]}.{shortened(absent[2], 100)}; {advice}"
 
 
@@ -276,7 +340,10 @@ def _text_as_mapping(message: str, key: str) -> str | None:
 
 
 _REASONS_OF_VALUES: tuple[Callable[[str, str], str | None], ...] = (
+    _section_as_value,
     _option_without_class,
+    _no_class,
+    _function_as_class,
     _texts_as_sources,
     _refused_code,
     _absent_module,

@@ -4,10 +4,12 @@ import argparse
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from enum import Enum
 from importlib import import_module
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+import yaml
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_dumper, set_loader
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
@@ -20,7 +22,6 @@ from peft import PeftConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils.quantization_config import QuantizationConfigMixin
-from yaml import YAMLError
 
 from lit_ft.bounded_yaml import bounded
 from lit_ft.data.text_data import TextDataModule
@@ -57,12 +58,24 @@ KINDS: tuple[type, ...] = (
 _load_yaml = bounded(get_loader("yaml"))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Dumper that writes a member of an enumeration as its value, e.g. the default of Lightning's ``Timer``."""
+
+
+_Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
+
+
+def _dump_yaml(recipe: object) -> str:
+    return yaml.dump(recipe, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+
+
 class RecipeParser(LightningArgumentParser):
     """LightningArgumentParser with one-line errors that suggest the nearest option, and help on the default classes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         allowed_code.enforce()
-        set_loader("yaml", _load_yaml, (YAMLError,))
+        set_loader("yaml", _load_yaml, (yaml.YAMLError,))
+        set_dumper("yaml", _dump_yaml)
         # An abbreviation would become another option's as soon as a version has one more of this beginning.
         super().__init__(*args, **{"allow_abbrev": False, **options})
 

@@ -23,7 +23,7 @@ def explained_trainer(accelerator: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, TypeError, MisconfigurationException) as error:
+    except (ImportError, ValueError, TypeError, MisconfigurationException) as error:
         is_absent = accelerator not in ("auto", "cpu") and not torch.accelerator.is_available()
         advice = "; give a number of devices from 1 on, or auto" if "devices" in str(error) else ""
         if "invalid strategy name" in str(error):

@@ -14,10 +14,15 @@ def reasons(message: str) -> str:
     parts = [re.sub(r"\.? Got value: ?([\[{]|Namespace).*", "", part) for part in parts if part]
     parts = [part for part in parts if not part.startswith(_NOISE)] or [message.strip()]
     # Where no class was named, the types are the only reasons.
-    is_told = any(not part.startswith((*_TYPES, "Given value")) for part in parts)
-    telling = [part for part in parts if not (is_told and part.startswith(_TYPES))]
+    is_told = any(not part.startswith((*_TYPES, "Given value", "expected ")) for part in parts)
+    telling = [part for part in parts if not (is_told and part.startswith((*_TYPES, "expected ")))]
     text = "; ".join(dict.fromkeys(shortened(part, 200) for part in telling))
+    if (held := _CONTAINER.search(message)) is not None and re.fullmatch(r"expected \w+", text):
+        text += f". Given value: {held[1]}"
     return shortened(_of_simple_types(text), 600)
+
+
+_CONTAINER = re.compile(r"(?:Given|Got) value: ([\[{].*)")
 
 
 def _of_simple_types(text: str) -> str:
@@ -39,9 +44,24 @@ def _of_simple_types(text: str) -> str:
         return f"{value!r} is none of {', '.join(words)}" + (f"; did you mean {near[0]}?" if near else "")
     if plain and plain <= {"int", "float", "bool"} and plain != {"bool"}:
         return no_number(value, whole="float" not in plain)
+    if len(plain) == 1 and (kind := plain.pop()) in _KINDS:
+        held = value.startswith(("[", "{"))
+        if kind == "str" and not held:
+            return f"{value!r} is no text; put it in quotes (YAML reads yes, no, on and off as true and false)"
+        example = f": [{value}]" if kind in ("list", "tuple") and not held else ""
+        return f"{value if held else repr(value)} is {_KINDS[kind]}{example}"
     return text
 
 
+_KINDS = {
+    "bool": "neither true nor false",
+    "dict": "no mapping; give names and values: {name: value}",
+    "float": "no number",
+    "int": "no whole number",
+    "list": "no list; write one",
+    "str": "no text; write one value without brackets",
+    "tuple": "no list; write one",
+}
 _OTHER_WORDS = {
     "bf16": "bfloat16",
     "float": "float32",
@@ -69,7 +89,8 @@ def no_number(value: str, whole: bool) -> str:
         advice = f"; write {value.replace(',', '.')}"
     elif (integer := re.fullmatch(r"(\d+)\.0*", value)) is not None and whole:
         advice = f"; write {integer[1]}"
-    return f"{shortened(value, 100)!r} is no {kind}{advice}"
+    shown = shortened(value, 100)
+    return f"{shown if value.startswith(('[', '{')) else repr(shown)} is no {kind}{advice}"
 
 
 def shortened(text: str, length: int) -> str:

@@ -37,10 +37,14 @@ class RunChoice:
             recipe: name of the recipe, for the folders that are chosen without ``run_dir``.
 
         Raises:
-            RecipeError: ``resume`` is given to a command that does not resume, or beside a checkpoint.
+            RecipeError: a path is empty, or ``resume`` is given to a command that does not resume, or beside a
+                checkpoint.
         """
         self._subcommand, self._options, self._recipe = subcommand, options, recipe
         self._resumes = options.ckpt_path in (LAST, BEST)
+        for name in ("run_dir", "ckpt_path"):
+            if (value := options[name]) is not None and not value.strip():
+                raise RecipeError(f"{name}={value!r} names nothing; leave it out, or give a path")
         if options.resume is None:
             return
         if subcommand != "fit":

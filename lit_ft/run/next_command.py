@@ -24,11 +24,11 @@ def next_command(run: RunFolder, trainer: Trainer, module: LightningModule) -> s
         module: trained module.
 
     Returns:
-        Command line; None without a checkpoint, or where there is nothing to do with it.
+        Command line; None without checkpoint and adapter, or where there is nothing to do with them.
     """
     readable, _ = candidates(run.checkpoints)
     if not readable:
-        return None
+        return f"python -m lit_ft chat {shlex.quote(str(run.adapter))}" if run.adapter.is_dir() else None
     known = best_known(run.checkpoints)
     best, name = (known[0], BEST) if len(known) == 1 else (None, LAST)
     if isinstance(module, CausalLM) and _merges(module) and not _is_merged(run, readable, best):

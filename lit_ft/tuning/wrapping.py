@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
 from peft.tuners.lora import LoraLayer, ParamWrapper
@@ -209,10 +209,14 @@ def check_numbers(peft: PeftConfig) -> None:
     Raises:
         RecipeError: a number is out of range; the message names it.
     """
+    if isinstance(peft, PromptLearningConfig) and peft.num_virtual_tokens is None:
+        raise RecipeError("model.peft: num_virtual_tokens is missing; give the length of the prompt, e.g. 20")
     numbers = {name: value for name, value in vars(peft).items() if isinstance(value, int | float)}
     for name, value in numbers.items():
         if name == "r" and value < 1 and not numbers.get("oft_block_size"):  # OFT has one of the two
             raise RecipeError(f"model.peft: r={value} must be 1 or more, e.g. 8")
+        if name == "num_virtual_tokens" and value < 1:
+            raise RecipeError(f"model.peft: num_virtual_tokens={value} must be 1 or more, e.g. 20")
         if name.endswith("dropout") and not 0 <= value < 1:
             raise RecipeError(f"model.peft: {name}={value} must be at least 0 and below 1, e.g. 0.05")
 

@@ -82,6 +82,26 @@ def test_preference_data_says_how_to_train_on_the_chosen_answers(name: str) -> N
         FORMATS[find_format(mapped)].read(mapped)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "completion": "a", "label": False},
+        {"messages": TURNS, "label": True},
+        {"instruction": "q", "output": "a", "kto_tag": False},
+    ],
+)
+def test_answers_that_are_marked_as_good_or_bad(row: dict[str, object]) -> None:
+    mark = next(name for name in ("label", "kto_tag") if name in row)
+    with pytest.raises(BadRow, match=rf"is preference data \('{mark}' says .* keep the rows whose {mark} is true"):
+        find_format(row)
+    assert find_format({**row, mark: "a"}) == find_format({name: row[name] for name in row if name != mark})
+
+
+def test_shares_in_the_column_of_messages() -> None:
+    with pytest.raises(BadRow, match=re.escape("give --data.columns '{conversations: messages}'")):
+        find_format({"messages": SHARES})
+
+
 def test_preferences_beside_a_conversation() -> None:
     row = {"conversations": SHARES[:1], "chosen": SHARES[1], "rejected": SHARES[1]}
     with pytest.raises(BadRow, match=r"write rows of 'prompt' and 'completion'.*data\.format=sharegpt to train on its"):

@@ -232,7 +232,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ),
         ({}, "has no 'instruction'; each row needs it (columns here: none)"),
         ({"instruction": 3, "output": "a"}, "'instruction' is a int; text is needed"),
-        ({"instruction": "q", "output": None}, "has no 'output'; each row needs it"),
+        ({"instruction": "q", "output": None}, "'output' is null; each row needs it"),
         ({"instruction": "q", "output": ["a"]}, "'output' is a list of str; text is needed"),
         ({"instruction": "q", "input": {}, "output": "a"}, "'input' is a dict; text is needed"),
         ({"instruction": "q", "output": "a", "system": True}, "'system' is a bool; text is needed"),
@@ -254,7 +254,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ),
     ],
     "sharegpt": [
-        ({}, "'conversations' is missing; a list is needed"),
+        ({}, "has no 'conversations'; each row needs it (columns here: none)"),
         (share(), "'conversations' is empty; a list is needed"),
         ({"conversations": {"from": "human"}}, "'conversations' is a dict; a list is needed"),
         ({"conversations": ["q"]}, "'conversations' item 1 is a str; an object with 'from' and 'value' is needed"),
@@ -280,7 +280,11 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         (share(("gpt", "a"), tools="{"), "'tools' is not JSON ("),
     ],
     "messages": [
-        ({"messages": None}, "'messages' is missing; a list is needed"),
+        ({"messages": None}, "'messages' is null; each row needs it"),
+        (
+            {"messages": "[{}]"},
+            "'messages' is a text that holds a list; write the list itself",
+        ),
         (chat(), "'messages' is empty; a list is needed"),
         (chat("q"), "'messages' item 1 is a str; an object with 'role' and 'content' is needed"),
         (chat({"content": "q"}), "'messages' item 1: 'role' is missing; text is needed"),

@@ -341,6 +341,21 @@ def test_what_is_no_path(path: str, message: str) -> None:
     assert str(refused.value) == f"{path!r} does not exist; {message}"
 
 
+def test_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.json").symlink_to("gone.json")
+    with pytest.raises(RecipeError, match="a.json' is a link to 'gone.json', which does not exist; give a file"):
+        read(tmp_path / "a.json")
+    os.mkfifo(tmp_path / "b.json")
+    with pytest.raises(RecipeError, match="b.json' is no file of rows, but a device or a pipe; "):
+        read(tmp_path / "b.json")
+
+
+def test_endings_in_capitals(tmp_path: Path) -> None:
+    (tmp_path / "ROWS.CSV").write_text("a,b\n1,2\n")
+    (tmp_path / "MORE.JSON.GZ").write_bytes(gzip.compress(b'[{"a": "3"}]'))
+    assert [row for _, row in Source(str(tmp_path)).rows()] == [{"a": "3"}, {"a": "1", "b": "2"}]
+
+
 @pytest.mark.parametrize("content", [b"[]", b"\n\n", BOM])
 @pytest.mark.parametrize("form", ["auto", "alpaca"])
 def test_files_without_rows(write: Any, content: bytes, form: Any) -> None:

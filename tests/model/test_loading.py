@@ -10,9 +10,10 @@ import pytest
 import torch
 from lit_callbacks.output import heartbeat
 from safetensors.torch import load_file, save_file
+from transformers.utils import is_flash_attn_2_available
 
 from lit_ft import CausalLM, RecipeError
-from lit_ft.model.loading import load_base, load_tokenizer
+from lit_ft.model.loading import check_attention, load_base, load_config, load_tokenizer
 
 
 def edited(**values: Any) -> Callable[[Path], None]:
@@ -110,6 +111,33 @@ def test_a_damaged_generation_config(model_folder: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="generation_config.json"):
         load_base(str(folder), init="random")
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_folders_and_files_beside_models(model_folder: str, tmp_path: Path) -> None:
+    model = tmp_path / "qwen2"
+    model.symlink_to(model_folder)
+    for name, file in (("adapter", "adapter_config.json"), ("run", "config.yaml"), ("run/checkpoints", "last.ckpt")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    for path, message in {
+        tmp_path / "adapter": f"is an adapter, no model; .*export --adapter {tmp_path}/adapter --merge --out DIR",
+        tmp_path / "run": f"is a run, no model; .*export --run {tmp_path}/run --merge",
+        model / "config.json": f"is a file; name a folder with config.json, weights and tokenizer: {model}$",
+        tmp_path / "run" / "config.yaml": "is a file; name a folder with config.json, weights and tokenizer$",
+        tmp_path / "qwen": f"does not exist; did you mean '{model}'?",
+    }.items():
+        with pytest.raises(RecipeError, match=message):
+            load_config(str(path))
+
+
+def test_attention_that_is_not_there() -> None:
+    check_attention("sdpa")
+    check_attention("kernels-community/flash-attn")
+    with pytest.raises(RecipeError, match=r"model.attn_implementation='spda' is none of .*; did you mean sdpa\?"):
+        check_attention("spda")
+    if not is_flash_attn_2_available():
+        with pytest.raises(RecipeError, match="flash_attention_2 needs the package flash-attn and a GPU"):
+            check_attention("flash_attention_2")
 
 
 @pytest.mark.parametrize("name", ["{}", "a\x00b", "-", "x" * 300])

@@ -1,10 +1,12 @@
 """Monitors and file names of callbacks."""
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import ReduceLROnPlateau
 
 from lit_ft import RecipeError
-from lit_ft.recipe.callback_checks import check_callbacks, first_validation, run_length
+from lit_ft.recipe.callback_checks import check_callbacks, check_schedule, first_validation, run_length
 
 
 @pytest.mark.parametrize("monitor", ["val/loss", "train/grad_norm", "val/loss/tools", "throughput/tokens_per_second"])
@@ -29,6 +31,34 @@ def test_what_is_logged_is_monitored(monitor: str) -> None:
 def test_what_is_not_logged_is_refused(monitor: str, has_validation: bool, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         check_callbacks([ModelCheckpoint(monitor=monitor)], has_validation)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "better"),
+    [("val/loss", "max", "min"), ("val/token_accuracy", "min", "max"), ("train/loss/tools", "max", "min")],
+)
+def test_the_worst_is_not_taken_for_the_best(monitor: str, mode: str, better: str) -> None:
+    for make in (EarlyStopping, ModelCheckpoint):
+        check_callbacks([make(monitor=monitor, mode=better)], has_validation=True)
+        with pytest.raises(RecipeError, match=f"the worst {monitor} for the best with mode={mode}; set mode: {better}"):
+            check_callbacks([make(monitor=monitor, mode=mode)], has_validation=True)
+
+
+def test_a_schedule_that_reads_no_metric() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    check_schedule(ReduceLROnPlateau(optimizer, monitor="val/loss"), has_validation=True)
+    check_schedule(None, has_validation=False)
+    with pytest.raises(RecipeError, match="reads 'val/loss', and there is no validation"):
+        check_schedule(ReduceLROnPlateau(optimizer, monitor="val/loss"), has_validation=False)
+    with pytest.raises(RecipeError, match=r"write lightning.pytorch.cli.ReduceLROnPlateau with monitor: val/loss"):
+        check_schedule(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), has_validation=True)
+
+
+def test_file_names_that_cannot_be_filled_in() -> None:
+    with pytest.raises(RecipeError, match=r"filename '\{step' is no pattern \(expected '\}' before end of string\)"):
+        check_callbacks([ModelCheckpoint(filename="{step")], has_validation=True)
+    with pytest.raises(RecipeError, match="names 'eval_loss', which is not logged; did you mean 'val/loss'"):
+        check_callbacks([ModelCheckpoint(filename="{eval_loss:.2f}")], has_validation=True)
 
 
 def test_file_names() -> None:

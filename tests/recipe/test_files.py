@@ -100,6 +100,16 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "model:pretrained: x",
         ":1: 'model:pretrained' is one text; put a space after the",
     ),
+    "a template": (
+        "a.yaml",
+        "data:\n  path: {{ data }}",
+        ":2: a mapping or a list stands as a key; recipes have no templates such as {{ name }}",
+    ),
+    "a section without options": (
+        "a.yaml",
+        "data: {path: a}\ntrainer:\n",
+        ":2: trainer is named without options; give",
+    ),
     "a value without a space": (
         "a.yaml",
         "data:\n  path:a.json",

@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "what a tuning method refuses": (
         "model: {peft: {class_path: peft.PromptTuningConfig, init_args: {num_virtual_tokens: null}}}",
-        "model.peft: TypeError: ",
+        "model.peft: num_virtual_tokens is missing; give the length of the prompt, e.g. 20",
     ),
     "a name that is none": ("model: {tokenizer: '{}'}", "no hub id is spelled like that"),
     "a negative clip value": ("trainer: {gradient_clip_val: -1}", "trainer.gradient_clip_val=-1 must be 0 or more"),
@@ -93,7 +93,10 @@ CASES: dict[str, tuple[str, str]] = {
         "model: {peft: {init_args: {lora_dropout: -1}}}",
         "lora_dropout=-1.0 must be at least 0 and bel",
     ),
-    "a file for a model": ("model: {pretrained: README.md}", "model.pretrained='README.md' is no folder here"),
+    "a file for a model": (
+        "model: {pretrained: README.md}",
+        "model.pretrained='README.md' is a file; name a folder",
+    ),
     "a negative bin": ("data: {packing: -5}", "data.packing=-5 must be the token budget of a packed sequence"),
     "no epoch between": ("trainer: {check_val_every_n_epoch: 0}", "check_val_every_n_epoch=0 must be 1 or more"),
     "a minimum above the maximum": (
@@ -101,6 +104,54 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer.min_epochs=3 is more than trainer.max_epochs=2, where training ends",
     ),
     "nothing saved": ("trainer: {barebones: true}", "trainer.barebones=true is for measuring Lightning's own time"),
+    "a top-level key in a section": (
+        "trainer: {lr_scheduler: cosine}",
+        "'lr_scheduler' is no option of a section; write it at the left edge of the recipe",
+    ),
+    "a dash in a key": ("trainer: {max-steps: 2}", "'max-steps'; it belongs to trainer: trainer.max_steps"),
+    "a switch for a text": ("data: {val_path: no}", "data.val_path: 'False' is no text; put it in quotes (YAML reads"),
+    "a switch for a class": (
+        "model: {peft: true}",
+        "model.peft: true names no class; write e.g. peft.LoraConfig, or null for none",
+    ),
+    "a class without its name": (
+        "lr_scheduler: {class_path: null, warmup: 8}",
+        "'warmup' stands beside class_path",
+    ),
+    "validation after no step": (
+        "trainer: {val_check_interval: 0}",
+        "trainer.val_check_interval=0 must be above 0; for no validation set trainer.limit_val_batches=0",
+    ),
+    "another folder": (
+        "trainer: {default_root_dir: out}",
+        "trainer.default_root_dir=out: a run's files are in run_dir; write run_dir: out",
+    ),
+    "a callback twice": (
+        "trainer: {callbacks: [lit_callbacks.SpikeGuard, {class_path: lit_callbacks.SpikeGuard}]}",
+        "trainer.callbacks lists lit_callbacks.SpikeGuard twice with the same options; leave one out",
+    ),
+    "an accelerator whose package is missing": ("trainer: {accelerator: tpu}", "trainer: Requirement 'torch_xla"),
+    "a run folder without a name": ("run_dir: ''", "run_dir='' names nothing; leave it out, or give a path"),
+    "a checkpoint without a name": ("ckpt_path: ''", "ckpt_path='' names nothing; leave it out, or give a path"),
+    "a metric of a schedule": (
+        "lr_scheduler: {class_path: lightning.pytorch.cli.ReduceLROnPlateau, init_args: {monitor: val_loss}}\n"
+        "optimizer: {class_path: torch.optim.SGD}\ndata: {val_fraction: 0.2}",
+        "lr_scheduler: ReduceLROnPlateau reads 'val_loss', which is not logged; did you mean 'val/loss'?",
+    ),
+    "a prompt that is a file": (
+        "data: {system: README.md}",
+        "data.system='README.md' names a file, and its name would be the prompt; give the text: --data.system ",
+    ),
+    "a model without a name": ("model: {pretrained: ''}", "model.pretrained='' names nothing; give a model folder or"),
+    "a tokenizer that is not there": ("model: {tokenizer: /none}", "model.tokenizer='/none' does not exist; name a"),
+    "attention": (
+        "model: {attn_implementation: spda}",
+        "model.attn_implementation='spda' is none of auto, eager, ",
+    ),
+    "a cause in a second line": (
+        "model: {config_overrides: {num_hidden_layers: 7}}",
+        "(7) must be equal to the number of `layer_types`",
+    ),
     "no step": ("trainer: {max_steps: 0}", "trainer.max_steps=0 would train nothing; give more, or use the command"),
     "no epoch": ("trainer: {max_epochs: 0}", "trainer.max_epochs=0 would train nothing"),
     "no batch": ("trainer: {limit_train_batches: 0}", "trainer.limit_train_batches=0 would train nothing"),

@@ -15,6 +15,10 @@ PARSER.add_argument("--dtype", type=Literal["auto", "float32", "bfloat16"])
 PARSER.add_argument("--precision", type=Literal[16, 32] | Literal["16-mixed", "32-true"] | Literal["16"] | None)
 PARSER.add_argument("--switch", type=bool | Literal["selective"])
 PARSER.add_argument("--seed", type=bool | int)
+PARSER.add_argument("--names", type=list[str] | None)
+PARSER.add_argument("--columns", type=dict[str, str] | None)
+PARSER.add_argument("--betas", type=tuple[float, float])
+PARSER.add_argument("--merge", type=bool)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +38,12 @@ PARSER.add_argument("--seed", type=bool | int)
         ("dtype", "bfloat61", "'bfloat61' is none of auto, float32, bfloat16; did you mean bfloat16?"),
         ("dtype", "x", "'x' is none of auto, float32, bfloat16"),
         ("precision", "fp16", "'fp16' is none of 16-mixed, 32-true, 16; did you mean 16-mixed?"),
+        ("whole", "{a: 1}", "{'a': 1} is no whole number"),
+        ("names", "q_proj", "'q_proj' is no list; write one: [q_proj]"),
+        ("columns", "[a, b]", "['a', 'b'] is no mapping; give names and values: {name: value}"),
+        ("columns", "rope", "'rope' is no mapping; give names and values: {name: value}"),
+        ("betas", "0.9,0.95", "'0.9,0.95' is no list; write one: [0.9,0.95]"),
+        ("merge", "yes please", "'yes please' is neither true nor false"),
         ("switch", "ture", "'ture' is none of selective, true, false; did you mean true?"),
     ],
 )

@@ -8,6 +8,8 @@ from lit_ft.errors import BadRow
 
 PREFERENCE = ("chosen", "rejected")
 """Columns of preference data: the better and the worse answer."""
+_GOOD_OR_BAD = ("label", "kto_tag")
+"""Columns that say of a single answer whether it is a good one (KTO)."""
 _ALIKE = {
     "instruction": "question query prompt input user human problem request ask 问题 问 提问 指令 输入",
     "output": "answer response completion reply target solution assistant gpt bot label 回答 答案 答 回复 输出",
@@ -65,8 +67,14 @@ def refuse_preferences(row: RawRow, complete: str | None) -> None:
         complete: format whose columns are all in the row; None if there is none.
 
     Raises:
-        BadRow: the row has a chosen and a rejected answer.
+        BadRow: the row has a chosen and a rejected answer, or a mark whether its answer is a good one.
     """
+    mark = next((name for name in _GOOD_OR_BAD if isinstance(row.get(name), bool)), None)
+    if mark is not None and complete not in (None, "completion", "tokenized"):
+        raise BadRow(
+            f"is preference data ({mark!r} says whether the answer is a good one), and lit_ft trains supervised data, "
+            f"on bad answers too; keep the rows whose {mark} is true, without that column"
+        )
     if not set(PREFERENCE) <= row.keys():
         return
     chosen, kind = row["chosen"], _kind_of_turns(row["chosen"])

@@ -209,6 +209,9 @@ def find_format(row: RawRow) -> str:
     """
     turns = row.get("conversations")
     has_roles = isinstance(turns, list) and all(isinstance(turn, Mapping) and "role" in turn for turn in turns)
+    said = row.get("messages")
+    if isinstance(said, list) and said and isinstance(said[0], Mapping) and {"from", "value"} <= said[0].keys():
+        raise BadRow(f"'messages' has turns of from and value; give {as_option({'conversations': 'messages'})}")
     if turns and has_roles and "messages" not in row:
         raise BadRow(f"'conversations' has turns of role and content; give {as_option({'messages': 'conversations'})}")
     complete = next((name for name, form in FORMATS.items() if form.columns <= row.keys()), None)
@@ -384,8 +387,14 @@ def _text(row: RawRow, column: str, required: bool = True) -> str:
     if value is None and not required:
         return ""
     if value is None:
-        raise BadRow(f"has no {column!r}; each row needs it (columns here: {', '.join(map(repr, row)) or 'none'})")
+        raise BadRow(_no_column(row, column))
     return _string(value, repr(column))
+
+
+def _no_column(row: RawRow, column: str) -> str:
+    if column in row:
+        return f"{column!r} is null; each row needs it"
+    return f"has no {column!r}; each row needs it (columns here: {', '.join(map(repr, row)) or 'none'})"
 
 
 def _string(value: object, what: str, empty: bool = True) -> str:
@@ -402,6 +411,10 @@ def _list(row: RawRow, column: str, required: bool = True) -> list[object]:
     value = row.get(column)
     if value is None and not required:
         return []
+    if value is None:
+        raise BadRow(_no_column(row, column))
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        raise BadRow(f"{column!r} is a text that holds a list; write the list itself (json.loads of the text)")
     if not isinstance(value, list) or (required and not value):
         raise BadRow(f"{column!r} is {'empty' if value == [] else _kind(value)}; a list is needed")
     return value

@@ -103,7 +103,7 @@ class Source:
     def is_on_hub(self) -> bool:
         """Whether the path names a data set on the hub."""
         is_name = self.path.count("/") <= 1 and not self.path.startswith((".", "~", "/")) and not has_magic(self.path)
-        return is_name and not self.path.endswith(SUFFIXES) and not Path(self.path).exists()
+        return is_name and not _is_data(self.path) and not Path(self.path).exists()
 
     def files(self) -> list[Path]:
         """Files that hold the rows, sorted by path.
@@ -113,7 +113,7 @@ class Source:
         """
         path = Path(self.path).expanduser()
         if path.is_file():
-            if not path.name.endswith(SUFFIXES):
+            if not _is_data(path.name):
                 raise RecipeError(f"{self.path}: {path.suffix or 'no suffix'} is not read; give {', '.join(SUFFIXES)}")
             return [path]
         if path.is_dir():
@@ -123,19 +123,16 @@ class Source:
         elif has_magic(self.path):
             candidates = sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
         else:
-            raise RecipeError(f"{self.path!r} does not exist; {_what_to_name(self.path)}")
+            raise RecipeError(f"{self.path!r} {_why_no_file(path) or 'does not exist'}; {_what_to_name(self.path)}")
         # A data folder often has a README, which is not data.
-        files = [
-            file
-            for file in candidates
-            if file.name.endswith(SUFFIXES) and file.stem.lower() not in ("readme", "license")
-        ]
+        files = [file for file in candidates if _is_data(file.name) and file.stem.lower() not in ("readme", "license")]
         if not files:
             raise RecipeError(
                 f"{self.path!r} holds no file that can be read ({', '.join(SUFFIXES)}); name another folder"
             )
         if left := [file.name for file in candidates if file not in files]:
-            rank_zero_info(f"{self.path}: {len(left)} files are not data and were left out: {', '.join(left[:5])}")
+            number = "1 file is not data and was" if len(left) == 1 else f"{len(left):,} files are not data and were"
+            rank_zero_info(f"{self.path}: {number} left out: {', '.join(left[:5])}")
         return files
 
     def rows(self, skip: int = 0, streaming: bool = False) -> Iterator[tuple[str, RawRow | BadRow]]:
@@ -215,16 +212,29 @@ class Source:
         return digest.hexdigest()
 
 
+def _is_data(name: str) -> bool:
+    """Whether a file of this name is read as data; other systems write endings in capitals."""
+    return name.lower().endswith(SUFFIXES)
+
+
+def _why_no_file(path: Path) -> str | None:
+    """Why what a path names is neither a file nor a folder; None where it names nothing."""
+    if path.is_symlink() and not os.path.exists(path):
+        return f"is a link to {os.readlink(path)!r}, which does not exist"
+    return "is no file of rows, but a device or a pipe" if os.path.exists(path) else None
+
+
 def _what_to_name(path: str) -> str:
     """Advice about a path that does not exist."""
     if re.match(r"\w+://", path):
         return "addresses are not read; download the file, and name it"
     parts = [part.strip() for part in path.split(",")]
-    if len(parts) > 1 and all(part.endswith(SUFFIXES) for part in parts):
+    if len(parts) > 1 and all(map(_is_data, parts)):
         return f"of several files write --data.sources '[{', '.join(f'{{path: {part}}}' for part in parts)}]'"
     folder = Path(path).expanduser().parent
     with suppress(OSError):
-        names = [file.name for file in folder.iterdir() if file.name.endswith(SUFFIXES)] if folder.is_dir() else []
+        names = [file.name for file in folder.iterdir() if _is_data(file.name)] if folder.is_dir() else []
+        names = [name for name in names if name != Path(path).name]
         if near := get_close_matches(Path(path).name, names, n=1, cutoff=0.75):
             return f"did you mean {str(folder / near[0])!r}?"
     if not folder.is_absolute() and not folder.is_dir():
@@ -287,11 +297,12 @@ def _file_rows(file: Path, document: str, may_be_json: bool) -> Iterator[tuple[s
 
 
 def _rows_by_suffix(file: Path, document: str, may_be_json: bool) -> Iterator[tuple[str, RawRow | BadRow]]:
-    if file.suffix == ".parquet":
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes[-1] == ".parquet":
         return _parquet_rows(file)
     if file.stat().st_size == 0:
         raise RecipeError(f"{file}: is empty; at least one row is needed")
-    kind = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+    kind = suffixes[-2] if suffixes[-1] == ".gz" else suffixes[-1]
     if kind in (".json", ".jsonl"):
         return _json_rows(file)
     if kind in (".csv", ".tsv"):
@@ -300,7 +311,7 @@ def _rows_by_suffix(file: Path, document: str, may_be_json: bool) -> Iterator[tu
 
 
 def _open(file: Path) -> IO[bytes] | gzip.GzipFile:
-    stream = gzip.open(file) if file.suffix == ".gz" else file.open("rb")  # noqa: SIM115 (the caller closes it)
+    stream = gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")  # noqa: SIM115 (the caller closes it)
     if stream.read(3) != b"\xef\xbb\xbf":  # a byte-order mark, as Windows editors write it
         stream.seek(0)
     return stream
