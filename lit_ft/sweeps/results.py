@@ -141,7 +141,8 @@ def _scatter(axes: "Axes", values: Sequence[str], results: Sequence[float], colo
             axes.xaxis.set_minor_formatter(NullFormatter())
         return
     axes.scatter([distinct.index(value) for value in values], results, c=colors)
-    is_long = sum(map(len, distinct)) > LONGEST_LABELS
-    turned = {"rotation": 20, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
-    axes.set_xticks(range(len(distinct)), distinct, **turned)
+    axes.set_xticks(range(len(distinct)), distinct)
+    if sum(map(len, distinct)) > LONGEST_LABELS:
+        for label in axes.get_xticklabels():
+            label.set(rotation=20, ha="right", rotation_mode="anchor")
     axes.set_xmargin(0.2)
