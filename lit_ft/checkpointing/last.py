@@ -6,6 +6,7 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
+from lit_ft.internals.lightning import note_last_file
 from lit_ft.protocols import Checkpoint as Saved
 
 
@@ -33,9 +34,18 @@ class LastCheckpoint(Checkpoint):
         """Save, after all other checkpoint callbacks."""
         is_saved = self._saved_step == trainer.global_step and self._all_save_here(trainer)
         if not is_saved and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            trainer.save_checkpoint(self.folder / "last.ckpt", weights_only=False)
+            path = self.folder / "last.ckpt"
+            trainer.save_checkpoint(path, weights_only=False)
+            for one in trainer.checkpoint_callbacks:
+                if isinstance(one, ModelCheckpoint) and _writes(one, path):
+                    note_last_file(one, path)
 
     def _all_save_here(self, trainer: Trainer) -> bool:
         here = os.path.realpath(self.folder)
         others = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         return all(os.path.realpath(one.dirpath or "") == here for one in others)
+
+
+def _writes(callback: ModelCheckpoint, path: Path) -> bool:
+    own = Path(callback.dirpath or "") / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+    return bool(callback.save_last) and own.resolve() == path.resolve()

@@ -2,9 +2,9 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from lit_ft.data.text.sources import FormatName, Source
 from lit_ft.errors import RecipeError
@@ -83,20 +83,24 @@ def check_exclusive(**options: object) -> None:
 
 
 def sources_of(
-    path: str | None, sources: Sequence[Source] | None, format: FormatName, columns: dict[str, str] | None
+    path: str | None,
+    sources: Sequence[Source | Mapping[str, Any]] | None,
+    format: FormatName,
+    columns: dict[str, str] | None,
 ) -> list[Source]:
     """Sources of a split, with format and columns of the recipe where they name none.
 
     Args:
         path: a single data set.
-        sources: several, in place of ``path``.
+        sources: several, in place of ``path``; mappings, as in a recipe, come from Python.
         format: format of sources that leave it to be detected.
         columns: column names of sources that map none.
 
     Raises:
         RecipeError: two sources have the same name.
     """
-    members = [Source(path)] if path is not None else list(sources or [])
+    given = [Source(path)] if path is not None else list(sources or [])
+    members = [one if isinstance(one, Source) else Source(**one) for one in given]
     titles = [source.title for source in members]
     if doubled := [title for title in titles if titles.count(title) > 1]:
         raise RecipeError(f"two sources have the name {doubled[0]!r}; give each its own with name: ...")

@@ -1,6 +1,9 @@
 """Private API of Lightning, as read in Lightning 2.6, and attributes of its Trainer that it does not declare."""
 
-from lightning.pytorch import LightningModule, Trainer
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,3 +47,13 @@ def metrics_to_log(trainer: Trainer) -> dict[str, float] | None:
     connector = trainer._logger_connector
     metrics = connector.metrics["log"]
     return {name: float(value) for name, value in metrics.items()} if connector.should_update_logs else None
+
+
+def note_last_file(callback: ModelCheckpoint, path: Path) -> None:
+    """Let a ``ModelCheckpoint`` take a file as its last one, which it replaces, rather than write ``last-v1.ckpt``.
+
+    By the private attribute it also leaves the file alone when training ends. One that links would link it to itself.
+    """
+    callback.last_model_path = str(path)
+    if callback.save_last != "link":
+        callback._last_checkpoint_saved = str(path)

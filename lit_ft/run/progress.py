@@ -69,13 +69,32 @@ def describe_metrics(metrics: Mapping[str, float | Tensor | str], stage: str) ->
         metrics: metrics of the progress bar.
         stage: train or val.
     """
-    numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-    shown = {
-        name: value
-        for name, value in numbers.items()
-        if (name.startswith(f"{stage}/") if stage == "val" else not name.startswith(("val", "test")))
+    return ", ".join(f"{name} {as_number(value)}" for name, value in _of_stage(metrics, stage).items())
+
+
+FIRST_ON_BAR = {"train/loss": ("loss ", ""), "throughput/tokens_per_second": ("", " tokens/s")}
+"""Metrics that a bar shows first, and the text around their values: 80 characters have room for these."""
+
+
+def describe_step(metrics: Mapping[str, float | Tensor | str]) -> str:
+    """Text with the metrics of a step for a bar, e.g. ``loss 0.1554, 1,218 tokens/s, train/learning_rate 0.003``.
+
+    Args:
+        metrics: metrics of the progress bar.
+    """
+    shown = sorted(_of_stage(metrics, "train").items(), key=lambda metric: metric[0] not in FIRST_ON_BAR)
+    parts = [(*FIRST_ON_BAR.get(name, (f"{name} ", "")), as_number(value)) for name, value in shown]
+    return ", ".join(f"{before}{value}{after}" for before, after, value in parts)
+
+
+def _of_stage(metrics: Mapping[str, float | Tensor | str], stage: str) -> dict[str, float]:
+    """Numbers of a stage; for ``train`` those of no stage too."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if not isinstance(value, str)
+        and (name.startswith(f"{stage}/") if stage == "val" else not name.startswith(("val", "test")))
     }
-    return ", ".join(f"{name} {as_number(float(value))}" for name, value in shown.items())
 
 
 def _move_log_lines(before: TextIO, now: TextIO) -> list["logging.StreamHandler[TextIO]"]:
@@ -96,8 +115,8 @@ def _move_log_lines(before: TextIO, now: TextIO) -> list["logging.StreamHandler[
     return moved
 
 
-BAR_WIDTH = 20
-"""Characters of the bar: on a terminal of 80 they leave room for the time left and the loss."""
+BAR_WIDTH = 10
+"""Characters of the bar: on a terminal of 80 they leave room for the time left, the loss and the speed."""
 
 
 class _NoteColumn(ProgressColumn):
@@ -173,7 +192,7 @@ class RunProgressBar(ProgressBar):
         """Show the step, the time left, and the metrics of the step."""
         if self._bar is not None and self._steps is not None and self._times is not None:
             step = trainer.global_step
-            metrics = describe_metrics(self.get_metrics(trainer, pl_module), "train")  # type: ignore[arg-type]
+            metrics = describe_step(self.get_metrics(trainer, pl_module))  # type: ignore[arg-type]
             left = self._times.describe_left(step).removeprefix(", ")
             self._bar.update(self._steps, completed=step, note="  ".join(filter(None, (left, metrics))))
 

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+MOST_SIDE_BY_SIDE = 6
+"""Maximum number of different values of an option that a picture has side by side; more are on a number line."""
+LONGEST_LABELS = 36
+"""Maximum number of characters of values that stand in one line below a picture; longer ones are turned."""
+_BEST, _OTHER = "#f58518", "#4c78a8"
+
+
 @dataclass(frozen=True)
 class Goal:
     """Metric that trials are compared by: its value at the end of training.
@@ -101,25 +108,41 @@ def draw(trials: Sequence[Trial], goal: Goal, path: Path) -> None:
     curves, *by_option = figure.subplots(1, 1 + len(keys), squeeze=False)[0]
     for trial in trials:
         if points := trial.curve(goal.metric):
-            color, label = ("#f58518", f"best: {trial.name}") if trial is best else ("#4c78a8", None)
+            color, label = (_BEST, f"best: {trial.name}") if trial is best else (_OTHER, None)
             curves.plot(*zip(*points, strict=True), marker=".", color=color, label=label, zorder=2 + (trial is best))
     curves.set(xlabel="optimizer step", ylabel=goal.metric)
     if best is not None:
         curves.legend(frameon=False)
+    curves.xaxis.get_major_locator().set_params(integer=True)
+    finished = [(trial, value) for trial in trials if (value := goal.value(trial)) is not None]
     for axes, key in zip(by_option, keys, strict=True):
-        _scatter(axes, [(trial.values[key], value) for trial in trials if (value := goal.value(trial)) is not None])
+        colors = [_BEST if trial is best else _OTHER for trial, _ in finished]
+        _scatter(axes, [trial.values[key] for trial, _ in finished], [value for _, value in finished], colors)
         axes.set(xlabel=key, ylabel=f"last {goal.metric}")
     figure.savefig(path, dpi=120)
 
 
-def _scatter(axes: "Axes", points: Sequence[tuple[str, float]]) -> None:
-    """Plot results by an option's values: numbers on a number line, other values side by side."""
-    results = [result for _, result in points]
+def _scatter(axes: "Axes", values: Sequence[str], results: Sequence[float], colors: Sequence[str]) -> None:
+    """Plot results by an option's values: many numbers on a number line, few numbers and texts side by side."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     try:
-        numbers = [float(value) for value, _ in points]
+        numbers = [float(value) for value in values]
     except ValueError:
-        axes.plot([value for value, _ in points], results, "o", color="#4c78a8")
+        numbers = []
+    distinct = list(dict.fromkeys(sorted(values, key=float) if numbers else values))
+    if numbers and len(distinct) > MOST_SIDE_BY_SIDE:
+        axes.scatter(numbers, results, c=colors)
+        axes.locator_params("x", nbins=5)
+        if min(numbers) > 0 and max(numbers) >= LOG_RATIO * min(numbers):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter(NullFormatter())
         return
-    axes.plot(numbers, results, "o", color="#4c78a8")
-    if numbers and min(numbers) > 0 and max(numbers) >= LOG_RATIO * min(numbers):
-        axes.set_xscale("log")
+    axes.scatter([distinct.index(value) for value in values], results, c=colors)
+    axes.set_xticks(range(len(distinct)), distinct)
+    if sum(map(len, distinct)) > LONGEST_LABELS:
+        for label in axes.get_xticklabels():
+            label.set(rotation=20, ha="right", rotation_mode="anchor")
+    axes.set_xmargin(0.2)

@@ -14,7 +14,7 @@ from lit_ft.errors import RecipeError
 
 LOG_RATIO = 10
 """Ratio of the ends of a positive range from which on it is sampled logarithmically."""
-_OWN_KEYS = ("config", "run_dir", "ckpt_path", "resume", "resume_data")
+_OWN_KEYS = ("run_dir", "ckpt_path", "resume", "resume_data")
 
 
 @dataclass(frozen=True)

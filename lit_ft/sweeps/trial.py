@@ -109,6 +109,7 @@ class Trial:
             except SystemExit as stop:
                 process.send_signal(signal.SIGINT if stop.code == 128 + signal.SIGINT else signal.SIGTERM)
                 process.wait()
+                rank_zero_info(f"{self.name} is stopped; the same command goes on with the sweep")
                 raise
             finally:
                 self.seconds += time.monotonic() - started

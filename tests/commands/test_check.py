@@ -72,7 +72,8 @@ def test_good_data(run: Any, tmp_path: Path, model_folder: str, write_rows: Any)
     page = (tmp_path / "report.html").read_text()
     assert "<h1>recipe</h1>" in page
     assert "<strong>Nothing would train wrong.</strong>" in page
-    assert f'<pre class="command">python -m lit_ft fit {" ".join(arguments)}</pre>' in page
+    words = " ".join(f"<span>{word}</span>" for word in ["python", "-m", "lit_ft", "fit", *arguments])
+    assert f'<pre class="command">{words}</pre>' in page
     assert page.count('<mark class="special">&lt;|im_end|&gt;</mark></pre>') == 2
     assert "note:</strong> one: 1 of 31 samples repeat another" in page
     assert not (tmp_path / "checkpoints").exists()

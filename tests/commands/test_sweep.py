@@ -74,6 +74,8 @@ def test_a_stopped_sweep_goes_on(tmp_path: Path, sweep: list[str], number: int) 
             first.kill()
             first.wait()
     assert code == (143 if number == signal.SIGTERM else -9)
+    advice = "trial-001 is stopped; the same command goes on with the sweep"
+    assert (advice in (tmp_path / "first.log").read_text()) == (number == signal.SIGTERM)
     done = run_forked(*command, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert [row["state"] for row in table(folder)] == ["finished", "finished"]

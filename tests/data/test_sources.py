@@ -11,7 +11,7 @@ import pytest
 from conftest import make_tokenizer
 
 from lit_ft import RecipeError, TextDataModule
-from lit_ft.data.text import sources
+from lit_ft.data.text import json_object, sources
 from lit_ft.data.text.sources import Source
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
@@ -415,6 +415,16 @@ def test_json_is_not_read_as_text(write: Any, name: str, content: bytes) -> None
 def test_text_with_braces_is_text(write: Any) -> None:
     path = write("a.txt", b"{red} book\n[blue] {}\n")
     assert [row["text"] for _, row in read(path)] == ["{red} book", "[blue] {}"]
+
+
+def test_a_first_line_that_is_too_long_is_no_object_over_several_lines(
+    write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (sources, json_object):
+        monkeypatch.setattr(module, "LONGEST_ROW_BYTES", 2**20)
+    path = write("rows.jsonl", b'{"text": "' + b"x" * 2**20 + b'"}\n')
+    with pytest.raises(RecipeError, match=r":1: is longer than 1 MiB, which is no row to train on; write each"):
+        list(Source(str(path)).rows())
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt", "rows.csv", "rows.jsonl.gz"])

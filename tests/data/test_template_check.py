@@ -1,7 +1,9 @@
 """Comparison of training's tokens with those of ``apply_chat_template``: place, both sides, number of conversations."""
 
+import logging
 from typing import Any
 
+import pytest
 from conftest import WORDS, make_tokenizer
 
 from benchmarks.workload import train_tokenizer
@@ -52,3 +54,17 @@ def test_every_token_may_be_supervised_and_other_rows_have_no_template() -> None
         found = compare_with_template(made, [("row 1", turns("a", "b", "c", "d")), ("row 2", turns("a"))])
         assert (found.count, found.warnings("a")) == (1, [])
     assert compare_with_template(Tokenization(tokenizer, "completion"), [("row 1", {"text": "a"})]).facts("a") == {}
+
+
+def test_text_beyond_the_length_of_the_tokenizer_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Training truncates it, and nothing runs it through the model."""
+    tokenizer = train_tokenizer([" ".join(WORDS)], vocab_size=320)
+    tokenizer.chat_template, tokenizer.model_max_length = COLON, 4
+    caplog.set_level(logging.WARNING)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        found = compare_with_template(Tokenization(tokenizer, "messages"), [("a.json, row 1", turns("a", "red book"))])
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert (found.count, caplog.messages) == (1, [])

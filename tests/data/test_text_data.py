@@ -115,7 +115,7 @@ def test_sources_of_several_formats(tmp_path: Path, write_rows: Any) -> None:
     sources = [
         Source(write_rows(make_rows(5), name="alpaca.json"), max_rows=3),
         Source(write_rows(chats, name="chats.json"), name="talk"),
-        Source(str(tmp_path / "text.txt")),
+        {"path": str(tmp_path / "text.txt")},  # as in a recipe
     ]
     data = TextDataModule(sources=sources, val_sources=[Source(write_rows(make_rows(2), name="v.json"))])
     data.load(make_tokenizer())

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lit_ft.run.folder import RunFolder
-from lit_ft.run.progress import RunProgressBar, StepTimes
+from lit_ft.run.progress import RunProgressBar, StepTimes, describe_step
 from lit_ft.training import console
 
 
@@ -82,7 +82,7 @@ def test_the_bar_counts_the_steps_of_the_run(make_trainer: Any) -> None:
     trainer.fit(Logs(), BATCHES, BATCHES)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     last = shown.rstrip().splitlines()[-1]
-    assert re.search(r"steps .* 6/6 .*train/loss -?\d", last)
+    assert re.search(r"steps .* 6/6 .*loss -?\d", last)
     assert "val/loss" not in last
     trainer.predict(Logs(), BATCHES)
     assert "answers" in screen.getvalue()
@@ -100,10 +100,18 @@ def test_a_narrow_terminal_cuts_the_metrics_and_nothing_else(make_trainer: Any, 
     bar = RunProgressBar(Console(file=screen, force_terminal=True, width=width))
     make_trainer(callbacks=[bar], enable_progress_bar=True, **SCHEDULE).fit(LogsMuch(), BATCHES)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
-    lines = [line for line in re.split(r"[\r\n]+", shown) if "train/loss" in line]
+    lines = [line for line in re.split(r"[\r\n]+", shown) if "loss" in line]
     assert lines
-    assert all(re.match(r"steps \S* ?\S* \d/6 \d:\d\d:\d\d .*train/loss -?\d", line.rstrip()) for line in lines)
+    assert all(re.match(r"steps \S* ?\S* \d/6 \d:\d\d:\d\d .*loss -?\d", line.rstrip()) for line in lines)
     assert all(len(line.rstrip()) == width and line.rstrip().endswith("…") for line in lines)
+
+
+def test_loss_and_speed_are_first_on_the_bar() -> None:
+    speed = {"throughput/samples_per_second": 9.5, "throughput/tokens_per_second": 1218.2}
+    metrics = {"v_num": "x", "val/loss": 1.0, "train/learning_rate": 0.003, "train/loss": 0.25, **speed}
+    assert describe_step(metrics) == (
+        "loss 0.25, 1,218 tokens/s, train/learning_rate 0.003, throughput/samples_per_second 9.5"
+    )
 
 
 class Terminal(io.StringIO):

@@ -10,6 +10,7 @@ def test_values_are_yaml_and_ranges_have_two_dots() -> None:
         "model.peft.r=4..64",
         "model.neftune_alpha=null,5",
         "data.path=../a.json,../b.json",
+        "config=a.yaml,b.yaml",
     ])  # fmt: skip
     assert parsed == [
         Variation("model.peft.target_modules", ('["q_proj", "v_proj"]', "all-linear")),
@@ -17,6 +18,7 @@ def test_values_are_yaml_and_ranges_have_two_dots() -> None:
         Variation("model.peft.r", Range(4, 64)),
         Variation("model.neftune_alpha", ("null", "5")),
         Variation("data.path", ("../a.json", "../b.json")),
+        Variation("config", ("a.yaml", "b.yaml")),
     ]
     assert Range(1e-5, 1e-3).is_logarithmic
     assert not Range(0.0, 0.1).is_logarithmic

@@ -129,13 +129,14 @@ def _axes() -> "Axes":
     # A small figure has large letters once it is scaled to a phone.
     figure = Figure(figsize=(4.4, 2.7))
     FigureCanvasSVG(figure)
-    # Room for a label of eight characters; a layout engine would draw everything twice to measure it.
-    axes = figure.subplots(gridspec_kw={"left": 0.19, "right": 0.97, "bottom": 0.18, "top": 0.92})
+    # Room for the unit and a tick label of eight characters; a layout engine would draw everything twice to measure it.
+    axes = figure.subplots(gridspec_kw={"left": 0.22, "right": 0.97, "bottom": 0.18, "top": 0.92})
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     # Places of their own: otherwise the tick labels would be measured once more to put these labels beside them.
     axes.xaxis.set_label_coords(0.5, -0.14)
-    axes.yaxis.set_label_coords(-0.22, 0.5)
+    axes.yaxis.set_label_coords(0.01, 0.55, transform=figure.transFigure)
+    axes.yaxis.label.set_verticalalignment("top")
     return axes
 
 

@@ -21,9 +21,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerations, SpikeGuard
 from lit_callbacks.output.step_lines import add_lines
+from lit_callbacks.report import report_plots
 from lit_callbacks.report.headline import headline
 from lit_callbacks.report.report_data import read_metrics
-from lit_callbacks.report.report_plots import MOST_POINTS, sort_into_charts, thinned
+from lit_callbacks.report.report_plots import MOST_POINTS, draw, sort_into_charts, thinned
 from lit_callbacks.report.run_report import write_report
 from lit_callbacks.report.scored_answers import ScoredAnswer, write_answers
 from lit_callbacks.report.tables import ReportTable
@@ -270,6 +271,17 @@ def test_pictures_follow_the_page_by_night(page: Path) -> None:
     svg = page.read_text()
     assert "currentColor" in svg
     assert "#000000" not in svg
+
+
+def test_the_unit_is_within_the_picture_and_beside_the_numbers() -> None:
+    agg = pytest.importorskip("matplotlib.backends.backend_agg")
+    draw("learning rate", "samples/s", {"lr": [(0.0, 0.000025), (1.0, 0.000175)]})
+    axes = report_plots._axes()
+    canvas = agg.FigureCanvasAgg(axes.figure)
+    canvas.draw()
+    unit = axes.yaxis.label.get_window_extent(canvas.get_renderer())
+    numbers = [label.get_window_extent() for label in axes.get_yticklabels()]
+    assert 0 <= unit.x0 < unit.x1 < min(number.x0 for number in numbers)
 
 
 # --- in a browser ----------------------------------------------------------------------------------

@@ -173,9 +173,11 @@ class ChatTemplate:
     ) -> list[int]:
         """Token ids of a conversation as ``apply_chat_template`` gives them: the reference for what training sees."""
         with self._rendering:
-            return list(self._apply(messages, tools, add_generation_prompt=generation, return_dict=True)["input_ids"])
+            # verbose would warn of text beyond the tokenizer's length, which nobody runs through the model.
+            how = {"add_generation_prompt": generation, "return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+            return list(self._apply(messages, tools, **how)["input_ids"])
 
-    def _apply(self, messages: Sequence[Message], tools: list[JsonObject] | None, **how: bool) -> Any:
+    def _apply(self, messages: Sequence[Message], tools: list[JsonObject] | None, **how: object) -> Any:
         return self._tokenizer.apply_chat_template(
             list(messages), tools, chat_template=self._text(tools), **how, **self._options
         )

@@ -28,12 +28,13 @@ def refuse_one_object(file: Path, stream: IO[bytes] | GzipFile) -> None:
     """
     text = stream.readline(LONGEST_ROW_BYTES)
     is_row = _object(text) is not None
+    is_longer_line = len(text) == LONGEST_ROW_BYTES and not text.endswith(b"\n")  # is refused when lines are read
     if is_row and ".jsonl" in file.suffixes:
         return  # a row a line, of which a file may have one
     text += stream.readline(LONGEST_ROW_BYTES) if is_row else stream.read(LONGEST_ROW_BYTES)
     # Rows a line and what is broken are read line by line, which names the line.
     if (content := _object(text)) is not None:
-        _refuse(file, content, is_over_lines=not is_row)
+        _refuse(file, content, is_over_lines=not is_row and not is_longer_line)
 
 
 def _object(text: bytes) -> Mapping[str, object] | None:

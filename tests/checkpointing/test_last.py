@@ -1,0 +1,39 @@
+"""``last.ckpt``: one file, the newest, whichever callback writes it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lit_ft.checkpointing.last import LastCheckpoint
+
+
+class CountsSaves(Callback):
+    count = 0
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "names", "saves"),
+    [
+        ({}, 1, {"last.ckpt"}, 1),  # ends before the first validation, at which the other callback saves
+        ({"every_n_train_steps": 6}, 6, {"last.ckpt", "epoch=1-step=6.ckpt"}, 3),  # after an epoch of four steps
+    ],
+)
+def test_two_callbacks_write_one_last_file(
+    make_trainer: Any, tmp_path: Path, options: dict[str, Any], steps: int, names: set[str], saves: int
+) -> None:
+    counter = CountsSaves()
+    callbacks = [counter, ModelCheckpoint(tmp_path, save_last=True, **options), LastCheckpoint(tmp_path)]
+    size = {"limit_train_batches": 4, "max_steps": steps, "limit_val_batches": 1, "val_check_interval": 2}
+    trainer = make_trainer(callbacks=callbacks, enable_checkpointing=True, **size)
+    trainer.fit(BoringModel())
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == names
+    assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == steps
+    assert counter.count == saves
