@@ -480,7 +480,14 @@ CALL = [
 
 def test_options_that_rows_give_a_template() -> None:
     tokenizer = make("{{- mood ~ ' ' }}" + STRIPS)
-    given = [{"mood": "sad", "other": None}, '{"mood": "glad", "other": 1}', {}, "", [1], {"mood": "sad", "messages": []}]
+    given: list[Any] = [
+        {"mood": "sad", "other": None},
+        '{"mood": "glad", "other": 1}',
+        {},
+        "",
+        [1],
+        {"mood": "sad", "messages": []},
+    ]
     rows = [{"messages": CHAT[:3], "chat_template_kwargs": one} for one in given]
     made = Tokenization(tokenizer, "messages", template_options={"mood": "calm"})
     encoded = made.encode(copy.deepcopy(rows))

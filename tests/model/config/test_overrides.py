@@ -75,7 +75,7 @@ def test_refused(name: str) -> None:
     "rope",
     [
         *(YARN, LLAMA3, {"rope_type": "linear", "factor": 4}, {"rope_type": "dynamic", "factor": 2.0}),
-        {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0, 1.5] * 4, "long_factor": [3.0, 6.0] * 4},
+        {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0, 1.5] * 3, "long_factor": [3.0, 6.0] * 3},
     ],
 )
 def test_a_packed_batch_has_the_losses_of_its_samples(model_folder: str, rope: dict[str, Any]) -> None:
