@@ -24,7 +24,7 @@ from benchmarks.tiny_configs import tiny_config
 from benchmarks.vllm_models import VERSION, served
 from lit_ft import CausalLM
 from lit_ft.errors import RecipeError
-from lit_ft.internals.transformers import attention_functions
+from lit_ft.internals.transformers import attention_functions, enable_checkpointing
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.isolation.architectures import REFUSED
@@ -217,7 +217,7 @@ def _verdict(difference: float, tolerance: float = TOLERANCE) -> str:
 
 def _checkpointing(full: Tiny, reference: Results) -> str:
     try:
-        full.module.base_model.gradient_checkpointing_enable(activation_checkpointing.options(True))
+        enable_checkpointing(full.module.base_model, activation_checkpointing.options(True))
     except ValueError:
         return "transformers does not support it"
     for layer in full.model.modules():

@@ -18,6 +18,7 @@ from lit_ft.commands.train import TrainingCLI
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import reduces_views
 from lit_ft.internals.torch import clear_mesh_caches, fake_store
+from lit_ft.internals.transformers import enable_checkpointing
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.communication import step_of
@@ -159,7 +160,7 @@ class PlanCLI(TrainingCLI):
         module.model = module.check()
         if recomputes := module.spec.gradient_checkpointing:
             options = activation_checkpointing.options(recomputes)
-            base_of(module).gradient_checkpointing_enable(options)
+            enable_checkpointing(base_of(module), options)
         split.connect(module)
         split.setup_environment()
         split.shard(module)

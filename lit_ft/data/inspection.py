@@ -117,7 +117,7 @@ def describe_ends(sources: list[SourceReport]) -> dict[str, str]:
     ends: Counter[str] = sum((Counter(source.ends) for source in sources), Counter())
     samples = sum(source.samples for source in sources if source.format in _CONVERSATIONS)
     counts = ", ".join(f"{token!r} in {count:,}" for token, count in ends.most_common()) or "none"
-    return {"end tokens that are trained on": f"{counts} of {samples:,} conversations"} if samples else {}
+    return {"end tokens that are trained on": f"{counts} of {samples:,} samples"} if samples else {}
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:

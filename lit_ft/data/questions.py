@@ -89,8 +89,9 @@ def _question(
     asked = without_answer(given, tokenization.format)
     example = tokenization.example(given if asked is None else asked)
     if isinstance(example, Chat):
-        prompt, question = prompt_of(example, tokenization.template)
-        return prompt, question["content"], expected_answer(example, tokenization.template) if asked is None else None
+        template = tokenization.template_of(example)
+        prompt, question = prompt_of(example, template)
+        return prompt, question["content"], expected_answer(example, template) if asked is None else None
     if isinstance(example, Text) and example.prompt:
         begin = tokenization.tokenizer.bos_token if tokenization.opening is not None else ""
         return begin + example.prompt, example.prompt, example.text if asked is None else None

@@ -170,8 +170,9 @@ class DataSplits(Mapping[str, Samples]):
             for row_number, (_, row) in enumerate(prepared.source.rows()):
                 example = tokenization.example(row) if row_number in rows else None
                 if isinstance(example, Chat):
-                    prompt, question = prompt_of(example, tokenization.template)
-                    expected = expected_answer(example, tokenization.template)
+                    template = tokenization.template_of(example)
+                    prompt, question = prompt_of(example, template)
+                    expected = expected_answer(example, template)
                     prompts.append({"prompt": prompt, "question": question["content"], "expected": expected})
         return prompts
 

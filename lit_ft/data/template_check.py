@@ -86,7 +86,7 @@ def compare_with_template(
 
 def _compare(chat: Chat, location: str, tokenization: Tokenization, comparison: TemplateComparison) -> int:
     """Compare a conversation, and return the number of tokens of its samples."""
-    template, closing = tokenization.template, tokenization.tokenizer.eos_token or ""
+    template, closing = tokenization.template_of(chat), tokenization.tokenizer.eos_token or ""
     chat = with_tools(chat, template, [])
     samples = chat_samples(chat, template, tokenization.supervise, closing, [])
     check_encodable(samples)
@@ -128,7 +128,7 @@ def _describe(
 
 def _tokens_through(turns: int, chat: Chat, tokenization: Tokenization) -> int:
     try:
-        return len(tokenization.template.ids(chat.messages[:turns], chat.tools))
+        return len(tokenization.template_of(chat).ids(chat.messages[:turns], chat.tools))
     except RecipeError:
         raise
     except Exception:  # a template may refuse, with any exception, a conversation that ends here

@@ -130,7 +130,7 @@ def _conversations(
 
 
 def _turns(chat: Chat, location: str, tokenization: Tokenization) -> list[AnsweredTurn]:
-    template, closing = tokenization.template, tokenization.tokenizer.eos_token or ""
+    template, closing = tokenization.template_of(chat), tokenization.tokenizer.eos_token or ""
     chat = with_tools(chat, template, [])
     samples = chat_samples(chat, template, tokenization.supervise, closing, [])
     check_encodable(samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -22,8 +22,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+def enable_checkpointing(model: PreTrainedModel, options: Mapping[str, object]) -> None:
+    """Recompute the activations of all layers, with options for ``torch.utils.checkpoint``.
+
+    transformers 5.24 has another name for it, and warns of the one before.
+    """
+    is_new = hasattr(model, "activation_checkpointing_enable")
+    enable = model.activation_checkpointing_enable if is_new else model.gradient_checkpointing_enable
+    enable(options)
+
+
 def set_checkpointing(layer: nn.Module, options: dict[str, Any]) -> None:
-    """Give ``torch.utils.checkpoint`` other options in one layer; ``gradient_checkpointing_enable`` sets all."""
+    """Give ``torch.utils.checkpoint`` other options in one layer; ``enable_checkpointing`` sets all."""
     if hasattr(layer, "_gradient_checkpointing_func"):
         layer._gradient_checkpointing_func = partial(checkpoint, **options)  # type: ignore[assignment]
 

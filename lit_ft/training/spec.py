@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lit_ft import process
 from lit_ft.errors import RecipeError
+from lit_ft.internals.transformers import enable_checkpointing
 from lit_ft.model import liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.activations import offload as activation_offload
@@ -126,7 +127,7 @@ class TrainingSpec:
         if self.activation_offload and device is not None:
             activation_offload.warn_if_useless(device)
         if self.gradient_checkpointing:
-            base.gradient_checkpointing_enable(activation_checkpointing.options(self.gradient_checkpointing))
+            enable_checkpointing(base, activation_checkpointing.options(self.gradient_checkpointing))
         if self.router_aux_loss is None:
             router_loss.say_what_is_left_out(base)
         rotary_embedding.keep_samples_apart(base)

@@ -95,7 +95,7 @@ def test_end_tokens_are_those_of_training_and_of_generation(run: Any, tmp_path: 
     """Gemma's turns end with another token than its texts."""
     model = save_family("gemma3", tmp_path / "model")
     output = run("check", *recipe(tmp_path, model, {"path": write_rows(make_rows(21))}))
-    assert "end tokens that are trained on: '<end_of_turn>' in 21 of 21 conversations" in output
+    assert "end tokens that are trained on: '<end_of_turn>' in 21 of 21 samples" in output
     assert "end tokens that generation stops at: '<eos>', '<end_of_turn>'" in output
     text = recipe(tmp_path, model, {"path": write_rows([{"text": "the red cup"}, {"text": "a blue lamp"}])})
     assert "end tokens that are trained on" not in run("check", *text)

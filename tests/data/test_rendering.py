@@ -11,6 +11,7 @@ from conftest import make_tokenizer
 from model_families import CHAT
 
 from lit_ft import RecipeError
+from lit_ft.data.template_check import compare_with_template
 from lit_ft.data.text.chat_template import BUILT_IN, ChatTemplate, set_chat_template
 from lit_ft.data.text.formats import messages
 from lit_ft.data.text.rendering import expected_answer, prompt_of
@@ -477,6 +478,49 @@ CALL = [
 ]
 
 
+def test_options_that_rows_give_a_template() -> None:
+    tokenizer = make("{{- mood ~ ' ' }}" + STRIPS)
+    given: list[Any] = [
+        {"mood": "sad", "other": None},
+        '{"mood": "glad", "other": 1}',
+        {},
+        "",
+        [1],
+        {"mood": "sad", "messages": []},
+    ]
+    rows = [{"messages": CHAT[:3], "chat_template_kwargs": one} for one in given]
+    made = Tokenization(tokenizer, "messages", template_options={"mood": "calm"})
+    encoded = made.encode(copy.deepcopy(rows))
+    moods = [tokenizer.decode(ids).partition(" ")[0] for ids, _ in samples(encoded)]
+    assert moods == ["sad", "glad", "calm", "calm"]
+    assert noted(encoded) == {"options left out": 1}
+    assert [said.partition(";")[0] for _, said in encoded.bad] == [
+        "'chat_template_kwargs' is a list of int",
+        "with its 'chat_template_kwargs': data.template_options: 'messages' comes from each row",
+    ]
+    compared = compare_with_template(made, [("", row) for row in copy.deepcopy(rows)])
+    assert (compared.count, compared.other_tokens, compared.other_prompt) == (4, [], [])
+
+
+DATED = {
+    "in a variable": "{% set form = '%d %b %Y' %}{{ strftime_now(form) }}",
+    "by keyword, in a macro": "{% macro day(form) %}{{ strftime_now(format=form) }}{% endmacro %}{{ day('%d %b %Y') }}",
+    "beside a system prompt": "{% if messages[0].role == 'system' %}{{ strftime_now('%d %b %Y') }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", DATED)
+def test_the_date_of_a_template_however_it_asks_for_it(name: str) -> None:
+    tokenizer = make(f"\n{DATED[name]}\n{STRIPS}")
+    without_system = {"messages": CHAT[1:3]}
+    assert noted(encode(tokenizer, {"messages": CHAT[:3]})) == {"dated": 1}
+    assert noted(encode(tokenizer, without_system)) == ({} if "system" in name else {"dated": 1})
+    encoded = encode(tokenizer, {"messages": CHAT[:3]}, template_options={"strftime_now": "2001-02-03"})
+    assert noted(encoded) == {}
+    ((ids, _),) = samples(encoded)
+    assert tokenizer.decode(ids).startswith("\n03 Feb 2001")
+
+
 def test_a_turn_is_supervised_through_the_token_that_generation_stops_at() -> None:
     """Behind a call, Gemma 4 has to open the tool's response, and Cohere 2 to end its turn."""
     assert spelled(of_case("gemma4"), encode(of_case("gemma4"), {"messages": CALL})) == [
@@ -600,6 +644,11 @@ REFUSED = {
         STRIPS.replace("{%- for", "{{ messages | length }}{%- for"),
         "writes the turns before turn 3 in another way once it follows",
     ),
+    "drops tools beside a system prompt": (
+        "{% if tools and messages[0].role != 'system' %}{{ tools | tojson }}{% endif %}"
+        + STRIPS.replace("message.content | trim", "message.content + message.tool_calls | default('') | tojson"),
+        "leaves out its 'tools'; give another template, or take them out of the row",
+    ),
     "shows no answer": (
         STRIPS.replace("message.content | trim", "(message.content if message.content != 'a lamp' else '')"),
         "shows nothing of turn 3 (assistant)",
@@ -611,7 +660,8 @@ REFUSED = {
 def test_templates_that_refuse_or_lose_a_row(name: str) -> None:
     template, message = REFUSED[name]
     tokenizer = make(template)
-    encoded = encode(tokenizer, {"messages": CHAT[:3]})
+    tools = [{"name": "look", "parameters": {"probe_argument": 1}}] if "tools" in name else None
+    encoded = encode(tokenizer, {"messages": CHAT[:3], "tools": tools})
     ((row, said),) = encoded.bad
     assert row == 0
     assert message in said

@@ -1,6 +1,8 @@
 """Samples of a packed batch do not influence each other, whatever mixes the tokens of a layer."""
 
+import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +45,15 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList([layer])
 
 
+def sample_by_sample(mixer: Any) -> Any:
+    return partial(token_mixers._sample_by_sample, mixer, mixer.forward)
+
+
 def test_all_arguments_and_results_are_those_of_one_sample() -> None:
     model = Layers()
     assert list(token_mixers.mixers(model)) == [model.layers[0].mixer]
     mixer: Any = model.layers[0].mixer
-    call = token_mixers._sample_by_sample(mixer)
+    call = sample_by_sample(mixer)
     hidden, mask = torch.arange(20.0).view(1, 5, 4), torch.arange(25.0).view(1, 1, 5, 5)
     positions = torch.tensor([0, 1, 0, 1, 2])
     rest = {
@@ -75,7 +81,7 @@ def test_all_arguments_and_results_are_those_of_one_sample() -> None:
 
 def test_outside_of_a_packed_batch_a_mixer_is_called_once() -> None:
     mixer = Doubling()
-    token_mixers._sample_by_sample(mixer)(torch.ones(2, 7, 4))
+    sample_by_sample(mixer)(torch.ones(2, 7, 4))
     assert len(mixer.calls) == 1
 
 
@@ -84,7 +90,21 @@ def test_a_part_of_a_packed_batch_is_refused() -> None:
         lengths.samples_of([2, 3]),
         pytest.raises(RecipeError, match="computes 4 tokens at once of a packed batch with 5"),
     ):
-        token_mixers._sample_by_sample(Doubling())(torch.ones(1, 4, 4))
+        sample_by_sample(Doubling())(torch.ones(1, 4, 4))
+
+
+def test_a_copy_of_a_model_computes_with_weights_and_settings_of_its_own() -> None:
+    """Merges copy the model: to the CPU, without dropout, with another attention function."""
+    model: Any = AutoModelForCausalLM.from_config(tiny_config("falcon_h1")).eval()
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        token_mixers.keep_samples_apart(model)
+        copied = copy.deepcopy(model)
+        for mixer in token_mixers.mixers(model):
+            for parameter in mixer.parameters():
+                parameter.fill_(torch.nan)
+        torch.testing.assert_close(copied(input_ids=ids).logits, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h", "lfm3"])

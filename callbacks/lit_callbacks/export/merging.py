@@ -21,7 +21,7 @@ from lit_callbacks.export.merge_check import (
     Layout,
     MergeFailed,
     check_buffers,
-    check_experts,
+    check_changes,
     check_kept,
     check_same,
     compare,
@@ -263,7 +263,7 @@ def _write_merged(
 
     again = read_back(folder, layout)
     check_buffers(again, buffers)
-    experts = check_experts(model, again) if quantized_base != "keep" else 0
+    experts = check_changes(model, again) if quantized_base != "keep" else 0
     got = logits_of(again, ids)
     if quantized_base is None:
         share = SHARE_WHERE_AMPLIFIED if layout.amplifies_rounding and merged_dtype != torch.float32 else 1.0

@@ -51,9 +51,11 @@ _PLAIN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
-_NOW = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
-"""Call by which a template gets today's date."""
-_TWO_DAYS = ("2001-02-03", "2004-05-06")
+_CLOCK = "strftime_now"
+"""Function by which a template gets today's date, as text in a format of ``strftime``."""
+_OF_ROWS = {"messages", "tools", "add_generation_prompt"}
+_DIRECTIVES = [f"%{dash}{letter}" for dash in ("", "-") for letter in "aAwdbBmyYHIMSfpjUWcxXzZuGV"]
+_TWO_DAYS = ("2001-02-03T04:05:06", "2014-11-26T17:28:39")
 
 BUILT_IN = {"chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA, "plain": _PLAIN}
 
@@ -112,7 +114,7 @@ class ChatTemplate:
         self._tokenizer, self._options = tokenizer, dict(options or {})
         self.name = f"the chat template of {tokenizer.name_or_path!r}"
         self._check_options(self._options)
-        self._day = _day(self._options.pop("strftime_now", None))
+        self._day = _day(self._options.pop(_CLOCK, None))
         self._rendering = Rendering(self.name)
         try:
             with self._rendering:
@@ -140,9 +142,14 @@ class ChatTemplate:
         self._tail = re.compile(rf"(?:{special}|\s)*\Z")
 
     def _check_options(self, options: dict[str, object]) -> None:
-        text = str(self._tokenizer.chat_template)
-        if unknown := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", text)]:
+        if unknown := [name for name in options if not self.uses(name)]:
             raise RecipeError(f"data.template_options: {self.name} uses no {unknown[0]!r}; take it out")
+        if taken := [name for name in options if name in _OF_ROWS]:
+            raise RecipeError(f"data.template_options: {taken[0]!r} comes from each row; take it out")
+
+    def uses(self, name: str) -> bool:
+        """Whether the template has a variable of this name."""
+        return re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)) is not None
 
     def render(
         self, messages: Sequence[Message], tools: list[JsonObject] | None = None, generation: bool = False
@@ -186,17 +193,17 @@ class ChatTemplate:
         """Template with the date of the options in place of today; None is the tokenizer's own."""
         if self._day is None:
             return None
-        day, text = self._day, self._tokenizer.get_chat_template(tools=tools)
-        # transformers hands a template plain data only, so a clock cannot be given to it.
-        return _NOW.sub(lambda call: json.dumps(day.strftime(call["format"])), text)
+        return _clock(self._day) + str(self._tokenizer.get_chat_template(tools=tools))
+
+    def is_dated(self, messages: Sequence[Message], tools: list[JsonObject] | None = None) -> bool:
+        """Whether a conversation is rendered with today's date."""
+        return len({one.render(messages, tools) for one in self._on_two_days}) > 1
 
     @cached_property
-    def is_dated(self) -> bool:
-        """Whether conversations are rendered with today's date."""
-        if self._day is not None or not _NOW.search(str(self._tokenizer.chat_template)):
-            return False
-        days = [ChatTemplate(self._tokenizer, {**self._options, "strftime_now": day}) for day in _TWO_DAYS]
-        return len({one.render([_QUESTION, _ANSWER]) for one in days}) > 1
+    def _on_two_days(self) -> list["ChatTemplate"]:
+        if self._day is not None or _CLOCK not in str(self._tokenizer.chat_template):
+            return []
+        return [ChatTemplate(self._tokenizer, {**self._options, _CLOCK: day}) for day in _TWO_DAYS]
 
     @cached_property
     def ending(self) -> str:
@@ -296,6 +303,12 @@ class ChatTemplate:
                 )
 
 
+def _clock(day: datetime) -> str:
+    """Jinja macro that takes the place of today's clock: transformers hands a template plain data only, no function."""
+    dates = "".join(f" | replace({one!r}, {json.dumps(day.strftime(one))})" for one in _DIRECTIVES)
+    return f"{{%- macro {_CLOCK}(format) -%}}{{{{ format{dates} }}}}{{%- endmacro +%}}"
+
+
 def _day(value: object) -> datetime | None:
     try:
         return None if value is None else datetime.fromisoformat(str(value))
@@ -335,7 +348,7 @@ def spell_out_tools(chat: Chat) -> Chat:
         parts = [_TOOLS.format(listing), messages[0]["content"]]
         in_system = messages[0]["role"] != "user"
         messages[0]["content"] = "\n\n".join(part for part in (reversed(parts) if in_system else parts) if part)
-    return Chat(messages, None, marks)
+    return Chat(messages, None, marks, chat.options)
 
 
 def _spell(function: JsonObject) -> str:

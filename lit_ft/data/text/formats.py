@@ -33,6 +33,8 @@ class Chat:
     """JSON schemas of the functions that may be called."""
     marks: dict[int, bool] = field(default_factory=dict)
     """Turns that the row marks as supervised or unsupervised, by their index."""
+    options: JsonObject = field(default_factory=dict)
+    """Variables for the chat template that the row gives, beside those of the recipe."""
 
 
 @dataclass
@@ -55,6 +57,21 @@ class Tokens:
 
 
 Example = Chat | Text | Tokens
+
+OPTIONS_COLUMN = "chat_template_kwargs"
+"""Column of a conversation's own variables for the chat template, as TRL and vLLM name it."""
+
+
+def template_options_of(row: RawRow) -> JsonObject:
+    """Variables for the chat template that a row gives; those without a value are left out."""
+    value = row.get(OPTIONS_COLUMN)
+    if isinstance(value, str) and value.strip():
+        value = _json(value, repr(OPTIONS_COLUMN))
+    if value in (None, ""):
+        return {}
+    if not isinstance(value, Mapping):
+        raise BadRow(f"{OPTIONS_COLUMN!r} is {_kind(value)}; an object is needed, e.g. {{'enable_thinking': false}}")
+    return {str(name): part for name, part in value.items() if part is not None}
 
 
 # --- the formats -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ tokens are given and the answer's are generated.
 """
 
 import os
+from dataclasses import replace
 from typing import Literal
 
 from lit_callbacks.protocols import Message
@@ -77,6 +78,10 @@ def chat_samples(
     befores = [_before(chat, i, template) for i in turns]
     throughs = [_render(chat, i + 1, template) for i in turns]
     template.check_seen(chat.messages[: turns[-1]], befores[-1])
+    if chat.tools and befores[-1] == _before(replace(chat, tools=None), turns[-1], template):
+        raise BadRow(f"{template.name} leaves out its 'tools'; give another template, or take them out of the row")
+    if template.is_dated(chat.messages[: turns[-1] + 1], chat.tools):
+        notes.append("dated")
     samples: list[list[Piece]] = [[]]
     done = ""
     for i, before, through in zip(turns, befores, throughs, strict=True):

@@ -5,30 +5,42 @@ fingerprint from it.
 """
 
 import gc
+import json
 import multiprocessing
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from ctypes import c_byte
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
 import numpy as np
+from lit_callbacks.protocols import Message
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text.chat_template import ChatTemplate
-from lit_ft.data.text.formats import FORMATS, THINKING_KEYS, Chat, Example, Text, Tokens, renamed
+from lit_ft.data.text.formats import (
+    FORMATS,
+    OPTIONS_COLUMN,
+    THINKING_KEYS,
+    Chat,
+    Example,
+    Text,
+    Tokens,
+    renamed,
+    template_options_of,
+)
 from lit_ft.data.text.placeholders import placeholder_in
 from lit_ft.data.text.rendering import Piece, Supervise, chat_samples, text_pieces
 from lit_ft.data.text.sources import RawRow
 from lit_ft.data.tokens.segment_encoder import TextEncoder
 from lit_ft.data.tokens.truncation import Encoded, Overlong, fit_to_length
 from lit_ft.data.worker_processes import leave_signals_to_parent
-from lit_ft.errors import BadRow
+from lit_ft.errors import BadRow, RecipeError
 from lit_ft.internals.executors import stop_feeding
 from lit_ft.model.render_limits import limited
 from lit_ft.packed_batch import IGNORE_INDEX
@@ -58,9 +70,13 @@ NOTES = {
     "spelled out as text",
     "dated": "conversations hold the date of the day when they are tokenized, which {template} writes; the same on "
     "every day with data.template_options={{strftime_now: {today}}}",
+    "options left out": f"rows have options in {OPTIONS_COLUMN!r} that {{template}} does not use; they were left out",
     "special tokens in text": "rows spell special tokens in their text, which are read as such",
 }
 """Message of each note, printed after a count; names in braces are replaced by settings of the run."""
+
+_TEMPLATES = 64
+"""Chat templates with options of rows that are kept; each is a few renderings."""
 
 
 @dataclass
@@ -86,6 +102,29 @@ class Tokenization:
     def template(self) -> ChatTemplate:
         """Chat template; only conversations need it."""
         return ChatTemplate(self.tokenizer, self.template_options)
+
+    def template_of(self, chat: Chat) -> ChatTemplate:
+        """Chat template with the options of a conversation that it uses, in place of the recipe's.
+
+        Raises:
+            BadRow: it does not render with them.
+        """
+        options = {name: value for name, value in chat.options.items() if self.template.uses(name)}
+        if not options:
+            return self.template
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._templates:
+            if len(self._templates) == _TEMPLATES:
+                self._templates.clear()
+            try:
+                self._templates[key] = ChatTemplate(self.tokenizer, {**(self.template_options or {}), **options})
+            except RecipeError as error:
+                raise BadRow(f"with its {OPTIONS_COLUMN!r}: {error}") from error
+        return self._templates[key]
+
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        return {}
 
     @cached_property
     def encoder(self) -> "TextEncoder":
@@ -115,9 +154,12 @@ class Tokenization:
         if isinstance(row, BadRow):
             raise row
         example = FORMATS[self.format].read(renamed(row, self.columns))
+        if isinstance(example, Chat):
+            example.options = template_options_of(row)
         if self.system and isinstance(example, Chat) and example.messages[0]["role"] not in ("system", "developer"):
             marks = {i + 1: mark for i, mark in example.marks.items()}
-            return Chat([{"role": "system", "content": self.system}, *example.messages], example.tools, marks)
+            messages: list[Message] = [{"role": "system", "content": self.system}, *example.messages]
+            example = replace(example, messages=messages, marks=marks)
         return example
 
     def encode(self, rows: Sequence[RawRow | BadRow]) -> Encoded:
@@ -173,7 +215,9 @@ class Tokenization:
             noted: list[str] = []  # dropped if the row is refused
             try:
                 if isinstance(example, Chat):
-                    own = chat_samples(example, self.template, self.supervise, closing, noted)
+                    own = chat_samples(example, self.template_of(example), self.supervise, closing, noted)
+                    if not all(map(self.template.uses, example.options)):
+                        noted.append("options left out")
                 else:
                     own = [text_pieces(example, closing)]  # type: ignore[arg-type]
                 check_encodable(own)
@@ -184,8 +228,6 @@ class Tokenization:
                 noted.append("nothing supervised")
             if isinstance(example, Chat) and begins_with_answer(example):
                 noted.append("begins with answer")
-            if isinstance(example, Chat) and self.template.is_dated:
-                noted.append("dated")
             if any(map(placeholder_in, contents_of(example))):
                 noted.append("placeholders")
             if any(map(self.encoder.has_special, contents_of(example))):

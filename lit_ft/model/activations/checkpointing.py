@@ -17,7 +17,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def options(checkpointing: Checkpointing, in_graph: bool = False) -> dict[str, object]:
-    """Keyword arguments that transformers' ``gradient_checkpointing_enable`` passes to ``torch.utils.checkpoint``.
+    """Keyword arguments that transformers passes to ``torch.utils.checkpoint``.
 
     ``selective`` keeps the results of matrix products and attention, which are expensive, and recomputes norms, rotary
     embeddings and activation functions, which are cheap and as large (Korthikanti et al. 2022, arXiv:2205.05198,

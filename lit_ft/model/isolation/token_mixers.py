@@ -10,7 +10,7 @@ module of a layer whose ``forward`` takes one.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,7 +40,8 @@ def keep_samples_apart(model: PreTrainedModel) -> None:
     """
     for mixer in _found(model):
         if not isolates(model, mixer):
-            mixer.forward = _sample_by_sample(mixer)
+            # Not a closure, which a copy of the model would share: it would compute with this model's weights.
+            mixer.forward = partial(_sample_by_sample, mixer, mixer.forward)
 
 
 def _found(model: PreTrainedModel) -> list[nn.Module]:
@@ -90,27 +91,23 @@ def other_than_attention(model: PreTrainedModel) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _sample_by_sample(mixer: nn.Module) -> Callable[..., object]:
-    forward = mixer.forward
-
-    # Excluded from torch.compile, which would recompile it for every list of lengths.
-    @torch.compiler.disable
-    def for_each_sample(*args: object, **kwargs: object) -> object:
-        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        samples = lengths.lengths_of(hidden.shape[1])
-        if samples is None or len(samples) == 1:
-            return forward(*args, **kwargs)
-        if hidden.is_cuda and reads_boundaries(mixer) and _has_kernels():
-            return forward(*args, **kwargs, **_boundaries(samples, hidden.device))
-        results, start = [], 0
-        for number, length in enumerate(samples):
-            part = _Part(number, start, start + length, sum(samples))
-            with lengths.samples_of([length]):
-                results.append(forward(*part.of(args), **part.of(kwargs)))
-            start += length
-        return _join(results, samples)
-
-    return for_each_sample
+# Excluded from torch.compile, which would recompile it for every list of lengths.
+@torch.compiler.disable
+def _sample_by_sample(mixer: nn.Module, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """Result of a mixer's ``forward`` for a packed batch, computed for each sample separately."""
+    hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    samples = lengths.lengths_of(hidden.shape[1])
+    if samples is None or len(samples) == 1:
+        return forward(*args, **kwargs)
+    if hidden.is_cuda and reads_boundaries(mixer) and _has_kernels():
+        return forward(*args, **kwargs, **_boundaries(samples, hidden.device))
+    results, start = [], 0
+    for number, length in enumerate(samples):
+        part = _Part(number, start, start + length, sum(samples))
+        with lengths.samples_of([length]):
+            results.append(forward(*part.of(args), **part.of(kwargs)))
+        start += length
+    return _join(results, samples)
 
 
 @cache

@@ -72,7 +72,11 @@ def test_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "rope", [YARN, LLAMA3, {"rope_type": "linear", "factor": 4}, {"rope_type": "dynamic", "factor": 2.0}]
+    "rope",
+    [
+        *(YARN, LLAMA3, {"rope_type": "linear", "factor": 4}, {"rope_type": "dynamic", "factor": 2.0}),
+        {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0, 1.5] * 3, "long_factor": [3.0, 6.0] * 3},
+    ],
 )
 def test_a_packed_batch_has_the_losses_of_its_samples(model_folder: str, rope: dict[str, Any]) -> None:
     """With scaled positions too, they restart with each sample; one sample is longer than the unscaled model's 64."""

@@ -34,6 +34,7 @@ class Steps(Callback):
         self.logged.append((float(metrics["train/loss"]), float(metrics["train/router_aux_loss"])))
 
 
+@pytest.mark.filterwarnings("error:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("architecture", MODELS)
 def test_one_padded_sample_has_the_loss_and_gradients_of_transformers(
