@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 failed during the run; 2 an error in the recipe, the data 
 """
 
 import errno
+import gc
 import logging
 import os
 import shlex
@@ -114,12 +115,23 @@ def _open_closed_streams() -> None:
 
 def _command(module: str) -> Callable[[list[str]], None]:
     """Function that runs a command; a process that only runs this command gets as many threads as cores are free."""
-    is_embedded = "torch" in sys.modules  # by a program that may have set its threads
-    run: Callable[[list[str]], None] = import_module(module).run
-    if not is_embedded and "torch" in sys.modules:
+    if "torch" in sys.modules:  # of a program that may have set its threads
+        return _run_of(module)
+    gc.disable()  # collections among what is imported, which stays, take a sixth of a command's start
+    try:
+        run = _run_of(module)
+    finally:
+        gc.freeze()
+        gc.enable()
+    if "torch" in sys.modules:
         from lit_ft.process import choose_threads
 
         choose_threads()
+    return run
+
+
+def _run_of(module: str) -> Callable[[list[str]], None]:
+    run: Callable[[list[str]], None] = import_module(module).run
     return run
 
 
