@@ -23,7 +23,7 @@ from lit_callbacks import ForgettingProbe, LossLedger, RunReport, SampleGenerati
 from lit_callbacks.output.step_lines import add_lines
 from lit_callbacks.report.headline import headline
 from lit_callbacks.report.report_data import read_metrics
-from lit_callbacks.report.report_plots import MOST_POINTS, sort_into_charts, thinned
+from lit_callbacks.report.report_plots import MOST_POINTS, draw, sort_into_charts, thinned
 from lit_callbacks.report.run_report import write_report
 from lit_callbacks.report.scored_answers import ScoredAnswer, write_answers
 from lit_callbacks.report.tables import ReportTable
@@ -270,6 +270,13 @@ def test_pictures_follow_the_page_by_night(page: Path) -> None:
     svg = page.read_text()
     assert "currentColor" in svg
     assert "#000000" not in svg
+
+
+def test_units_beside_the_curves_are_within_the_picture() -> None:
+    svg = draw("accuracy", "share", {"val/token_accuracy": [(0.0, 0.1), (10.0, 0.9)]})
+    (label,) = re.findall(r"<text[^>]*>share</text>", svg)
+    x = float(re.search(r"rotate\(-90(?:\.0*)?[ ,]+([\d.]+)", label)[1])  # baseline of letters that stand to its left
+    assert x >= 9  # the font's size
 
 
 # --- in a browser ----------------------------------------------------------------------------------
