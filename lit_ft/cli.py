@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 failed during the run; 2 an error in the recipe, the data 
 (reported before training starts); 130 stopped by Ctrl-C; 143 by SIGTERM.
 """
 
+import atexit
 import errno
 import gc
 import logging
@@ -84,6 +85,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if name not in COMMANDS:
         _fail(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}{_did_you_mean(name)}", 2)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # At its end Python looks through all objects for cycles: 1.6 s of CPU after torch and transformers, for nothing.
+    atexit.register(gc.freeze)
     _open_closed_streams()
     _escape_log_lines()
     if not debug:

@@ -67,7 +67,9 @@ def _check_folders(runs: Sequence[Path], recipes: Path | None) -> None:
 def _check_packages() -> None:
     missing = [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is None]
     if missing:
-        raise RecipeError(f"board needs {' and '.join(missing)}, which is not installed; pip install -e '.[board]'")
+        raise RecipeError(
+            f"board needs {' and '.join(missing)}, not all of which are installed; pip install -e '.[board]'"
+        )
 
 
 def _fit_parser() -> "argparse.ArgumentParser":

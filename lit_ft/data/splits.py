@@ -80,9 +80,9 @@ class DataSplits(Mapping[str, Samples]):
         return max((int(samples.lengths.max()) for samples in self.values() if len(samples)), default=None)
 
     def use(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Read rows with this tokenizer, which gets the data's chat template."""
+        """Read rows with this tokenizer, which gets the data's chat template and its options."""
         if self.preparation.tokenizer is not tokenizer:
-            set_chat_template(tokenizer, self._chat_template)
+            set_chat_template(tokenizer, self._chat_template, self.preparation.template_options)
             self.preparation = replace(self.preparation, tokenizer=tokenizer)
 
     def read(self, split: str) -> None:

@@ -66,5 +66,6 @@ def module_of(config: Recipe) -> CausalLM:
         raise unwrap_class_error(error) from error
     if not isinstance(module, CausalLM):
         raise RecipeError(f"the run's model is a {type(module).__name__}; export writes lit_ft.CausalLM runs")
-    set_chat_template(module.tokenizer, config["data"].get("init_args", {}).get("chat_template"))
+    data = config["data"].get("init_args", {})
+    set_chat_template(module.tokenizer, data.get("chat_template"), data.get("template_options"))
     return module

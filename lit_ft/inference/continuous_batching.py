@@ -127,8 +127,9 @@ def score(opened: OpenedModel, ids: Sequence[int], top: int) -> list[TokenLogpro
     """Log-probabilities of each of a sequence's tokens but the first, which nothing predicts."""
     tokens = torch.tensor([list(ids)], device=opened.base.device)
     with torch.no_grad():
-        logits = opened.model(input_ids=tokens, use_cache=False).logits[0, :-1]
-    return logprobs_of(logits, tokens[0, 1:], top)
+        logits = opened.model(input_ids=tokens, use_cache=False).logits[0]
+    # Virtual tokens of prompt tuning and P-tuning have logits of their own, before the others.
+    return logprobs_of(logits[-len(ids) : -1], tokens[0, 1:], top)
 
 
 class _ChosenByRequest(ContinuousBatchingLogitsProcessor):

@@ -9,6 +9,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PretrainedConfig
 
 from lit_ft.inference.opening import BASE, OpenedModel
+from lit_ft.model.spec import ModelSpec
 from lit_ft.run.folder import RunFolder
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -35,12 +36,21 @@ def vllm_command(opened: Mapping[str, OpenedModel], paths: Mapping[str, str]) ->
                 f"vLLM does not take the adapter of {name} ({reason}); merge it: python -m lit_ft export {option} "
                 f"{shlex.quote(paths[name])} --merge --out {name}-merged ; vllm serve {name}-merged"
             )
+    templates = {name: opened[name].tokenizer.chat_template for name in adapted}
+    if len({str(template) for template in templates.values()}) > 1:
+        return (
+            f"vLLM renders all conversations by one chat template, and those of {', '.join(templates)} differ; serve "
+            "each alone, and the line has its template"
+        )
     rank = max(_rank(model) for model in adapted.values())
     modules = [f"{name}={_adapter_folder(Path(paths[name]))}" for name in adapted]
     base = opened[BASE] if BASE in opened else next(iter(opened.values()))
     command = ["vllm", "serve", base.pretrained, "--served-model-name", BASE, "--enable-lora"]
     if overrides := _config_overrides(base):
         command += ["--hf-overrides", json.dumps(overrides)]
+    name, template = next(iter(templates.items()))
+    if template != ModelSpec(base.pretrained, base.pretrained).tokenizer.chat_template:  # with defaults of its own, too
+        command += ["--chat-template", str(_adapter_folder(Path(paths[name])) / "chat_template.jinja")]
     command += ["--max-lora-rank", str(min(one for one in _RANKS if one >= rank)), "--lora-modules", *modules]
     missing = [path for name, path in paths.items() if name in adapted and not _has_adapter(Path(path))]
     before = "".join(f"python -m lit_ft export --run {shlex.quote(path)} ; " for path in missing)
@@ -69,6 +79,8 @@ def _unsupported(model: PeftModel) -> str | None:
         "modules_to_save": config.modules_to_save,
         "trainable_token_indices": config.trainable_token_indices,
         "target_parameters": config.target_parameters,
+        "rank_pattern": config.rank_pattern,  # vLLM scales all layers by lora_alpha / r, without a word
+        "alpha_pattern": config.alpha_pattern,
         "use_dora": config.use_dora,
         "bias": config.bias != "none",
     }

@@ -108,6 +108,11 @@ class RunFolder:
             RecipeError: there is none.
         """
         if not self.has_checkpoint:
+            if is_running(self.root):
+                raise RecipeError(
+                    f"there is no checkpoint in {self.checkpoints} yet: the run goes on, and writes its first one at a "
+                    "validation or the end of an epoch; try again then"
+                )
             raise RecipeError(
                 f"there is no checkpoint in {self.checkpoints}: the run ended before its first one; start it again "
                 "with the same command without --ckpt_path, or with --resume auto in its place, which does either"

@@ -219,7 +219,7 @@ def test_an_adapter_of_another_base(lit_ft: Any, finished: Any, base: Path, tmp_
     run, foreign = finished(), write_adapter(tmp_path / "foreign", base, lora(), 0)[0]
     out = ["--base", other, "--out", tmp_path / "out", "--merge"]
     assert "was trained on '" in (said := lit_ft("export", "--adapter", run, *out, code=2))
-    assert "has another weights" in said
+    assert "has other weights" in said
     said = lit_ft("export", "--adapter", foreign, *out, code=2)  # PEFT records a name alone
     assert f"was trained on '{base}', and the base is '{other}'" in said
 

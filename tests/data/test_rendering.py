@@ -470,6 +470,34 @@ def test_options_of_a_template() -> None:
         encode(tokenizer, {"messages": CHAT}, template_options={"thinking_budget": 3})
 
 
+def test_options_are_defaults_of_the_template_that_is_saved() -> None:
+    tokenizer, options = of_case("qwen3"), {"enable_thinking": False}
+    open_prompt, closed_prompt = prompts(tokenizer, CHAT), prompts(tokenizer, CHAT, **options)
+    assert open_prompt != closed_prompt
+    set_chat_template(tokenizer, None, options)
+    assert prompts(tokenizer, CHAT) == closed_prompt
+    assert prompts(tokenizer, CHAT, enable_thinking=True) == open_prompt
+    once = tokenizer.chat_template
+    set_chat_template(tokenizer, None, options)
+    assert tokenizer.chat_template == once
+    with pytest.raises(RecipeError, match="uses no 'thinking_budget'; take it out"):
+        set_chat_template(tokenizer, None, {"thinking_budget": 3})
+
+
+def test_a_date_is_written_into_the_template_that_is_saved() -> None:
+    tokenizer, day = of_case("qwen3"), {"strftime_now": "2025-08-05"}
+    set_chat_template(
+        tokenizer, "{{ strftime_now('%d %b') }} {{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    set_chat_template(tokenizer, None, {**day, "mood": "a'b\n%}é"})
+    assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False) == "05 Aug a'b\n%}é" + CHAT[0]["content"]
+    assert ChatTemplate(tokenizer, day).render(CHAT[:1]).startswith("05 Aug")
+    with pytest.raises(
+        RecipeError, match="strftime_now=2025-08-06, but .* was saved with 2025-08-05 in place of today"
+    ):
+        set_chat_template(tokenizer, None, {"strftime_now": "2025-08-06"})
+
+
 CALL = [
     {"role": "user", "content": "red book"},
     {"role": "assistant", "tool_calls": [{"function": {"name": "find", "arguments": {"what": "cup"}}}]},

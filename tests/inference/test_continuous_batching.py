@@ -1,9 +1,11 @@
 """Answers generated together: the tokens of each alone, also where the KV cache holds one of them at a time."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from transformers import Qwen2Config
 
 from lit_ft.inference.continuous_batching import (
@@ -65,6 +67,17 @@ def test_scores_are_those_of_the_model(opened: OpenedModel) -> None:
     assert [one.id for one in found] == ids[1:]
     assert [one.logprob for one in found] == pytest.approx([float(logprobs[i, t]) for i, t in enumerate(ids[1:])])
     assert [one.top[0][0] for one in found] == logprobs[:-1].argmax(-1).tolist()
+
+
+def test_scores_behind_virtual_tokens(model_folder: str) -> None:
+    opened = open_model(model_folder)
+    virtual = get_peft_model(opened.base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    ids = [5, 9, 40, 7]
+    embedded = opened.base.get_input_embeddings()(torch.tensor([ids]))
+    whole = torch.cat((virtual.get_prompt(1), embedded), 1)
+    logprobs = opened.base(inputs_embeds=whole).logits[0, 3:].detach().log_softmax(-1)
+    found = score(replace(opened, model=virtual), ids, 0)
+    assert [one.logprob for one in found] == pytest.approx([float(logprobs[i, t]) for i, t in enumerate(ids[1:])])
 
 
 def test_a_cache_s_tokens_follow_from_its_bytes(opened: OpenedModel) -> None:

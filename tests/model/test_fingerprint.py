@@ -46,7 +46,7 @@ def test_a_config_that_computes_otherwise_is_seen(base: Path) -> None:
 
 def test_another_base(model_folder: str, tmp_path: Path) -> None:
     other = fingerprint(untied(model_folder, tmp_path / "other"))
-    with pytest.raises(RecipeError, match=r"was trained on '.*nano-qwen2', and '.*other' has another weights"):
+    with pytest.raises(RecipeError, match=r"was trained on '.*nano-qwen2', and '.*other' has other weights"):
         check_same_base(fingerprint(model_folder), other, "the adapter")
 
 

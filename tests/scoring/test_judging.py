@@ -14,11 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from lit_ft.commands.inference import evaluate as command
 from lit_ft.commands.inference.evaluate import run as evaluate
 from lit_ft.errors import RecipeError
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.protocols import Question
 from lit_ft.scoring.judging import Judge, Judgment, compare, outcome_of, verdict_of, win_rates
+from lit_ft.scoring.scores import Score
 
 
 @pytest.mark.parametrize(
@@ -136,3 +138,20 @@ def test_the_command_compares_a_model_with_another(
     (tmp_path / "judge.txt").write_text("{question} {answer_a}")
     with pytest.raises(RecipeError, match=r"has no \{answer_b\}"):
         Judge.with_prompt(OpenAIClient(url), "judge", "judge.txt", 1)
+
+
+def test_a_judge_that_fails_costs_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(found: command.Found, *_: object) -> None:
+        found.scores["fine-tuned"].append(Score("rows.json", "loss", 0.5))
+
+    def fail(*_: object) -> None:
+        raise RecipeError("no verdict")
+
+    monkeypatch.setattr(command, "_judge", lambda _: "a judge")
+    monkeypatch.setattr(command, "_check_data", lambda _: None)
+    monkeypatch.setattr(command, "_sides", lambda _: [("fine-tuned", "model", None)])
+    monkeypatch.setattr(command.Found, "measure", measure)
+    monkeypatch.setattr(command.Found, "judge", fail)
+    with pytest.raises(RecipeError, match="no verdict"):
+        evaluate(["evaluate", "model", "--questions", "q", "--judge_url", "http://j", "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "1" / "scores.json").read_text())["rows"][0][:2] == ["rows.json", "loss"]

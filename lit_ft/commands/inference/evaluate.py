@@ -38,20 +38,22 @@ def run(arguments: list[str]) -> None:
     tasks = harness_tasks.load_tasks(_names(options.tasks)) if options.tasks else []
     evaluation = Evaluation(tasks, how)
     with results.new_folder(options.path, options.out) as folder:
+        judge = _judge(options)
         if options.url is None:
-            judge = _judge(options)
             _check_data(options)
             for side, path, opened in _sides(options):
                 evaluation.measure(side, path, opened, options)
                 del opened  # its weights may have to make room for those of the base
                 gc.collect()
-            if judge is not None:
-                evaluation.judge(judge, Path(options.questions).name)
         else:
             evaluation.ask(options)
-        rows = compared(evaluation.scores["fine-tuned"], evaluation.scores["base"])
-        _show(rows, evaluation.notes)
-        _write(folder, evaluation, rows, options, _without_secrets(arguments))
+        try:
+            if judge is not None:
+                evaluation.judge(judge, Path(options.questions).name)
+        finally:  # a judge that fails costs none of the figures that were measured before
+            if rows := compared(evaluation.scores["fine-tuned"], evaluation.scores["base"]):
+                _show(rows, evaluation.notes)
+                _write(folder, evaluation, rows, options, _without_secrets(arguments))
 
 
 def _parser() -> RecipeParser:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -52,26 +52,81 @@ _PLAIN = """\
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
 _CLOCK = "strftime_now"
-"""Function by which a template gets today's date, as text in a format of ``strftime``."""
+"""Function by which a template gets today's date, as text in a format of ``strftime``; the option with another date."""
+_NOW = re.compile(rf"""{_CLOCK}\(\s*(['"])(?P<format>.*?)\1\s*\)""")
+"""Call with a format that is written out."""
+_DATED = re.compile(rf"{{#- {_CLOCK}: (?P<day>\d{{4}}-\d\d-\d\d) -#}}")
+"""Comment in a template that was given a date."""
 _OF_ROWS = {"messages", "tools", "add_generation_prompt"}
 _DIRECTIVES = [f"%{dash}{letter}" for dash in ("", "-") for letter in "aAwdbBmyYHIMSfpjUWcxXzZuGV"]
+_JSON_TYPES = (bool, int, float, str, list, dict, type(None))
 _TWO_DAYS = ("2001-02-03T04:05:06", "2014-11-26T17:28:39")
 
 BUILT_IN = {"chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA, "plain": _PLAIN}
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+def set_chat_template(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, options: Mapping[str, object] | None = None
+) -> None:
     """Set the tokenizer's chat template.
 
     Args:
         tokenizer: changed in place.
         template: name of a built-in template, Jinja text, or a file of it; None keeps the tokenizer's own.
+        options: variables for the template, as ``data.template_options``. They become its defaults, so that whoever
+            is given the tokenizer (an adapter's folder, a merged model, a GGUF file) renders what training did.
 
     Raises:
-        RecipeError: it is none of these, or the tokenizer lacks a special token of a built-in template.
+        RecipeError: it is none of these, the tokenizer lacks a special token of a built-in template, or the template
+            does not use an option.
     """
-    if template is None:
-        return
+    if template is not None:
+        tokenizer.chat_template = _template_text(tokenizer, template)
+    if options and (own := tokenizer.chat_template):
+        check_options(tokenizer, options)
+        tokenizer.chat_template = (
+            {name: with_defaults(text, options) for name, text in own.items()}
+            if isinstance(own, dict)
+            else with_defaults(own, options)
+        )
+
+
+def with_defaults(template: str, options: Mapping[str, object]) -> str:
+    """Template whose variables have these values where whoever renders it gives none; a date replaces today's."""
+    values = dict(options)
+    day = _day(values.pop(_CLOCK, None))
+    # Python's literals are Jinja's, in llama.cpp too.
+    literals = {name: repr(value if isinstance(value, _JSON_TYPES) else str(value)) for name, value in values.items()}
+    head = ("" if day is None else _dated(day)) + "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
+        for name, literal in literals.items()
+    )
+    if template.startswith(head):
+        return template
+    # The line break that follows a block or a comment is dropped, so that what follows begins a line, as before.
+    return f"{head}\n{template if day is None else _at_date(template, day)}"
+
+
+def check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
+    """Refuse variables that the tokenizer's chat template does not use.
+
+    Raises:
+        RecipeError: it does not use one, rows give it, or it has another date than the given one.
+    """
+    text, template = str(tokenizer.chat_template), f"the chat template of {tokenizer.name_or_path!r}"
+    if unknown := [name for name in options if not _uses(tokenizer, name)]:
+        raise RecipeError(f"data.template_options: {template} uses no {unknown[0]!r}; take it out")
+    if taken := [name for name in options if name in _OF_ROWS]:
+        raise RecipeError(f"data.template_options: {taken[0]!r} comes from each row; take it out")
+    day = _day(options.get(_CLOCK))
+    if day is not None and (fixed := _DATED.search(text)) and fixed.group() != _dated(day):
+        raise RecipeError(
+            f"data.template_options: {_CLOCK}={day:%Y-%m-%d}, but {template} was saved with {fixed['day']} in place of "
+            "today's date; give that, or the original template with data.chat_template"
+        )
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     if template in BUILT_IN:
         text = BUILT_IN[template]
         marks = sorted(set(re.findall(r"<\|\w+\|>|<\w+_of_turn>", text)))
@@ -80,16 +135,15 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) 
                 f"data.chat_template={template!r} needs the tokens {', '.join(missing)}, which the tokenizer of "
                 f"{tokenizer.name_or_path!r} does not have; use plain, or the tokenizer's own template"
             )
-    elif "{" in template:
-        text = template
-    elif (file := Path(template).expanduser()).is_file():
-        text = file.read_text(encoding="utf-8")
-    else:
-        raise RecipeError(
-            f"data.chat_template={template!r} is no file, no Jinja text, and not built in ({', '.join(BUILT_IN)}); "
-            "give one of these"
-        )
-    tokenizer.chat_template = text
+        return text
+    if "{" in template:
+        return template
+    if (file := Path(template).expanduser()).is_file():
+        return file.read_text(encoding="utf-8")
+    raise RecipeError(
+        f"data.chat_template={template!r} is no file, no Jinja text, and not built in ({', '.join(BUILT_IN)}); "
+        "give one of these"
+    )
 
 
 class ChatTemplate:
@@ -113,7 +167,7 @@ class ChatTemplate:
             )
         self._tokenizer, self._options = tokenizer, dict(options or {})
         self.name = f"the chat template of {tokenizer.name_or_path!r}"
-        self._check_options(self._options)
+        check_options(tokenizer, self._options)
         self._day = _day(self._options.pop(_CLOCK, None))
         self._rendering = Rendering(self.name)
         try:
@@ -141,15 +195,9 @@ class ChatTemplate:
         self._adjacent_specials = re.compile(rf"(?:{special})+")
         self._tail = re.compile(rf"(?:{special}|\s)*\Z")
 
-    def _check_options(self, options: dict[str, object]) -> None:
-        if unknown := [name for name in options if not self.uses(name)]:
-            raise RecipeError(f"data.template_options: {self.name} uses no {unknown[0]!r}; take it out")
-        if taken := [name for name in options if name in _OF_ROWS]:
-            raise RecipeError(f"data.template_options: {taken[0]!r} comes from each row; take it out")
-
     def uses(self, name: str) -> bool:
         """Whether the template has a variable of this name."""
-        return re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)) is not None
+        return _uses(self._tokenizer, name)
 
     def render(
         self, messages: Sequence[Message], tools: list[JsonObject] | None = None, generation: bool = False
@@ -193,7 +241,7 @@ class ChatTemplate:
         """Template with the date of the options in place of today; None is the tokenizer's own."""
         if self._day is None:
             return None
-        return _clock(self._day) + str(self._tokenizer.get_chat_template(tools=tools))
+        return _at_date(self._tokenizer.get_chat_template(tools=tools), self._day)
 
     def is_dated(self, messages: Sequence[Message], tools: list[JsonObject] | None = None) -> bool:
         """Whether a conversation is rendered with today's date."""
@@ -201,7 +249,8 @@ class ChatTemplate:
 
     @cached_property
     def _on_two_days(self) -> list["ChatTemplate"]:
-        if self._day is not None or _CLOCK not in str(self._tokenizer.chat_template):
+        text = str(self._tokenizer.chat_template)
+        if self._day is not None or _CLOCK not in text or _DATED.search(text):
             return []
         return [ChatTemplate(self._tokenizer, {**self._options, _CLOCK: day}) for day in _TWO_DAYS]
 
@@ -303,6 +352,21 @@ class ChatTemplate:
                 )
 
 
+def _uses(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
+    return re.search(rf"\b{re.escape(variable)}\b", str(tokenizer.chat_template)) is not None
+
+
+def _dated(day: datetime) -> str:
+    """Comment that records the date of a template."""
+    return f"{{#- {_CLOCK}: {day:%Y-%m-%d} -#}}"
+
+
+def _at_date(template: str, day: datetime) -> str:
+    """Template with a date in place of today."""
+    template = _NOW.sub(lambda call: json.dumps(day.strftime(call["format"])), template)
+    return _clock(day) + template if re.search(rf"\b{_CLOCK}\s*\(", template) else template
+
+
 def _clock(day: datetime) -> str:
     """Jinja macro that takes the place of today's clock: transformers hands a template plain data only, no function."""
     dates = "".join(f" | replace({one!r}, {json.dumps(day.strftime(one))})" for one in _DIRECTIVES)
@@ -314,7 +378,7 @@ def _day(value: object) -> datetime | None:
         return None if value is None else datetime.fromisoformat(str(value))
     except ValueError as error:
         raise RecipeError(
-            f"data.template_options: strftime_now={str(value)!r} must be a date, e.g. {datetime.now():%Y-%m-%d}"
+            f"data.template_options: {_CLOCK}={str(value)!r} must be a date, e.g. {datetime.now():%Y-%m-%d}"
         ) from error
 
 

@@ -83,7 +83,7 @@ def check_same_base(recorded: Fingerprint | None, now: Fingerprint | None, what:
             f"{what} was trained on random weights of seed {seed}, not {drawn_now.removeprefix(_DRAWN)}; set "
             f"seed_everything to {seed}"
         )
-    part = "config.json" if drawn == drawn_now else "weights"
+    part, other = ("config.json", "another config.json") if drawn == drawn_now else ("weights", "other weights")
     revision = f" (revision {recorded['commit']} on the hub)" if recorded["commit"] else ""
     if recorded["pretrained"] == now["pretrained"]:
         raise RecipeError(
@@ -91,7 +91,7 @@ def check_same_base(recorded: Fingerprint | None, now: Fingerprint | None, what:
             f"was{revision}, or train anew"
         )
     raise RecipeError(
-        f"{what} was trained on {recorded['pretrained']!r}{revision}, and {now['pretrained']!r} has another {part}; "
+        f"{what} was trained on {recorded['pretrained']!r}{revision}, and {now['pretrained']!r} has {other}; "
         "name the base that it was trained on"
     )
 

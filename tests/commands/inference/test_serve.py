@@ -19,6 +19,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from lit_ft.commands.inference import serve
+from lit_ft.data.text.chat_template import set_chat_template
 from lit_ft.inference.opening import OpenedModel, open_together
 from lit_ft.inference.vllm_command import vllm_command
 from lit_ft.model.files.fingerprint import BaseForm, fingerprint, write_fingerprint
@@ -107,8 +108,13 @@ def test_the_command_for_vllm_has_the_rank_and_refuses_what_vllm_lacks(
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
     values = json.loads(words[words.index("--hf-overrides") + 1])
     assert values == {"rope_parameters": rope, "max_position_embeddings": 1024}
+    set_chat_template(opened["run-a"].tokenizer, "plain")
+    assert f"--chat-template {adapter}/chat_template.jinja --max-lora-rank 16" in vllm_command(
+        opened, {"run-a": adapter}
+    )
     config = adapter_config(opened["run-a"])
-    for name, value in {"modules_to_save": ["lm_head"], "use_dora": True, "r": 700}.items():
+    refused = {"modules_to_save": ["lm_head"], "use_dora": True, "rank_pattern": {"q_proj": 4}, "r": 700}
+    for name, value in refused.items():
         given = getattr(config, name)
         setattr(config, name, value)
         said = vllm_command(opened, {"run-a": adapter})
