@@ -103,7 +103,7 @@ class Card:
             found.append("## Data\n\n" + "\n".join(counted or [f"- `{path}`" for path in paths]))
         if self.metrics:
             rows = [f"| {name} | {as_number(value)} |" for name, value in self.metrics.items()]
-            found.append("\n".join(["## Results", "", "| metric, at the end | value |", "|---|---|", *rows]))
+            found.append("\n".join(["## Results", "", "| metric, as last logged | value |", "|---|---|", *rows]))
         if self.recipe:
             found.append(f"## Recipe\n\n```yaml\n{_yaml(_publishable(self.recipe))}\n```")
         found.append(f"## Made with\n\n{', '.join(f'{name} {number}' for name, number in versions().items())}")
