@@ -97,6 +97,8 @@ def check_target_modules(model: nn.Module, peft: PeftConfig) -> None:
             f"model.peft: target_modules={targets!r} is one text, which PEFT reads as a regular expression for "
             f"full names, and it matches none; write {better}"
         )
+    if "all-linear" in unmatched:
+        raise RecipeError("model.peft: target_modules=['all-linear'] is a list; write target_modules: all-linear")
     if unmatched or not targets:
         of_experts = f"; its experts train by {experts.advice(model)}" if experts.expert_layers(model) else ""
         raise RecipeError(

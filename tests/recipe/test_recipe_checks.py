@@ -59,6 +59,10 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {devices: 100000}",
         "trainer.devices=100000 would start 100,000 processes on this machine's ",
     ),
+    "all layers in a list": (
+        "model: {peft: {init_args: {target_modules: [all-linear]}}}",
+        "model.peft: target_modules=['all-linear'] is a list; write target_modules: all-linear",
+    ),
     "modules as one text": (
         "model: {peft: {init_args: {target_modules: 'q_proj,v_proj'}}}",
         "target_modules='q_proj,v_proj' is one text, which PEFT reads as a regular expression for full names, and it "
