@@ -42,11 +42,15 @@ def is_about_to_log_a_step(trainer: Trainer) -> bool:
     return is_trained and not trainer.fit_loop._should_accumulate()
 
 
+def logs_this_step(trainer: Trainer) -> bool:
+    """Whether Lightning logs at the end of this step. No public API tells before."""
+    return trainer._logger_connector.should_update_logs
+
+
 def metrics_to_log(trainer: Trainer) -> dict[str, float] | None:
     """Metrics that Lightning logs at the end of this step; None if it logs none. No public API tells before."""
-    connector = trainer._logger_connector
-    metrics = connector.metrics["log"]
-    return {name: float(value) for name, value in metrics.items()} if connector.should_update_logs else None
+    metrics = trainer._logger_connector.metrics["log"]
+    return {name: float(value) for name, value in metrics.items()} if logs_this_step(trainer) else None
 
 
 def note_last_file(callback: ModelCheckpoint, path: Path) -> None:

@@ -33,6 +33,8 @@ class RunState(Callback):
         self._session = 1
         self._finished_step: int | None = None
         self._unlogged: dict[str, float] | None = None
+        self._is_logged = True
+        """Whether the loggers get, or need not get, the step that is at its end."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the state that earlier processes left, and remove the finished marker."""
@@ -77,9 +79,23 @@ class RunState(Callback):
             logger.log_metrics(dict(metrics or {}), step=trainer.global_step - 1)
             logger.save()
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Note whether Lightning logs the step that this micro-batch may end."""
+        never = not attributes_of(trainer).log_every_n_steps
+        self._is_logged = never or lightning_internals.logs_this_step(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the run folder still exists, before the adapter and the merged model are written to it."""
+        """Check that the run folder still exists, and log the last step, before adapter and model card are written."""
         self._check_folder(trainer)
+        self._log_last_step(trainer)
+
+    def _log_last_step(self, trainer: Trainer) -> None:
+        """Log the last step too where it is none of every ``log_every_n_steps``: console, card and report agree."""
+        metrics = {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("train/")}
+        for logger in [] if self._is_logged else trainer.loggers:
+            logger.log_metrics({"epoch": float(trainer.current_epoch), **metrics}, step=trainer.global_step - 1)
 
     def _check_folder(self, trainer: Trainer) -> None:
         # Saving a checkpoint creates a missing folder, so the run would end without error, but without earlier files.

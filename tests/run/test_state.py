@@ -12,15 +12,17 @@ import pytest
 import torch
 from killed_runs import fit
 from lit_callbacks import AdapterMerger
+from loops import Logged
 from safetensors.torch import load_file
 from torture import CASES, Life, outcome, torture, write_recipe
 
-from lit_ft import CausalLM
+from lit_ft import CausalLM, TextDataModule
 from lit_ft.checkpointing.selection import newest_good, position_of
 from lit_ft.checkpointing.storage import replacement
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.run.folder import RUNS, RunFolder, unfinished_run
 from lit_ft.run.lock import lock_run
+from lit_ft.run.state import RunState
 from lit_ft.training.loggers import MetricsCSV
 
 
@@ -244,6 +246,19 @@ def test_a_resumed_run_drops_the_rows_of_steps_that_it_repeats(tmp_path: Path) -
     assert rows(tmp_path) == [("0", "0.0"), ("1", "1.0"), ("2", "2.0"), ("3", "3.5"), ("3", "9.0")]
     log(tmp_path, [(2, {"epoch": 0, "train/loss": 2.0})], resumed_step=3, is_logged=False)
     assert [step for step, _ in rows(tmp_path)] == ["0", "1", "3", "2"]
+
+
+@pytest.mark.parametrize(("every", "logged"), [(2, [1, 3, 4]), (5, [4]), (0, [])])
+def test_the_last_step_is_logged(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, every: int, logged: list[int]
+) -> None:
+    """Whatever ``log_every_n_steps`` is, so that the last figures of console, model card and report are the same."""
+    logger, state = Logged(), RunState(tmp_path / "finished", tmp_path / "checkpoints")
+    trainer = make_trainer(max_steps=5, log_every_n_steps=every, logger=logger, callbacks=[state])
+    trainer.fit(CausalLM(model_folder), TextDataModule(write_rows(), micro_batch_size=4))
+    assert sorted(step for _, step in logger.losses) == logged
+    if logged:
+        assert logger.losses["train/loss", 4] == float(trainer.callback_metrics["train/loss"])
 
 
 def test_metrics_are_never_gone_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
