@@ -83,6 +83,13 @@ def test_a_tokenizer_without_template(write_rows: Any) -> None:
     )
 
 
+def test_the_tokenizer_gets_the_options_as_defaults_of_its_template(write_rows: Any) -> None:
+    tokenizer = make_tokenizer()
+    template = "{% for m in messages %}{{ mood }}{{ m['content'] }}<|im_end|>{% endfor %}"
+    TextDataModule(write_rows(), chat_template=template, template_options={"mood": "red"}).load(tokenizer)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "cup"}], tokenize=False) == "redcup<|im_end|>"
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_validation_share_does_not_overlap_even_where_rows_repeat(write_rows: Any, named: bool) -> None:
     rows = make_rows(50, seed=3) * 2
