@@ -491,7 +491,7 @@ def test_the_card_says_what_it_is(lit_ft: Any, fit: Any, base: Path, tmp_path: P
         front = yaml.safe_load(text.split("---\n")[1])
         assert front == {"library_name": library, "pipeline_tag": "text-generation", "tags": ["lit_ft", "lora"]}
         assert str(base) in text
-        assert "| metric, as last logged | value |" in text  # between steps that are logged the console has later ones
+        assert "| metric, at the end | value |" in text
         assert "| val/loss |" in text
         cooked = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
         assert cooked["model"]["init_args"]["peft"]["init_args"]["r"] == 4

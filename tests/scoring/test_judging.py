@@ -141,8 +141,8 @@ def test_the_command_compares_a_model_with_another(
 
 
 def test_a_judge_that_fails_costs_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(found: command.Found, *_: object) -> None:
-        found.scores["fine-tuned"].append(Score("rows.json", "loss", 0.5))
+    def measure(evaluation: command.Evaluation, *_: object) -> None:
+        evaluation.scores["fine-tuned"].append(Score("rows.json", "loss", 0.5))
 
     def fail(*_: object) -> None:
         raise RecipeError("no verdict")
@@ -150,8 +150,8 @@ def test_a_judge_that_fails_costs_no_figures(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(command, "_judge", lambda _: "a judge")
     monkeypatch.setattr(command, "_check_data", lambda _: None)
     monkeypatch.setattr(command, "_sides", lambda _: [("fine-tuned", "model", None)])
-    monkeypatch.setattr(command.Found, "measure", measure)
-    monkeypatch.setattr(command.Found, "judge", fail)
+    monkeypatch.setattr(command.Evaluation, "measure", measure)
+    monkeypatch.setattr(command.Evaluation, "judge", fail)
     with pytest.raises(RecipeError, match="no verdict"):
         evaluate(["evaluate", "model", "--questions", "q", "--judge_url", "http://j", "--out", str(tmp_path)])
     assert json.loads((tmp_path / "1" / "scores.json").read_text())["rows"][0][:2] == ["rows.json", "loss"]
