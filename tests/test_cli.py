@@ -287,7 +287,14 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         "unterminated character set at position 2; correct the pattern",
     ),
     "a size of the model": (
-        ["--model.peft", "peft.PrefixTuningConfig", "--model.peft.token_dim", "5", "--model.peft.num_virtual_tokens", "2"],
+        [
+            "--model.peft",
+            "peft.PrefixTuningConfig",
+            "--model.peft.token_dim",
+            "5",
+            "--model.peft.num_virtual_tokens",
+            "2",
+        ],
         "model.peft: {'token_dim': 5} are sizes of the model, which are read from it; leave them out",
     ),
     "a value that names a file": (["--trainer.profiler", "/proc/self/mem"], "names a file that cannot be read"),
