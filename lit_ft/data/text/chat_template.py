@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,56 +12,12 @@ from jinja2 import TemplateError
 from lit_callbacks.protocols import Message
 from transformers import PreTrainedTokenizerBase
 
+from lit_ft.data.text.built_in_templates import BUILT_IN
 from lit_ft.data.text.formats import Chat, JsonObject
+from lit_ft.data.text.template_options import CLOCK, at_date, check_options, day_of, uses, with_defaults, writes_today
 from lit_ft.errors import BadRow, RecipeError
 from lit_ft.internals.transformers import compile_chat_template
 from lit_ft.model.render_limits import CHARACTERS, Rendering, check_length
-
-_CHATML = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-
-_LLAMA3 = """\
-{{- bos_token }}
-{%- for message in messages %}
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
-
-_GEMMA = """\
-{{- bos_token }}
-{%- for message in messages %}
-{%- if message.role == 'system' %}
-{%- if loop.length == 1 %}{{ raise_exception('a system prompt alone has no turn to go into') }}{% endif %}
-{%- else %}
-{%- set before = messages[0].content | trim + '\\n\\n' if loop.index0 == 1 and messages[0].role == 'system' else '' %}
-{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' + before }}
-{{- message.content | trim + '<end_of_turn>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
-
-_PLAIN = """\
-{%- for message in messages %}
-{%- if message.role == 'assistant' %}{{ 'Assistant: ' + message.content + eos_token + '\\n' }}
-{%- else %}{{ message.role | capitalize + ': ' + message.content + '\\n' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
-
-_CLOCK = "strftime_now"
-"""Function by which a template gets today's date, as text in a format of ``strftime``; the option with another date."""
-_NOW = re.compile(rf"""{_CLOCK}\(\s*(['"])(?P<format>.*?)\1\s*\)""")
-"""Call with a format that is written out."""
-_DATED = re.compile(rf"{{#- {_CLOCK}: (?P<day>\d{{4}}-\d\d-\d\d) -#}}")
-"""Comment in a template that was given a date."""
-_OF_ROWS = {"messages", "tools", "add_generation_prompt"}
-_DIRECTIVES = [f"%{dash}{letter}" for dash in ("", "-") for letter in "aAwdbBmyYHIMSfpjUWcxXzZuGV"]
-_JSON_TYPES = (bool, int, float, str, list, dict, type(None))
-_TWO_DAYS = ("2001-02-03T04:05:06", "2014-11-26T17:28:39")
-
-BUILT_IN = {"chatml": _CHATML, "llama3": _LLAMA3, "gemma": _GEMMA, "plain": _PLAIN}
 
 
 def set_chat_template(
@@ -88,41 +43,6 @@ def set_chat_template(
             {name: with_defaults(text, options) for name, text in own.items()}
             if isinstance(own, dict)
             else with_defaults(own, options)
-        )
-
-
-def with_defaults(template: str, options: Mapping[str, object]) -> str:
-    """Template whose variables have these values where whoever renders it gives none; a date replaces today's."""
-    values = dict(options)
-    day = _day(values.pop(_CLOCK, None))
-    # Python's literals are Jinja's, in llama.cpp too.
-    literals = {name: repr(value if isinstance(value, _JSON_TYPES) else str(value)) for name, value in values.items()}
-    head = ("" if day is None else _dated(day)) + "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
-        for name, literal in literals.items()
-    )
-    if template.startswith(head):
-        return template
-    # The line break that follows a block or a comment is dropped, so that what follows begins a line, as before.
-    return f"{head}\n{template if day is None else _at_date(template, day)}"
-
-
-def check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
-    """Refuse variables that the tokenizer's chat template does not use.
-
-    Raises:
-        RecipeError: it does not use one, rows give it, or it has another date than the given one.
-    """
-    text, template = str(tokenizer.chat_template), f"the chat template of {tokenizer.name_or_path!r}"
-    if unknown := [name for name in options if not _uses(tokenizer, name)]:
-        raise RecipeError(f"data.template_options: {template} uses no {unknown[0]!r}; take it out")
-    if taken := [name for name in options if name in _OF_ROWS]:
-        raise RecipeError(f"data.template_options: {taken[0]!r} comes from each row; take it out")
-    day = _day(options.get(_CLOCK))
-    if day is not None and (fixed := _DATED.search(text)) and fixed.group() != _dated(day):
-        raise RecipeError(
-            f"data.template_options: {_CLOCK}={day:%Y-%m-%d}, but {template} was saved with {fixed['day']} in place of "
-            "today's date; give that, or the original template with data.chat_template"
         )
 
 
@@ -168,7 +88,7 @@ class ChatTemplate:
         self._tokenizer, self._options = tokenizer, dict(options or {})
         self.name = f"the chat template of {tokenizer.name_or_path!r}"
         check_options(tokenizer, self._options)
-        self._day = _day(self._options.pop(_CLOCK, None))
+        self._day = day_of(self._options.pop(CLOCK, None))
         self._rendering = Rendering(self.name)
         try:
             with self._rendering:
@@ -197,7 +117,7 @@ class ChatTemplate:
 
     def uses(self, name: str) -> bool:
         """Whether the template has a variable of this name."""
-        return _uses(self._tokenizer, name)
+        return uses(self._tokenizer, name)
 
     def render(
         self, messages: Sequence[Message], tools: list[JsonObject] | None = None, generation: bool = False
@@ -241,7 +161,7 @@ class ChatTemplate:
         """Template with the date of the options in place of today; None is the tokenizer's own."""
         if self._day is None:
             return None
-        return _at_date(self._tokenizer.get_chat_template(tools=tools), self._day)
+        return at_date(self._tokenizer.get_chat_template(tools=tools), self._day)
 
     def is_dated(self, messages: Sequence[Message], tools: list[JsonObject] | None = None) -> bool:
         """Whether a conversation is rendered with today's date."""
@@ -249,10 +169,9 @@ class ChatTemplate:
 
     @cached_property
     def _on_two_days(self) -> list["ChatTemplate"]:
-        text = str(self._tokenizer.chat_template)
-        if self._day is not None or _CLOCK not in text or _DATED.search(text):
+        if self._day is not None or not writes_today(str(self._tokenizer.chat_template)):
             return []
-        return [ChatTemplate(self._tokenizer, {**self._options, _CLOCK: day}) for day in _TWO_DAYS]
+        return [ChatTemplate(self._tokenizer, {**self._options, CLOCK: day}) for day in _TWO_DAYS]
 
     @cached_property
     def ending(self) -> str:
@@ -352,36 +271,6 @@ class ChatTemplate:
                 )
 
 
-def _uses(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
-    return re.search(rf"\b{re.escape(variable)}\b", str(tokenizer.chat_template)) is not None
-
-
-def _dated(day: datetime) -> str:
-    """Comment that records the date of a template."""
-    return f"{{#- {_CLOCK}: {day:%Y-%m-%d} -#}}"
-
-
-def _at_date(template: str, day: datetime) -> str:
-    """Template with a date in place of today."""
-    template = _NOW.sub(lambda call: json.dumps(day.strftime(call["format"])), template)
-    return _clock(day) + template if re.search(rf"\b{_CLOCK}\s*\(", template) else template
-
-
-def _clock(day: datetime) -> str:
-    """Jinja macro that takes the place of today's clock: transformers hands a template plain data only, no function."""
-    dates = "".join(f" | replace({one!r}, {json.dumps(day.strftime(one))})" for one in _DIRECTIVES)
-    return f"{{%- macro {_CLOCK}(format) -%}}{{{{ format{dates} }}}}{{%- endmacro +%}}"
-
-
-def _day(value: object) -> datetime | None:
-    try:
-        return None if value is None else datetime.fromisoformat(str(value))
-    except ValueError as error:
-        raise RecipeError(
-            f"data.template_options: {_CLOCK}={str(value)!r} must be a date, e.g. {datetime.now():%Y-%m-%d}"
-        ) from error
-
-
 def spell_out_tools(chat: Chat) -> Chat:
     """Write a conversation's functions, tool calls and tool results as text, for templates that cannot render them.
 
@@ -424,6 +313,7 @@ _TOOLS = (
     "<tool_call></tool_call>.\n<tools>\n{}\n</tools>"
 )
 
+_TWO_DAYS = ("2001-02-03T04:05:06", "2014-11-26T17:28:39")
 _PLAIN_KEYS = {"role", "content"}
 _QUESTION: Message = {"role": "user", "content": "probe question"}
 _ANSWER: Message = {"role": "assistant", "content": "probe answer"}
