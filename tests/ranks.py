@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
@@ -89,6 +90,10 @@ class OneThread(dist.ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
+class SegmentationFault(AssertionError):
+    """A rank that ended by SIGSEGV."""
+
+
 class LiveRanks:
     """Processes that stay alive between the functions that they run, for each number of processes.
 
@@ -106,7 +111,18 @@ class LiveRanks:
         self._groups: dict[int, list[tuple[int, Connection]]] = {}
 
     def __call__(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 150) -> list[Any]:
-        """Run ``function(*arguments)``, which can be pickled, in ``world`` processes; returns the result of each."""
+        """Run ``function(*arguments)``, which can be pickled, in ``world`` processes; returns the result of each.
+
+        Once more in new processes, with a warning, where one ends by SIGSEGV: a thread of gloo rarely does so
+        (torch 2.13, docs/log.md).
+        """
+        try:
+            return self._run(world, function, *arguments, timeout=timeout)
+        except SegmentationFault as error:
+            warnings.warn(f"a rank has crashed, its function is run again: {error}", stacklevel=2)
+            return self._run(world, function, *arguments, timeout=timeout)
+
+    def _run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]:
         if world not in self._groups:
             self._groups[world] = self._start(world)
         pipes = [pipe for _, pipe in self._groups[world]]
@@ -126,8 +142,11 @@ class LiveRanks:
                     deadline = min(deadline, time.monotonic() + 1)  # let the other ranks report their errors
         errors = [answers.get(pipe, ("(no answer in time)", None))[0] for pipe in pipes]
         if any(errors):
-            self._end(world)
-            raise AssertionError("\n".join(f"--- rank {rank}\n{error}" for rank, error in enumerate(errors) if error))
+            codes = self._end(world)
+            pairs = zip(errors, codes, strict=True)
+            errors = [f"{error}, exit {code}" if error == "(killed)" else error for error, code in pairs]
+            message = "\n".join(f"--- rank {rank}\n{error}" for rank, error in enumerate(errors) if error)
+            raise (SegmentationFault if -signal.SIGSEGV in codes else AssertionError)(message)
         return [answers[pipe][1] for pipe in pipes]
 
     def end(self) -> None:
@@ -143,11 +162,14 @@ class LiveRanks:
             theirs.close()  # a rank that ends shows as the end of its pipe
         return group
 
-    def _end(self, world: int) -> None:
+    def _end(self, world: int) -> list[int]:
+        """End the processes; returns their exit codes, minus the number of the signal that ended each."""
+        codes = []
         for process, pipe in self._groups.pop(world):
             os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
             pipe.close()
+        return codes
 
 
 def _serve(pipe: Connection, keep_process_group: bool) -> None:
