@@ -547,6 +547,9 @@ def test_the_date_of_a_template_however_it_asks_for_it(name: str) -> None:
     assert noted(encoded) == {}
     ((ids, _),) = samples(encoded)
     assert tokenizer.decode(ids).startswith("\n03 Feb 2001")
+    set_chat_template(tokenizer, None, {"strftime_now": "2001-02-03"})  # as it is saved
+    assert tokenizer.apply_chat_template(CHAT[:3], tokenize=False).startswith("\n03 Feb 2001")
+    assert noted(encode(tokenizer, {"messages": CHAT[:3]})) == {}
 
 
 def test_a_turn_is_supervised_through_the_token_that_generation_stops_at() -> None:
