@@ -13,7 +13,7 @@ CLOCK = "strftime_now"
 """Function by which a template gets today's date, as text in a format of ``strftime``; the option with another date."""
 _NOW = re.compile(rf"""{CLOCK}\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 """Call with a format that is written out."""
-_DATED = re.compile(rf"{{#- {CLOCK}: (?P<day>\d{{4}}-\d\d-\d\d) -#}}")
+_DATED = re.compile(rf"{{#- {CLOCK}: (?P<day>\d{{4}}-\d\d-\d\d) #}}")
 """Comment in a template that was given a date."""
 _OF_ROWS = {"messages", "tools", "add_generation_prompt"}
 _DIRECTIVES = [f"%{dash}{letter}" for dash in ("", "-") for letter in "aAwdbBmyYHIMSfpjUWcxXzZuGV"]
@@ -67,7 +67,7 @@ def uses(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
 
 def _dated(day: datetime) -> str:
     """Comment that records the date of a template."""
-    return f"{{#- {CLOCK}: {day:%Y-%m-%d} -#}}"
+    return f"{{#- {CLOCK}: {day:%Y-%m-%d} #}}"
 
 
 def at_date(template: str, day: datetime) -> str:
