@@ -34,7 +34,9 @@ class RunState(Callback):
         self._finished_step: int | None = None
         self._unlogged: dict[str, float] | None = None
         self._is_logged = True
-        """Whether the loggers get, or need not get, the step that is at its end."""
+        """Whether the loggers get, or need not get, the newest step."""
+        self._may_stop = False
+        """Whether a callback that stops the run would make Lightning log the newest step."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the state that earlier processes left, and remove the finished marker."""
@@ -84,7 +86,19 @@ class RunState(Callback):
     ) -> None:
         """Note whether Lightning logs the step that this micro-batch may end."""
         never = not attributes_of(trainer).log_every_n_steps
-        self._is_logged = never or lightning_internals.logs_this_step(trainer)
+        self._is_logged, self._may_stop = never or lightning_internals.logs_this_step(trainer), True
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note whether the run was stopped before Lightning logged the step; a validation stops it after that."""
+        self._note_stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note whether the run was stopped before Lightning logged the step."""
+        self._note_stop(trainer)
+
+    def _note_stop(self, trainer: Trainer) -> None:
+        self._is_logged = self._is_logged or (self._may_stop and trainer.should_stop)
+        self._may_stop = False
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the run folder still exists, and log the last step, before adapter and model card are written."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from killed_runs import fit
+from lightning.pytorch import Callback
 from lit_callbacks import AdapterMerger
 from loops import Logged
 from safetensors.torch import load_file
@@ -248,17 +249,53 @@ def test_a_resumed_run_drops_the_rows_of_steps_that_it_repeats(tmp_path: Path) -
     assert [step for step, _ in rows(tmp_path)] == ["0", "1", "3", "2"]
 
 
+class StopAfterThree(Callback):
+    """Stops as Lightning's ``Timer`` does, at the end of a step, or after a validation as ``EarlyStopping`` does."""
+
+    def __init__(self, in_validation: bool) -> None:
+        self.in_validation = in_validation
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop |= not self.in_validation and trainer.global_step == 3
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop |= self.in_validation and trainer.global_step == 3
+
+
+class Steps(Logged):
+    """Logger that stores the steps of which it gets a loss of training, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int | None] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        super().log_metrics(metrics, step)
+        self.steps += [step] if "train/loss" in metrics else []
+
+
 @pytest.mark.parametrize(("every", "logged"), [(2, [1, 3, 4]), (5, [4]), (0, [])])
 def test_the_last_step_is_logged(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, every: int, logged: list[int]
 ) -> None:
     """Whatever ``log_every_n_steps`` is, so that the last figures of console, model card and report are the same."""
-    logger, state = Logged(), RunState(tmp_path / "finished", tmp_path / "checkpoints")
+    logger, state = Steps(), RunState(tmp_path / "finished", tmp_path / "checkpoints")
     trainer = make_trainer(max_steps=5, log_every_n_steps=every, logger=logger, callbacks=[state])
     trainer.fit(CausalLM(model_folder), TextDataModule(write_rows(), micro_batch_size=4))
-    assert sorted(step for _, step in logger.losses) == logged
+    assert logger.steps == logged
     if logged:
         assert logger.losses["train/loss", 4] == float(trainer.callback_metrics["train/loss"])
+
+
+@pytest.mark.parametrize("in_validation", [False, True])
+def test_the_last_step_of_a_run_that_a_callback_stops_is_logged_once(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, in_validation: bool
+) -> None:
+    logger, state = Steps(), RunState(tmp_path / "finished", tmp_path / "checkpoints")
+    callbacks = [state, StopAfterThree(in_validation)]
+    trainer = make_trainer(max_epochs=1, log_every_n_steps=10, val_check_interval=1, logger=logger, callbacks=callbacks)
+    trainer.fit(CausalLM(model_folder), TextDataModule(write_rows(), micro_batch_size=4, val_fraction=0.2))
+    assert logger.steps == [2]
 
 
 def test_metrics_are_never_gone_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
