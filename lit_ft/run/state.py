@@ -35,6 +35,8 @@ class RunState(Callback):
         self._unlogged: dict[str, float] | None = None
         self._is_logged = True
         """Whether the loggers get, or need not get, the newest step."""
+        self._epoch = 0
+        """Epoch of the newest step; Lightning has counted it when training ends."""
         self._may_stop = False
         """Whether a callback that stops the run would make Lightning log the newest step."""
 
@@ -85,7 +87,7 @@ class RunState(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Note whether Lightning logs the step that this micro-batch may end."""
-        never = not attributes_of(trainer).log_every_n_steps
+        self._epoch, never = trainer.current_epoch, not attributes_of(trainer).log_every_n_steps
         self._is_logged, self._may_stop = never or lightning_internals.logs_this_step(trainer), True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -109,7 +111,7 @@ class RunState(Callback):
         """Log the last step too where it is none of every ``log_every_n_steps``: console, card and report agree."""
         metrics = {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("train/")}
         for logger in [] if self._is_logged else trainer.loggers:
-            logger.log_metrics({"epoch": float(trainer.current_epoch), **metrics}, step=trainer.global_step - 1)
+            logger.log_metrics({"epoch": float(self._epoch), **metrics}, step=trainer.global_step - 1)
 
     def _check_folder(self, trainer: Trainer) -> None:
         # Saving a checkpoint creates a missing folder, so the run would end without error, but without earlier files.

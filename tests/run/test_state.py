@@ -268,10 +268,12 @@ class Steps(Logged):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[int | None] = []
+        self.epochs = set[float]()
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         super().log_metrics(metrics, step)
         self.steps += [step] if "train/loss" in metrics else []
+        self.epochs.add(metrics["epoch"])
 
 
 @pytest.mark.parametrize(("every", "logged"), [(2, [1, 3, 4]), (5, [4]), (0, [])])
@@ -295,7 +297,7 @@ def test_the_last_step_of_a_run_that_a_callback_stops_is_logged_once(
     callbacks = [state, StopAfterThree(in_validation)]
     trainer = make_trainer(max_epochs=1, log_every_n_steps=10, val_check_interval=1, logger=logger, callbacks=callbacks)
     trainer.fit(CausalLM(model_folder), TextDataModule(write_rows(), micro_batch_size=4, val_fraction=0.2))
-    assert logger.steps == [2]
+    assert (logger.steps, logger.epochs) == ([2], {0})
 
 
 def test_metrics_are_never_gone_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
