@@ -1,4 +1,4 @@
-"""Fits in the test process that record losses."""
+"""Fits in the test process that record losses and gradients."""
 
 import os
 import signal
@@ -40,6 +40,30 @@ def train(
         module, TextDataModule(path, **data)
     )
     return losses.losses, {name: p.detach().clone() for name, p in module.trainable_parameters().items()}
+
+
+class Numbers(Callback):
+    """Losses and gradients of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[torch.Tensor] = []
+        self.padding: torch.Tensor | None = None
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.gradients += [p.grad.clone() for p in pl_module.trainable_parameters().values()]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.padding = trainer.callback_metrics.get("train/padding_share")
+
+
+def numbers(make_trainer: Any, model_folder: str, rows: str, callbacks: Any = (), **options: Any) -> Numbers:
+    found = Numbers()
+    trainer = make_trainer(max_steps=3, callbacks=[found, *callbacks])
+    trainer.fit(CausalLM(model_folder, **options), TextDataModule(rows, micro_batch_size=4, shuffle=False))
+    assert len(found.losses) == 3
+    return found
 
 
 class Signal(Callback):

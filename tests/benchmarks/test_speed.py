@@ -6,128 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
+from one_process import numbers
 from peft import LoraConfig
-from ranks import on_ranks
-from torch import nn
-from torch.autograd.graph import save_on_cpu
 from transformers import AutoConfig
 
 from benchmarks.speed.scaling import measure_curve
 from benchmarks.speed.scaling_pictures import draw
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.model import liger_kernels
-from lit_ft.model.activations.offload import ActivationsOnHost
-from lit_ft.strategies import FSDPStrategy
 
 pytestmark = pytest.mark.slow
 
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-class Numbers(Callback):
-    """Losses and gradients of each step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.gradients: list[torch.Tensor] = []
-        self.padding: torch.Tensor | None = None
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.gradients += [p.grad.clone() for p in pl_module.trainable_parameters().values()]
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-        self.padding = trainer.callback_metrics.get("train/padding_share")
-
-
-def numbers(make_trainer: Any, model_folder: str, rows: str, callbacks: Any = (), **options: Any) -> Numbers:
-    found = Numbers()
-    trainer = make_trainer(max_steps=3, callbacks=[found, *callbacks])
-    trainer.fit(CausalLM(model_folder, **options), TextDataModule(rows, micro_batch_size=4, shuffle=False))
-    assert len(found.losses) == 3
-    return found
-
-
-@pytest.mark.parametrize("peft", [LORA, None], ids=["lora", "full"])
-@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
-def test_offloaded_activations_change_no_bit(
-    make_trainer: Any, model_folder: str, write_rows: Any, peft: Any, checkpointing: Any
-) -> None:
-    options = {"peft": peft, "gradient_checkpointing": checkpointing}
-    plain = numbers(make_trainer, model_folder, write_rows(), **options)
-    offloaded = numbers(make_trainer, model_folder, write_rows(), **options, activation_offload=True)
-    assert offloaded.losses == plain.losses
-    assert all(torch.equal(a, b) for a, b in zip(offloaded.gradients, plain.gradients, strict=True))
-
-
-@pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What goes to the host's memory."""
-    tensors: list[torch.Tensor] = []
-
-    class Counted(save_on_cpu):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            pack = self.pack_hook
-            self.pack_hook = lambda tensor: tensors.append(tensor) or pack(tensor)
-
-    monkeypatch.setattr("lit_ft.model.activations.offload.save_on_cpu", Counted)
-    return tensors
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_weights_stay_where_they_are(copied: list[torch.Tensor], trains: bool) -> None:
-    layer = nn.Linear(8, 16).requires_grad_(trains)
-    inputs = torch.randn(3, 8, requires_grad=True)
-    with ActivationsOnHost():
-        layer(inputs * 2).exp().sum().backward()
-    # Of the product its inputs where the weight trains; what exp gave.
-    assert [tuple(t.shape) for t in copied] == ([(3, 8), (3, 16)] if trains else [(3, 16)])
-
-
-def test_with_checkpointing_only_inputs_of_layers_go(
-    copied: list[torch.Tensor], make_trainer: Any, model_folder: str, write_rows: Any
-) -> None:
-    numbers(make_trainer, model_folder, write_rows(), peft=LORA, gradient_checkpointing=True, activation_offload=True)
-    hidden = [tensor for tensor in copied if tensor.dim() == 3 and tensor.shape[-1] == 48]
-    layers, steps = 2, 3
-    last_norm = 2  # its inputs, and what it has made of them
-    assert len(hidden) == steps * (layers + last_norm)
-
-
-def sharded(model_folder: str, rows: str, offload: bool, copied: list[torch.Tensor]) -> tuple[list[float], set[Any]]:
-    """Losses, and shapes of weights that went to the host's memory, either way round."""
-    found = Numbers()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=FSDPStrategy(),
-        max_steps=2,
-        callbacks=[found],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    module = CausalLM(model_folder, activation_offload=offload)
-    trainer.fit(module, TextDataModule(rows, micro_batch_size=4, shuffle=False))
-    weights = {tuple(p.shape) for p in module.parameters()}
-    return found.losses, {tuple(t.shape) for t in copied} & (weights | {shape[::-1] for shape in weights})
-
-
-@pytest.mark.processes
-def test_sharded_weights_stay_too(model_folder: str, write_rows: Any, copied: list[torch.Tensor]) -> None:
-    rows = write_rows()
-    plain, offloaded = (on_ranks(2, sharded, model_folder, rows, on, copied) for on in (False, True))
-    assert plain == offloaded == [(losses, set()) for losses, _ in plain]
-
-
-def test_offloading_says_where_it_is_of_no_use(
-    make_trainer: Any, model_folder: str, write_rows: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", "lightning.pytorch"):
-        numbers(make_trainer, model_folder, write_rows(), activation_offload=True)
-    assert "(cpu) lie in the host's memory anyway; copying them only costs time here" in caplog.text
 
 
 def test_liger_is_refused_before_weights_are_read(
@@ -202,22 +93,6 @@ def test_compiled_layers_give_the_same_numbers_and_rows_of_any_length_need_one_c
     for ours, wanted in zip(compiled.gradients, plain.gradients, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
     assert not breaks
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_layers_offload_too(
-    make_trainer: Any, model_folder: str, write_rows: Any, checkpointing: bool
-) -> None:
-    """Once with padded rows, of whose padding the last step's is logged."""
-    options: dict[str, Any] = {"peft": LORA, "gradient_checkpointing": checkpointing}
-    plain = numbers(make_trainer, model_folder, write_rows(), **options)
-    options |= {"activation_offload": True, "compile": "aot_eager"}
-    both = numbers(make_trainer, model_folder, write_rows(), **options, pad_rows_to=64 if checkpointing else None)
-    assert (both.padding is not None) == checkpointing
-    assert both.padding is None or 0 < both.padding < 1
-    assert both.losses == pytest.approx(plain.losses, rel=1e-6)
-    for ours, wanted in zip(both.gradients, plain.gradients, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_curves_are_drawn_and_tabled(tmp_path: Path) -> None:
