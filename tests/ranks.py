@@ -183,6 +183,7 @@ def _serve(pipe: Connection, keep_process_group: bool) -> None:
             answer = pickle.dumps(("", function(*arguments)))
             if not keep_process_group:
                 _leave_process_group()
+            gc.freeze()  # DeepSpeed lets each collection of the next function visit everything else
         except BaseException:
             answer = pickle.dumps((_traceback(), None))
         os.environ.clear()
