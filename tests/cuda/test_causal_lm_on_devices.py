@@ -169,6 +169,26 @@ def test_checkpointing_recomputes_attention_unless_it_is_selective(
     assert calls.count(kernel) == per_layer * LAYERS * segments
 
 
+@pytest.mark.parametrize("device", [CUDA])
+def test_offloaded_activations_leave_the_device(device: str, reference: CausalLM) -> None:
+    """The inputs of all layers but the last; the last two tensors that are saved stay."""
+    row = row_of(ids_of() * 20)
+
+    def held(way: str) -> int:
+        """Bytes that a forward pass keeps for its backward pass."""
+        module = alike(device, reference, dtype="bfloat16", **WAYS[way])
+        passed(module, device, [row])  # what is allocated once
+        batch = on(device, row)
+        before = torch.cuda.memory_allocated()
+        result = module(batch)
+        after = torch.cuda.memory_allocated()
+        result.loss_sum.backward()
+        return after - before
+
+    inputs = row["input_ids"].numel() * reference.base_model.config.hidden_size * torch.bfloat16.itemsize
+    assert held("checkpointing") - held("offload") >= (LAYERS - 1) * inputs
+
+
 class WithoutWaiting(Callback):
     """Callback for which waiting for the device is an error from the end of a step to that of the next, after two."""
 
