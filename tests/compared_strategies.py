@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import record_difference
+from fixtures import record_difference
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
 

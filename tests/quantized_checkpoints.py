@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import make_tokenizer
+from fixtures import make_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM

@@ -37,7 +37,7 @@ if __name__ == "__main__":
 import preloading  # noqa: F401  # before runs are forked
 import torch
 import yaml
-from conftest import make_rows, make_tokenizer
+from fixtures import make_rows, make_tokenizer
 from ranks import free_port
 from torch.distributed.checkpoint import FileSystemWriter
 from tqdm import tqdm

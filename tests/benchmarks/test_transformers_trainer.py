@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import record_difference
+from fixtures import record_difference
 from one_process import train
 from peft import LoraConfig, get_peft_model
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_rows
+from fixtures import make_rows
 from lightning.pytorch import LightningDataModule
 from loops import Outcome, Run, Stop, Stopped, plain_losses
 from ranks import on_ranks

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_rows
+from fixtures import make_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loops import Run, Stop, plain_losses

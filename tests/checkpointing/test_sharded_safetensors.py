@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_tokenizer
+from fixtures import make_tokenizer
 from lightning.pytorch import Callback
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import persistent_buffers

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from conftest import make_rows, make_tokenizer
+from fixtures import make_rows, make_tokenizer
 from model_families import save_family
 
 from lit_ft import CausalLM, TextDataModule

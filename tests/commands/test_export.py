@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from command_line import recipe
-from conftest import make_rows
+from fixtures import make_rows
 from model_folders import change, untied
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel

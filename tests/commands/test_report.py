@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from command_line import clean_environment, recipe, run  # noqa: F401 (the fixture holds here too)
-from conftest import make_rows
+from fixtures import make_rows
 from forked_commands import run_forked
 
 pytestmark = pytest.mark.slow

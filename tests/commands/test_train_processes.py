@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from command_line import ENVIRONMENT, assert_same_run, losses, recipe
-from conftest import make_rows
+from fixtures import make_rows
 from forked_commands import ForkedCommand, run_forked
 
 pytestmark = pytest.mark.processes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_rows, make_tokenizer
+from fixtures import make_rows, make_tokenizer
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import on_ranks
 from torch.distributed import distributed_c10d

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_rows, make_tokenizer
+from fixtures import make_rows, make_tokenizer
 from rich.console import Console
 
 from lit_ft import TextDataModule

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import make_tokenizer
+from fixtures import make_tokenizer
 from model_families import CHAT
 
 from lit_ft import RecipeError

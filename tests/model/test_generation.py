@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_tokenizer
+from fixtures import make_tokenizer
 from lit_callbacks import ForgettingProbe, SampleGenerations
 from lit_callbacks.output.step_lines import read_lines
 from lit_callbacks.report.report_data import VALIDATION_ANSWERS

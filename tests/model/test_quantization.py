@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import quantized_checkpoints
 import torch
-from conftest import make_tokenizer
+from fixtures import make_tokenizer
 from one_process import Losses
 from peft import LoraConfig
 from quantized_checkpoints import dense_of, give_adapter

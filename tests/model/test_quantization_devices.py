@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_tokenizer
+from fixtures import make_tokenizer
 from lit_callbacks.memory.storage_ledger import local_bytes
 from peft import LoraConfig
 from torch.overrides import TorchFunctionMode

@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from command_line import losses, recipe
-from conftest import make_rows, make_tokenizer
+from fixtures import make_rows, make_tokenizer
 from lightning.pytorch import Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.export.merging import save_merged

@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 import torch
 from command_line import ENVIRONMENT, assert_same_run, here, losses, recipe
-from conftest import make_rows, make_tokenizer
+from fixtures import make_rows, make_tokenizer
 from forked_commands import ForkedCommand, session_members, wait_until
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import free_port

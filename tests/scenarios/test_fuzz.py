@@ -18,7 +18,7 @@ import fuzz_folders
 import fuzz_recipes
 import numpy as np
 import pytest
-from conftest import make_tokenizer
+from fixtures import make_tokenizer
 from fuzz_cases import in_fork, in_turn, judge, run_case
 from fuzz_folders import damage_bytes
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import silent_trainer
+from fixtures import silent_trainer
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lit_callbacks import GracefulStop, LossLedger, SpikeGuard, ThroughputMonitor

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_rows
+from fixtures import make_rows
 from lit_callbacks import ForgettingProbe, LossLedger, SampleGenerations, SpikeGuard, SpikesPersist, protocols
 from lit_callbacks.loss_ledger.ledger_files import read_visits
 from lit_callbacks.output.step_lines import read_lines

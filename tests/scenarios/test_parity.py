@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import record_difference
+from fixtures import record_difference
 from one_process import STEPS, sgd, train
 from peft import LoraConfig
 from transformers import AutoTokenizer

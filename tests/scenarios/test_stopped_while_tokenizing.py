@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from command_line import ENVIRONMENT, recipe
-from conftest import make_rows
+from fixtures import make_rows
 from forked_commands import ForkedCommand, session_members, wait_until
 
 pytestmark = pytest.mark.processes

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from command_line import losses, recipe
-from conftest import make_rows
+from fixtures import make_rows
 from lit_callbacks.output.quantities import as_count
 
 from lit_ft.checkpointing.selection import best_known

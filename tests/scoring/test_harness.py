@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import losses, recipe
-from conftest import make_rows
+from fixtures import make_rows
 from forked_commands import run_forked
 from served import serving
 

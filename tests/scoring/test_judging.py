@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from conftest import make_rows
+from fixtures import make_rows
 from served import in_thread
 from starlette.applications import Starlette
 from starlette.requests import Request

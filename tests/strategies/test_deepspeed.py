@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from compared_strategies import in_turn
-from conftest import make_rows, record_difference
+from fixtures import make_rows, record_difference
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights

@@ -13,7 +13,7 @@ import pytest
 import torch
 from architectures import ATTENTION, EXPERTS, OWN, save_model
 from compared_strategies import EVERY_CASE, Record, adamw, assert_same, in_turn, load_whole, sgd
-from conftest import make_tokenizer, record_cell
+from fixtures import make_tokenizer, record_cell
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor

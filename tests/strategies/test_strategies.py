@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compared_strategies import Record, adamw, assert_same, in_turn, load_whole, sgd
-from conftest import make_tokenizer
+from fixtures import make_tokenizer
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_tokenizer
+from fixtures import make_tokenizer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_callbacks import AdapterMerger, SpikeGuard

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import save_model
-from conftest import make_rows
+from fixtures import make_rows
 from lightning.pytorch import Callback
 from peft import LoraConfig
 from ranks import on_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import save_model
 from compared_strategies import Record, adamw, assert_same, load_whole, sgd
-from conftest import make_rows
+from fixtures import make_rows
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
 from lit_callbacks.export.merge_check import MergeFailed, compare

@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from compared_strategies import in_turn
-from conftest import make_rows, make_tokenizer, silent_trainer
+from fixtures import make_rows, make_tokenizer, silent_trainer
 from lightning.pytorch import Callback, seed_everything
 from lit_callbacks import SpikeGuard
 from lit_callbacks.distributed.gather import full_weights

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_tokenizer
+from fixtures import make_tokenizer
 from lit_callbacks.export.base_files import BaseFiles
 from lit_callbacks.export.manifest import verify_manifest
 from lit_callbacks.export.merge_check import MergeFailed
