@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fixtures import make_tokenizer
+from shared_fixtures import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 COMMON: dict[str, Any] = {

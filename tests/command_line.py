@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from fixtures import record_difference
+from shared_fixtures import record_difference
 
 from lit_ft.cli import main
 

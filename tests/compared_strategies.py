@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import record_difference
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
+from shared_fixtures import record_difference
 
 EVERY_CASE = bool(os.environ.get("LIT_FT_EVERY_CASE"))
 """Whether all cases run, on models of the sizes that docs/numerics.md was measured with."""

@@ -1,6 +1,6 @@
 """Options of a test run, and how its processes run.
 
-fixtures.py has the rest; the process that hands tests to the workers of ``pytest -n`` does without its imports.
+shared_fixtures.py has the rest; the process that hands tests to the workers of ``pytest -n`` does without its imports.
 """
 
 import gc
@@ -31,4 +31,4 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{tables[0]} writes what the tests of one process find; leave out -n")
     hands_out_tests = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if not hands_out_tests:
-        config.pluginmanager.import_plugin("fixtures")
+        config.pluginmanager.import_plugin("shared_fixtures")

@@ -306,7 +306,7 @@ def preload() -> None:
 
 def make_inputs(folder: Path) -> tuple[str, str]:
     """A tiny model and six rows; returns their paths."""
-    from fixtures import make_model, make_rows
+    from shared_fixtures import make_model, make_rows
 
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.json"

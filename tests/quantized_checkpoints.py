@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fixtures import make_tokenizer
 from safetensors.torch import load_file, save_file
+from shared_fixtures import make_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

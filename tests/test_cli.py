@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from command_line import recipe, run
-from fixtures import make_rows
+from shared_fixtures import make_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

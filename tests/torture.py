@@ -37,8 +37,8 @@ if __name__ == "__main__":
 import preloading  # noqa: F401  # before runs are forked
 import torch
 import yaml
-from fixtures import make_rows, make_tokenizer
 from ranks import free_port
+from shared_fixtures import make_rows, make_tokenizer
 from torch.distributed.checkpoint import FileSystemWriter
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM

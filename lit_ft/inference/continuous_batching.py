@@ -27,6 +27,10 @@ BATCH_TOKENS = 512
 STOPPED = "the server stops"
 
 
+class Unavailable(RuntimeError):
+    """The server generates no more; another one, or the same one started again, would."""
+
+
 @dataclass
 class Generation:
     """One answer that is being generated; made and read on the event loop's thread."""
@@ -44,15 +48,16 @@ class Generation:
         """Hand on new tokens."""
         self._events.put_nowait(tokens)
 
-    def end(self, error: str | None = None) -> None:
+    def end(self, error: RuntimeError | None = None) -> None:
         """End the answer, with an error if there was one."""
-        self._events.put_nowait(None if error is None else RuntimeError(error))
+        self._events.put_nowait(error)
 
     async def tokens(self) -> AsyncIterator[list[int]]:
         """New tokens, as soon as there are any.
 
         Raises:
             RuntimeError: generation failed.
+            Unavailable: the server stops, or has stopped to generate.
         """
         while (event := await self._events.get()) is not None:
             if isinstance(event, RuntimeError):
@@ -193,7 +198,7 @@ class BatchedEngine:
                 generation.push(new)
             if output.is_finished():
                 self._running.pop(generation.id, None)
-                generation.end(output.error)
+                generation.end(None if output.error is None else RuntimeError(output.error))
 
         self._manager.register_result_handler(generation.id, take)
         added = self._manager.add_request(
@@ -204,7 +209,7 @@ class BatchedEngine:
             eos_token_id=generation.stops or -1,
         )
         if added is None:
-            generation.end("generation has ended after an earlier error; start the server again")
+            generation.end(Unavailable("generation has ended after an earlier error; start the server again"))
 
     def cancel(self, generation: Generation) -> None:
         """End an answer early, and free its part of the cache."""
@@ -220,7 +225,7 @@ class BatchedEngine:
         """End all answers with an error, on the event loop's thread, because the server stops."""
         for generation in list(self._running.values()):
             self.cancel(generation)
-            generation.end(STOPPED)
+            generation.end(Unavailable(STOPPED))
 
     def stop(self) -> None:
         """End the engine's thread, and all answers."""
@@ -266,9 +271,9 @@ class SequentialEngine:
             say = partial(_call_on, loop)
             try:
                 self._generate(generation, partial(say, generation.push))
-                say(generation.end, STOPPED if self._is_stopped else None)
+                say(generation.end, Unavailable(STOPPED) if self._is_stopped else None)
             except Exception as error:  # must reach the client that waits, and leave the thread to the next one
-                say(generation.end, f"{type(error).__name__}: {error}")
+                say(generation.end, RuntimeError(f"{type(error).__name__}: {error}"))
 
     def _generate(self, generation: Generation, take: Callable[[list[int]], None]) -> None:
         def is_cancelled() -> bool:

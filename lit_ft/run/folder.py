@@ -136,6 +136,13 @@ class RunFolder:
                 f"ckpt_path={name!r} does not exist; {advice}name a file or folder .ckpt in checkpoints/ of a run, or "
                 "`last` or `best`"
             )
+        if RunFolder(path).checkpoints.is_dir():
+            raise RecipeError(
+                f"ckpt_path={name!r} is a run's folder; write --run_dir {name} --ckpt_path last, or name a checkpoint "
+                f"in {RunFolder(path).checkpoints}"
+            )
+        if path.is_dir() and any(path.glob("*.ckpt")):
+            raise RecipeError(f"ckpt_path={name!r} is a folder of checkpoints; name one of them, or `last` or `best`")
         return path
 
     def create(self) -> None:

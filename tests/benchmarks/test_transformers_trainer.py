@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import record_difference
 from one_process import train
 from peft import LoraConfig, get_peft_model
+from shared_fixtures import record_difference
 
 pytest.importorskip("accelerate")
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments

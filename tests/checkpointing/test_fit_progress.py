@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import make_rows
 from lightning.pytorch import LightningDataModule
 from loops import Outcome, Run, Stop, Stopped, plain_losses
 from ranks import on_ranks
+from shared_fixtures import make_rows
 from torch.utils.data import DataLoader
 
 from lit_ft import CausalLM, RecipeError

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import make_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loops import Run, Stop, plain_losses
 from ranks import on_ranks
+from shared_fixtures import make_rows
 
 pytestmark = pytest.mark.slow
 

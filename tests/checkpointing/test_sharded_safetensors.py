@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import make_tokenizer
 from lightning.pytorch import Callback
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import persistent_buffers
@@ -17,6 +16,7 @@ from lit_callbacks.export.merging import save_merged, unsplit
 from peft import LoraConfig, get_peft_model
 from ranks import on_ranks
 from safetensors.torch import load_file, save_file
+from shared_fixtures import make_tokenizer
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from lit_ft import CausalLM, TextDataModule

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from fixtures import make_rows, make_tokenizer
 from model_families import save_family
+from shared_fixtures import make_rows, make_tokenizer
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.cli import main

@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 from command_line import recipe
-from fixtures import make_rows
 from model_folders import change, untied
 from safetensors.torch import load_file, save_file
+from shared_fixtures import make_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lit_ft.cli import main

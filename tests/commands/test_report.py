@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from command_line import clean_environment, recipe, run  # noqa: F401 (the fixture holds here too)
-from fixtures import make_rows
 from forked_commands import run_forked
+from shared_fixtures import make_rows
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from command_line import ENVIRONMENT, assert_same_run, losses, recipe
-from fixtures import make_rows
 from forked_commands import ForkedCommand, run_forked
+from shared_fixtures import make_rows
 
 pytestmark = pytest.mark.processes
 

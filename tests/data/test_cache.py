@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import make_rows, make_tokenizer
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import on_ranks
+from shared_fixtures import make_rows, make_tokenizer
 from torch.distributed import distributed_c10d
 
 from lit_ft import CausalLM, RecipeError, TextDataModule, cli

@@ -3,7 +3,7 @@ import re
 from typing import Any
 
 import pytest
-from fixtures import make_tokenizer
+from shared_fixtures import make_tokenizer
 
 from lit_ft.data.text.formats import FORMATS, Chat, Example, Text, Tokens, find_format
 from lit_ft.data.tokens.tokenization import Tokenization

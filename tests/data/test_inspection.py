@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fixtures import make_rows, make_tokenizer
 from rich.console import Console
+from shared_fixtures import make_rows, make_tokenizer
 
 from lit_ft import TextDataModule
 from lit_ft.commands.check import show

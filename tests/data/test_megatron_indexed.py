@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures import make_tokenizer
+from shared_fixtures import make_tokenizer
 
 from lit_ft import RecipeError, TextDataModule
 from lit_ft.data.tokens.megatron_indexed import IndexedWriter, read_documents

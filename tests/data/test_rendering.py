@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from fixtures import make_tokenizer
 from model_families import CHAT
+from shared_fixtures import make_tokenizer
 
 from lit_ft import RecipeError
 from lit_ft.data.template_check import compare_with_template

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import make_tokenizer
+from shared_fixtures import make_tokenizer
 
 from lit_ft import RecipeError, TextDataModule
 from lit_ft.data.text import json_object, sources

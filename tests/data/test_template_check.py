@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import pytest
-from fixtures import WORDS, make_tokenizer
+from shared_fixtures import WORDS, make_tokenizer
 
 from benchmarks.workload import train_tokenizer
 from lit_ft.data.template_check import compare_with_template

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fixtures import make_rows, make_tokenizer
+from shared_fixtures import make_rows, make_tokenizer
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.data.loaders.batching import PackedBatchLoader

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import make_tokenizer
 from lit_callbacks import ForgettingProbe, SampleGenerations
 from lit_callbacks.output.step_lines import read_lines
 from lit_callbacks.report.report_data import VALIDATION_ANSWERS
 from model_families import save_family
 from peft import PrefixTuningConfig, PromptEncoderConfig, PromptLearningConfig, PromptTuningConfig
+from shared_fixtures import make_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

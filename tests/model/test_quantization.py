@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import quantized_checkpoints
 import torch
-from fixtures import make_tokenizer
 from one_process import Losses
 from peft import LoraConfig
 from quantized_checkpoints import dense_of, give_adapter
 from safetensors.torch import load_file, save_file
+from shared_fixtures import make_tokenizer
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import make_tokenizer
 from lit_callbacks.memory.storage_ledger import local_bytes
 from peft import LoraConfig
+from shared_fixtures import make_tokenizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM

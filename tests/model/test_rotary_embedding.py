@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import COMMON
-from fixtures import make_tokenizer
+from shared_fixtures import make_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 

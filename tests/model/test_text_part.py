@@ -12,12 +12,12 @@ import peft
 import pytest
 import torch
 from command_line import losses, recipe
-from fixtures import make_rows, make_tokenizer
 from lightning.pytorch import Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.export.merging import save_merged
 from published_folders import all_tensors, publish
 from ranks import on_ranks
+from shared_fixtures import make_rows, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lit_ft import CausalLM, TextDataModule

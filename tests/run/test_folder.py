@@ -74,6 +74,18 @@ def test_the_newest_of_ten_runs_of_a_second(clock: Any) -> None:
     assert newest_run("a").root.name == names[-1] == "2026-03-01_12-00-00-10"
 
 
+def test_a_run_or_its_checkpoints_are_no_checkpoint(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "mine")
+    run.checkpoints.mkdir(parents=True)
+    checkpoint = run.checkpoints / "epoch=0-step=2.ckpt"
+    checkpoint.touch()
+    assert run.chosen_checkpoint(str(checkpoint)) == checkpoint
+    with pytest.raises(RecipeError, match=f"is a run's folder; write --run_dir {run.root} --ckpt_path last, or name a"):
+        run.chosen_checkpoint(str(run.root))
+    with pytest.raises(RecipeError, match="is a folder of checkpoints; name one of them, or `last` or `best`"):
+        run.chosen_checkpoint(str(run.checkpoints))
+
+
 def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "RUNS", Path("/proc/runs"))
     with pytest.raises(RecipeError, match=r"run_dir='/proc/runs/a/.*' cannot be written .*--run_dir DIR"):

@@ -16,10 +16,10 @@ from typing import IO, Any
 import pytest
 import torch
 from command_line import ENVIRONMENT, assert_same_run, here, losses, recipe
-from fixtures import make_rows, make_tokenizer
 from forked_commands import ForkedCommand, session_members, wait_until
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import free_port
+from shared_fixtures import make_rows, make_tokenizer
 
 from lit_ft import RecipeError, TextDataModule
 from lit_ft.commands.bandwidth import Measured, describe_steps

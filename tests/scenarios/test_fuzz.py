@@ -18,9 +18,9 @@ import fuzz_folders
 import fuzz_recipes
 import numpy as np
 import pytest
-from fixtures import make_tokenizer
 from fuzz_cases import in_fork, in_turn, judge, run_case
 from fuzz_folders import damage_bytes
+from shared_fixtures import make_tokenizer
 
 from lit_ft import RecipeError, TextDataModule
 from lit_ft.data.tokens.megatron_indexed import IndexedWriter

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import silent_trainer
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lit_callbacks import GracefulStop, LossLedger, SpikeGuard, ThroughputMonitor
 from peft import LoraConfig
 from ranks import LiveRanks
+from shared_fixtures import silent_trainer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures import make_rows
 from lit_callbacks import ForgettingProbe, LossLedger, SampleGenerations, SpikeGuard, SpikesPersist, protocols
 from lit_callbacks.loss_ledger.ledger_files import read_visits
 from lit_callbacks.output.step_lines import read_lines
 from peft import LoraConfig
 from ranks import on_ranks
+from shared_fixtures import make_rows
 
 from lit_ft import CausalLM, Source, TextDataModule
 from lit_ft.data.tokens.samples import collect, join

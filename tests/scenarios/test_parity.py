@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import record_difference
 from one_process import STEPS, sgd, train
 from peft import LoraConfig
+from shared_fixtures import record_difference
 from transformers import AutoTokenizer
 
 from lit_ft import CausalLM, TextDataModule

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from command_line import ENVIRONMENT, recipe
-from fixtures import make_rows
 from forked_commands import ForkedCommand, session_members, wait_until
+from shared_fixtures import make_rows
 
 pytestmark = pytest.mark.processes
 

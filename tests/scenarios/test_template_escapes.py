@@ -5,7 +5,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from fixtures import make_tokenizer
+from shared_fixtures import make_tokenizer
 
 from lit_ft import RecipeError
 from lit_ft.data.text.chat_template import ChatTemplate

@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 from command_line import losses, recipe
-from fixtures import make_rows
 from lit_callbacks.output.quantities import as_count
+from shared_fixtures import make_rows
 
 from lit_ft.checkpointing.selection import best_known
 from lit_ft.cli import main

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from command_line import losses, recipe
-from fixtures import make_rows
 from forked_commands import run_forked
 from served import serving
+from shared_fixtures import make_rows
 
 pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from fixtures import make_rows
 from served import in_thread
+from shared_fixtures import make_rows
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse

@@ -13,12 +13,12 @@ import peft
 import pytest
 import torch
 from compared_strategies import in_turn
-from fixtures import make_rows, record_difference
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
 from ranks import LiveRanks, on_ranks
 from safetensors.torch import load_file
+from shared_fixtures import make_rows, record_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
 
 from lit_ft import CausalLM, RecipeError, TextDataModule

@@ -13,13 +13,13 @@ import pytest
 import torch
 from architectures import ATTENTION, EXPERTS, OWN, save_model
 from compared_strategies import EVERY_CASE, Record, adamw, assert_same, in_turn, load_whole, sgd
-from fixtures import make_tokenizer, record_cell
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.distributed.gather import full_tensor, full_weights
 from peft import LoraConfig
 from ranks import LiveRanks, on_ranks
+from shared_fixtures import make_tokenizer, record_cell
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from compared_strategies import Record, adamw, assert_same, in_turn, load_whole, sgd
-from fixtures import make_tokenizer
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
@@ -17,6 +16,7 @@ from lit_callbacks.output.step_lines import read_lines
 from lit_callbacks.report.report_data import VALIDATION_ANSWERS
 from peft import LoraConfig
 from ranks import LiveRanks
+from shared_fixtures import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from benchmarks.tiny_configs import tiny_config

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import make_tokenizer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_callbacks import AdapterMerger, SpikeGuard
 from peft import LoraConfig
 from ranks import on_ranks
+from shared_fixtures import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, RecipeError, TextDataModule

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from architectures import save_model
-from fixtures import make_rows
 from lightning.pytorch import Callback
 from peft import LoraConfig
 from ranks import on_ranks
+from shared_fixtures import make_rows
 from torch import nn
 
 from lit_ft import CausalLM, TextDataModule

@@ -10,7 +10,6 @@ import pytest
 import torch
 from architectures import save_model
 from compared_strategies import Record, adamw, assert_same, load_whole, sgd
-from fixtures import make_rows
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
 from lit_callbacks.export.merge_check import MergeFailed, compare
@@ -18,6 +17,7 @@ from lit_callbacks.export.merging import save_merged
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraModel, ParamWrapper
 from ranks import LiveRanks
+from shared_fixtures import make_rows
 from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, TextDataModule

@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 from compared_strategies import in_turn
-from fixtures import make_rows, make_tokenizer, silent_trainer
 from lightning.pytorch import Callback, seed_everything
 from lit_callbacks import SpikeGuard
 from lit_callbacks.distributed.gather import full_weights
@@ -20,6 +19,7 @@ from lit_callbacks.export.adapter_merger import save_merged
 from peft.utils.integrations import dequantize_module_weight
 from ranks import LiveRanks
 from safetensors.torch import load_file
+from shared_fixtures import make_rows, make_tokenizer, silent_trainer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import make_tokenizer
 from lit_callbacks.export.base_files import BaseFiles
 from lit_callbacks.export.manifest import verify_manifest
 from lit_callbacks.export.merge_check import MergeFailed
@@ -17,6 +16,7 @@ from lit_callbacks.export.merging import save_merged
 from lit_callbacks.internals.transformers_internals import read_the_text_part
 from published_folders import BUILDERS, all_tensors, publish
 from safetensors.torch import load_file, save_file
+from shared_fixtures import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, GPT2LMHeadModel
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lit_ft.inference.continuous_batching import Engine, Generation, score
+from lit_ft.inference.continuous_batching import Engine, Generation, Unavailable, score
 from lit_ft.inference.openai.answers import Delta, Format, deltas, merged, with_calls
 from lit_ft.inference.openai.requests import (
     Ask,
@@ -193,7 +193,7 @@ class Service:
             if ask.include_usage:
                 yield _event(form.usage_chunk(answers))
         except RuntimeError as error:
-            yield _event(_error_body(str(error), 500, None))
+            yield _event(_error_body(str(error), _status_of(error), None))
         finally:
             self._running -= len(answers)
         yield "data: [DONE]\n\n"
@@ -307,7 +307,12 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return JSONResponse(_error_body(str(error) or type(error).__name__, 500, None), 500)
+    status = _status_of(error)
+    return JSONResponse(_error_body(str(error) or type(error).__name__, status, None), status)
+
+
+def _status_of(error: Exception) -> int:
+    return 503 if isinstance(error, Unavailable) else 500
 
 
 async def _nobody_listens(_: Request, error: Exception) -> Response:

@@ -84,6 +84,7 @@ def served(folders: dict[str, str], model_folder: str) -> Iterator[Served]:
         served.thread.join(10)
         assert not served.thread.is_alive()
         assert all("the server stops" in str(one.exception()) for one in cut)
+        assert [one.exception().status_code for one in cut] == [503, 503]  # type: ignore[union-attr]
     for engine in served.engines.values():
         engine.stop()
     assert not any(engine.is_alive() for engine in served.engines.values())
