@@ -5,9 +5,9 @@ RUN    := $(VENV)/bin/python
 # Where test-lowest gets torch from: by default the lowest declared version, from torch's index of CPU builds.
 # With another one: make test-lowest TORCH="--find-links wheels --override torch.txt", where torch.txt has a version.
 TORCH  ?= --torch-backend cpu
-# Compiles what was installed, on all cores, as pip does on one; not what is large and of which nothing, or little, is imported.
+# Compiles what was installed, on all cores, as pip does on one; not large packages of which next to nothing is imported.
 # Some packages have files for newer Pythons, which fail.
-COMPILE = $(RUN) -m compileall -qq -j 0 -x '/(tests?|testing|transformers/models|fontTools|nltk|pip|pygments|selenium|sklearn|sqlalchemy)/' $(VENV)/lib || true
+COMPILE = $(RUN) -m compileall -qq -j 0 -x '/(tests?|transformers/models|fontTools|nltk|pip|selenium|sqlalchemy)/' $(VENV)/lib || true
 # Processes that run tests beside each other; 0 is the one that collects them. On two cores the third computes where
 # the others wait: for servers, pages and processes that are to stop.
 WORKERS ?= 3

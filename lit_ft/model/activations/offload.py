@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable
 from functools import cache
-from itertools import islice
 from typing import ParamSpec, TypeVar, cast
 from weakref import ref
 
@@ -58,9 +57,10 @@ class _Activation:
             waiting: by identity, the tensors of a pass that its backward pass has not used, in the order of their
                 saving; this one is added.
         """
+        self._waiting = waiting
         self._on_device: Tensor | None = tensor
         self._copied: torch.cuda.Event | None = None
-        self._stream, self._device, self._waiting = copy_stream(tensor.device), tensor.device, waiting
+        self._stream, self._device = copy_stream(tensor.device), tensor.device
         self._on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self._copied = self._stream.start(self._on_host, tensor)
         waiting[id(self)] = ref(self)
@@ -116,7 +116,7 @@ class ActivationsOnHost(saved_tensors_hooks):
                 return packed
             leaving.clear()
             tensor = packed.take()
-            for reference in [waiting[key] for key in islice(reversed(waiting), _NEAR)]:
+            for reference in list(waiting.values())[-_NEAR:]:  # a copy: collected tensors leave the dictionary
                 if (needed_next := reference()) is not None:
                     needed_next.fetch()
             return tensor
