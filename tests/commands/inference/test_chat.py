@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import run
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
@@ -29,6 +30,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> str:
     """Folder of an adapter with random weights."""
     folder = tmp_path_factory.mktemp("adapter")
     base = AutoModelForCausalLM.from_pretrained(model_folder)
+    torch.manual_seed(0)  # of other weights some end an answer at once
     get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(folder)
     return str(folder)
 
@@ -146,6 +148,7 @@ def test_a_conversation_in_a_terminal(adapter: str, tmp_path: Path) -> None:
     terminal.say("/set top_p 3", "top_p=3.0 must be over 0")
     terminal.say("/set temperature=0.5", "sampled, temperature 0.5")
     terminal.say("/nope", "is no command")
+    terminal.say("/set temperature=0", "greedy")  # a sampled answer may end at once
     terminal.say("/set max_new_tokens 400", "up to 400 tokens")
     terminal.say("the red cup", "adapter")
     os.kill(terminal.process, signal.SIGINT)  # as Ctrl-C: the answer stops, the program goes on
