@@ -92,11 +92,12 @@ def test_a_tensor_can_be_needed_twice(copies: LateCopies) -> None:
 @pytest.mark.parametrize("peft", [LORA, None], ids=["lora", "full"])
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 def test_offloaded_activations_change_no_bit(
-    make_trainer: Any, model_folder: str, write_rows: Any, peft: Any, checkpointing: Any
+    copies: LateCopies, make_trainer: Any, model_folder: str, write_rows: Any, peft: Any, checkpointing: Any
 ) -> None:
     options = {"peft": peft, "gradient_checkpointing": checkpointing}
     plain = numbers(make_trainer, model_folder, write_rows(), **options)
     offloaded = numbers(make_trainer, model_folder, write_rows(), **options, activation_offload=True)
+    assert copies.started > len(copies.to_host) > 0
     assert offloaded.losses == plain.losses
     assert all(torch.equal(a, b) for a, b in zip(offloaded.gradients, plain.gradients, strict=True))
 
@@ -157,7 +158,7 @@ def test_offloading_says_where_it_is_of_no_use(
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_offload_too(
-    make_trainer: Any, model_folder: str, write_rows: Any, checkpointing: bool
+    copies: LateCopies, make_trainer: Any, model_folder: str, write_rows: Any, checkpointing: bool
 ) -> None:
     """Once with padded rows, of whose padding the last step's is logged."""
     options: dict[str, Any] = {"peft": LORA, "gradient_checkpointing": checkpointing}
