@@ -5,9 +5,11 @@ RUN    := $(VENV)/bin/python
 # Where test-lowest gets torch from: by default the lowest declared version, from torch's index of CPU builds.
 # With another one: make test-lowest TORCH="--find-links wheels --override torch.txt", where torch.txt has a version.
 TORCH  ?= --torch-backend cpu
+# A new environment's pip may be years old, and take twice as long to read what versions there are.
+ENVIRONMENT = test -x $(RUN) || { $(PYTHON) -m venv $(VENV) && $(RUN) -m pip install -q --upgrade pip; }
 # Compiles what was installed, on all cores, as pip does on one; not large packages of which next to nothing is imported.
 # Some packages have files for newer Pythons, which fail.
-COMPILE = $(RUN) -m compileall -qq -j 0 -x '/(tests?|transformers/models|fontTools|nltk|pip|selenium|sqlalchemy)/' $(VENV)/lib || true
+COMPILE = $(RUN) -m compileall -qq -j 0 -x '/(tests?|testing|transformers/models|fontTools|mypyc?|nltk|openai|pip|selenium|sklearn|sqlalchemy)/' $(VENV)/lib || true
 # Processes that run tests beside each other; 0 is the one that collects them. On two cores the third computes where
 # the others wait: for servers, pages and processes that are to stop.
 WORKERS ?= 3
@@ -16,14 +18,14 @@ WORKERS ?= 3
 
 $(VENV)/.installed: pyproject.toml callbacks/pyproject.toml
 	@echo "Installing lit_ft and what it needs into $(VENV): 1.8 GB with torch for CPUs, several times that with torch for CUDA."
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(ENVIRONMENT)
 	$(RUN) -m pip install --no-compile -e . -e ./callbacks
 	$(COMPILE)
 	touch $@
 
 # The same with the tools of CONTRIBUTING.md, in one installation: a second one would resolve all versions again.
 $(VENV)/.installed-dev: pyproject.toml callbacks/pyproject.toml
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(ENVIRONMENT)
 	$(RUN) -m pip install --no-compile -e ".[dev]" -e ./callbacks
 	$(COMPILE)
 	touch $(VENV)/.installed $@

@@ -1,8 +1,5 @@
 """Comparison of fits under a strategy with a fit in one process."""
 
-import itertools
-import os
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +8,6 @@ import torch
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
 from shared_fixtures import record_difference
-
-EVERY_CASE = bool(os.environ.get("LIT_FT_EVERY_CASE"))
-"""Whether all cases run, on models of the sizes that docs/numerics.md was measured with."""
-
-
-def in_turn(cases: Iterable[Any], ways: Iterable[Any], takes_all: Callable[[Any], bool] = lambda _: False) -> list[Any]:
-    """Each case with one of the ways in turn, or with all of them; with ``LIT_FT_EVERY_CASE=1`` each with all."""
-    turn = itertools.cycle(ways)
-    return [
-        (case, way)
-        for case in cases
-        for way in (list(ways) if EVERY_CASE or takes_all(case) else itertools.islice(turn, 1))
-    ]
 
 
 class Record(Callback):

@@ -1,13 +1,12 @@
 """Packed batches of every architecture that transformers has a causal LM for, compared with single samples."""
 
-import os
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from turns import of_today
 
 from benchmarks import model_comparison, model_table
 from benchmarks.model_comparison import (
@@ -29,13 +28,7 @@ from lit_ft.model.isolation.architectures import COMPARED, REFUSED
 COLUMNS = frozenset({"lora", "checkpointing"})
 
 
-def chosen() -> list[str]:
-    """A third of the compared architectures, another one each day; with ``LIT_FT_EVERY_CASE=1`` all."""
-    names = sorted(COMPARED & set(ARCHITECTURES))
-    return names if os.environ.get("LIT_FT_EVERY_CASE") else names[date.today().toordinal() % 3 :: 3]
-
-
-@pytest.mark.parametrize("name", chosen())
+@pytest.mark.parametrize("name", of_today(sorted(COMPARED & set(ARCHITECTURES)), days=6))
 def test_a_packed_batch_equals_its_samples(name: str) -> None:
     row = compare(name, COLUMNS)
     assert row.packed == YES

@@ -1,11 +1,10 @@
 """Form, YAML and command line of a recipe stand for the same training."""
 
-import os
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+from turns import of_today
 
 pytest.importorskip("nicegui", reason="the extra `board` is not installed")
 from lit_ft.board.board import Board
@@ -209,11 +208,7 @@ def test_recipes_without_a_model_are_fragments() -> None:
     assert not {"quickstart.yaml", "examples/qlora_24gb.yaml", "data/tasks/quickstart.yaml"} & set(FRAGMENTS)
 
 
-A_THIRD = date.today().toordinal() % 3
-"""Which third of the fragments is parsed today; with ``LIT_FT_EVERY_CASE=1`` all are."""
-
-
-@pytest.mark.parametrize("name", [*FRAGMENTS] if os.environ.get("LIT_FT_EVERY_CASE") else [*FRAGMENTS][A_THIRD::3])
+@pytest.mark.parametrize("name", of_today(FRAGMENTS, days=3))
 def test_a_fragment_on_top_is_a_second_config(
     parser: Any, schema: Schema, recipe: RecipeText, tmp_path: Path, name: str
 ) -> None:

@@ -1,10 +1,9 @@
 """What the Trainer's options train on, and that a run stopped at any moment equals one that was not stopped."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date, timedelta
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from loops import Outcome, Run, Stop, Stopped, plain_losses
 from ranks import on_ranks
 from shared_fixtures import make_rows
 from torch.utils.data import DataLoader
+from turns import of_today
 
 from lit_ft import CausalLM, RecipeError
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -262,7 +262,7 @@ def cases() -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(("streaming", "options", "schedule"), cases())
+@pytest.mark.parametrize(("streaming", "options", "schedule"), of_today(cases()))
 def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_that_did_not_stop(
     make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
 ) -> None:
@@ -272,22 +272,8 @@ def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_
     assert_resumed_equals(run, tmp_path, "batch", 1 if "overfit_batches" in options else 7)
 
 
-def cases_on_two_ranks() -> list[Any]:
-    """A half of the options, another one each day, on sized and streamed data in turn.
-
-    With ``LIT_FT_EVERY_CASE=1`` all of them, on both.
-    """
-    by_option: dict[str, list[Any]] = {}
-    for case in cases():
-        by_option.setdefault(case.id.split("-", 1)[1], []).append(case)
-    if os.environ.get("LIT_FT_EVERY_CASE"):
-        return [case for of_option in by_option.values() for case in of_option]
-    in_turn = [of_option[i // 2 % len(of_option)] for i, of_option in enumerate(by_option.values())]
-    return in_turn[date.today().toordinal() % 2 :: 2]
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize(("streaming", "options", "schedule"), cases_on_two_ranks())
+@pytest.mark.parametrize(("streaming", "options", "schedule"), of_today(cases(), days=6))
 def test_under_each_option_two_ranks_do_the_same(
     make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
 ) -> None:

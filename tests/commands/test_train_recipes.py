@@ -19,6 +19,7 @@ from model_families import FAMILIES, save_family
 from model_folders import shallow
 from ranks import on_ranks
 from safetensors.torch import load_file
+from turns import EVERY_CASE, of_today
 
 from lit_ft.cli import main
 
@@ -72,8 +73,7 @@ directions that hardly change any more."""
 def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two of the four layers of the quickstart's model; with ``LIT_FT_EVERY_CASE=1`` all."""
     model = REPOSITORY / "checkpoints" / "tiny-qwen2"
-    every = bool(os.environ.get("LIT_FT_EVERY_CASE"))
-    return str(model) if every else shallow(model, tmp_path_factory.mktemp("models") / "tiny-qwen2", layers=2)
+    return str(model) if EVERY_CASE else shallow(model, tmp_path_factory.mktemp("models") / "tiny-qwen2", layers=2)
 
 
 ON_TOP = {
@@ -92,7 +92,7 @@ ON_TOP = {
     "qlora_nf4": "speed/compile",
 }
 """Fragments of a tuning method, and one each that runs on top of it; with ``LIT_FT_EVERY_CASE=1`` all run alone."""
-if os.environ.get("LIT_FT_EVERY_CASE"):
+if EVERY_CASE:
     ON_TOP = {}
 
 
@@ -108,7 +108,10 @@ def name_of(path: Path) -> str:
     return f"{path.parent.name}/{path.stem}"
 
 
-@pytest.mark.parametrize("path", [path for path in FRAGMENTS if name_of(path) not in ON_TOP.values()], ids=name_of)
+ALONE = [path for path in FRAGMENTS if name_of(path) not in ON_TOP.values()]
+
+
+@pytest.mark.parametrize("path", of_today(ALONE), ids=name_of)
 def test_fragments_run_on_top_of_the_quickstart(
     path: Path,
     quickstart_model: str,
@@ -199,14 +202,13 @@ def test_quickstart(tmp_path: Path) -> None:
     """As a user runs it, but one epoch; with ``LIT_FT_EVERY_CASE=1`` all three."""
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "lit_ft", "fit", "--config", "recipes/quickstart.yaml", "--run_dir", str(run_dir)]
-    every = bool(os.environ.get("LIT_FT_EVERY_CASE"))
-    command += [] if every else ["--trainer.max_epochs", "1"]
+    command += [] if EVERY_CASE else ["--trainer.max_epochs", "1"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     scores = re.findall(r"val/exact_match (before|after) training: ([\d.]+)%", done.stderr)
     assert [when for when, _ in scores] == ["before", "after"]
     assert float(scores[0][1]) < 5
-    assert float(scores[1][1]) > (80 if every else 60)
+    assert float(scores[1][1]) > (80 if EVERY_CASE else 60)
     for name in ("adapter", "merged", "config.yaml"):
         assert (run_dir / name).exists()
     assert "next: python -m lit_ft predict" in done.stderr

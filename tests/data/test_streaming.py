@@ -1,5 +1,6 @@
 """Streaming: every row once, in proportion, and resumed at the very next micro-batch."""
 
+import itertools
 import json
 from collections import Counter
 from itertools import pairwise
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from shared_fixtures import make_rows, make_tokenizer
+from turns import of_today
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.data.loaders.batching import BatchPlan
@@ -96,13 +98,12 @@ def test_ranks_share_the_stream(sources: list[Source]) -> None:
     assert both == Counter(alone)
 
 
-@pytest.mark.parametrize(
-    "mixing", [Mixing("first_exhausted", (3.0, 1.0)), Mixing("all_exhausted", (1.0, 1.0)), Mixing()]
-)
-@pytest.mark.parametrize("packing", [None, 128])
-@pytest.mark.parametrize("workers", [0, 2])
+MIXINGS = [Mixing("first_exhausted", (3.0, 1.0)), Mixing("all_exhausted", (1.0, 1.0)), Mixing()]
+
+
+@pytest.mark.parametrize(("workers", "packing", "mixing"), of_today(itertools.product([0, 2], [None, 128], MIXINGS)))
 def test_resumed_anywhere_it_goes_on_with_the_next_micro_batch(
-    sources: list[Source], mixing: Any, packing: Any, workers: int
+    sources: list[Source], workers: int, packing: Any, mixing: Any
 ) -> None:
     whole = as_lists(list(loader(sources, mixing=mixing, packing=packing)))
     for handed_out in (1, 2, 7, len(whole) // 2, len(whole) - 1):

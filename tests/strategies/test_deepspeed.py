@@ -12,7 +12,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from compared_strategies import in_turn
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
@@ -20,6 +19,7 @@ from ranks import LiveRanks, on_ranks
 from safetensors.torch import load_file
 from shared_fixtures import make_rows, record_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
+from turns import in_turn, of_today
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
@@ -229,7 +229,7 @@ BF16_BASE: dict[str, Case] = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", of_today(SAME))
 def test_same_numbers(fit_once: Any, folders: Any, name: str) -> None:
     case = SAME[name]
     folder = folders(case.untied)
@@ -248,7 +248,7 @@ def test_same_numbers(fit_once: Any, folders: Any, name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", of_today(HALF, days=3))
 def test_half_precision(fit_once: Any, folders: Any, name: str) -> None:
     case = HALF[name]
     folder = folders(case.untied)
@@ -296,7 +296,7 @@ PAIRS = [("LoRA", sgd), ("full", adamw)], [("LoRA", adamw), ("full", sgd)]
     ("before", "after", "way", "optimizer"),
     [
         pytest.param(*move, way, optimizer, id=f"{'-'.join(move)}-{way}-{optimizer.__name__}")
-        for move, pairs in in_turn(MOVES, PAIRS, lambda move: move[0] == move[1])
+        for move, pairs in in_turn(MOVES, PAIRS)
         for way, optimizer in pairs
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ATTENTION, EXPERTS, OWN, save_model
-from compared_strategies import EVERY_CASE, Record, adamw, assert_same, in_turn, load_whole, sgd
+from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
@@ -23,6 +23,7 @@ from shared_fixtures import make_tokenizer, record_cell
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from turns import EVERY_CASE, in_turn, of_today
 
 from benchmarks.parallel.parallel_bytes import ranks_of
 from lit_ft import CausalLM, ExactMatch, TextDataModule
@@ -240,7 +241,7 @@ def _needs_torch(request: Any) -> None:
         pytest.skip("zero-bubble schedules are refused before torch 2.13")
 
 
-@pytest.mark.parametrize(("layout", "way"), in_turn(LAYOUTS, WAYS, lambda layout: LAYOUTS[layout].world == 2))
+@pytest.mark.parametrize(("layout", "way"), in_turn(LAYOUTS, WAYS))
 def test_same_numbers(check_same: Any, qwen2: Any, layout: str, way: str) -> None:
     check_same(qwen2(LAYOUTS[layout].layers, LAYOUTS[layout].tied), Run(WAYS[way]), LAYOUTS[layout])
 
@@ -312,7 +313,7 @@ MORE: dict[str, tuple[str, Run, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", MORE)
+@pytest.mark.parametrize("case", of_today(MORE))
 def test_same_numbers_in_other_ways(
     check_same: Any,
     make_trainer: Any,
@@ -349,7 +350,7 @@ PRECISIONS: dict[str, Run] = {
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    in_turn(["tp2-sequence", "dp2xpp2", "pp2xtp2"], PRECISIONS, lambda layout: layout != "pp2xtp2"),
+    in_turn(["tp2-sequence", "dp2xpp2", "pp2xtp2"], PRECISIONS),
 )
 def test_precisions(
     make_trainer: Any, qwen2: Any, rows: str, one_process: Any, live_ranks: LiveRanks, layout: str, precision: str
@@ -456,16 +457,15 @@ def test_experts_are_written_under_their_published_names(
 # --- architectures -------------------------------------------------------------------------------------
 
 THREE = "DP2 x TP2 x PP2"
-IN_EVERY_RUN: dict[tuple[str, str], list[str]] = {
-    ("gemma2", THREE): ["LoRA"],
-    ("gpt_oss", THREE): ["full"],
-    ("gpt_neox", THREE): ["full"],
-    **{(name, "TP2 + sequence"): list(WAYS) for name in ("qwen3_moe", "phi3")},
-    ("granite", "PP2"): list(WAYS),
-    ("mixtral", "EP2"): list(WAYS),
-    ("gemma2", "CP2"): list(WAYS),
-}
-"""Ways to train of the cells that every run compares; eight ranks with one of them."""
+CELLS = [
+    *((name, THREE) for name in ("gemma2", "gpt_oss", "gpt_neox")),
+    *((name, "TP2 + sequence") for name in ("qwen3_moe", "phi3")),
+    ("granite", "PP2"),
+    ("mixtral", "EP2"),
+    ("gemma2", "CP2"),
+]
+IN_EVERY_RUN: dict[tuple[str, str], str] = dict(in_turn(CELLS, WAYS))
+"""Cells that every run compares, and the way to train."""
 REFUSED = {
     **{(name, "CP2"): "has eager" for name in ("gemma2", "gpt_oss")},
     **{(name, "EP2"): "no plan for experts" for name in OWN if name not in EXPERTS},
@@ -516,7 +516,7 @@ def test_architectures(
     whole = request.config.getoption("--matrix") or EVERY_CASE
     targets = ATTENTION if architecture in EXPERTS else "all-linear"
     runs = {"full": Run(**SHORT), "LoRA": Run({"peft": LoraConfig(r=4, target_modules=targets)}, **SHORT)}
-    for run in (runs[way] for way in (WAYS if whole else IN_EVERY_RUN[architecture, column])):
+    for run in (runs[way] for way in (WAYS if whole else [IN_EVERY_RUN[architecture, column]])):
         steps, wanted = fit_architecture(make_trainer, folder, data, run)
         ranks = live_ranks(layout.world, fit_architecture, make_trainer, folder, data, run, layout)
         for found, _ in ranks:

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 from collections import Counter
 from typing import Any
 
@@ -16,15 +15,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
+from turns import EVERY_CASE
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.model.activations import checkpointing
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.tuning.fused_lora import FusedLinear, fuse
 
-IN_EVERY_CASE = pytest.mark.skipif(
-    not os.environ.get("LIT_FT_EVERY_CASE"), reason="25 s of a C++ compiler; LIT_FT_EVERY_CASE=1 runs it"
-)
+IN_EVERY_CASE = pytest.mark.skipif(not EVERY_CASE, reason="25 s of a C++ compiler; LIT_FT_EVERY_CASE=1 runs it")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"lora_dropout": 0.3},

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from compared_strategies import EVERY_CASE
 from transformers import AutoModelForCausalLM
+from turns import EVERY_CASE
 
 from benchmarks.model_comparison import ARCHITECTURES
 from benchmarks.tiny_configs import tiny_config
