@@ -21,7 +21,7 @@ def of_today(cases: Iterable[Any], days: int = 2) -> list[Any]:
 def in_turn(cases: Iterable[Any], ways: Iterable[Any], takes_all: Callable[[Any], bool] = lambda _: False) -> list[Any]:
     """Each case with one of the ways in turn, or with all of them.
 
-    Each second day it is another one, so that a case of every second day meets all ways.
+    The way changes every second day, so that a case which runs every second day gets each of them.
     """
     ways = list(ways)
     turn = itertools.islice(itertools.cycle(ways), DAY // 2 % len(ways), None)

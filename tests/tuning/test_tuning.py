@@ -238,7 +238,7 @@ def runs(method: str, way: str) -> bool:
 
 
 def cases_of(*ways: str) -> list[tuple[str, str]]:
-    """Each method with one of the ways in turn, or with the one in which it works."""
+    """Each method with one of the ways in turn, or with those in which it works."""
     found = in_turn(TODAY, ways, takes_all=lambda method: not all(runs(method, way) for way in ways))
     return [(method, way) for method, way in found if runs(method, way)]
 
