@@ -13,8 +13,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.printable import printable
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from lit_ft.commands.inference.keys import API_KEY, JUDGE_API_KEY, given_key
+from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_tokenizer
@@ -36,11 +38,11 @@ def run(arguments: list[str]) -> None:
     options = _parser().parse_args(arguments[1:])
     how = _checked(options)
     tasks = harness_tasks.load_tasks(_names(options.tasks)) if options.tasks else []
-    evaluation = Evaluation(tasks, how)
+    evaluation = Evaluation(tasks, how, DataSets(options))
     with results.new_folder(options.path, options.out) as folder:
         judge = _judge(options)
         if options.url is None:
-            _check_data(options)
+            evaluation.data.check()
             for side, path, opened in _sides(options):
                 evaluation.measure(side, path, opened, options)
                 del opened  # its weights may have to make room for those of the base
@@ -120,12 +122,51 @@ def _names(given: Sequence[str]) -> list[str]:
     return [name for text in given for name in text.split(",") if name]
 
 
+class DataSets:
+    """Data sets of an evaluation: each is read, and its notes are printed, once for all models of a path."""
+
+    def __init__(self, options: Namespace) -> None:
+        self._options = options
+        self._modules: dict[tuple[str, str], TextDataModule] = {}
+
+    def held_out(self, path: str, tokenizer: PreTrainedTokenizerBase) -> TextDataModule | None:
+        """Data module with the rows of ``--data.path``, read as the model of ``path`` reads them; None without one."""
+        return self._read(path, self._options.data.path, tokenizer, "test")
+
+    def questions(self, path: str, tokenizer: PreTrainedTokenizerBase) -> list[Question] | None:
+        """Questions of ``--questions``; None without one."""
+        data = self._read(path, self._options.questions, tokenizer, "predict")
+        return None if data is None else data.questions or []
+
+    def check(self) -> None:
+        """Read the data sets before weights are loaded."""
+        if self._options.data.path is None and self._options.questions is None:
+            return
+        for path in filter(None, (self._options.path, self._options.against)):
+            tokenizer, template = open_tokenizer(path, self._options.chat_template or None)
+            if template is not None:  # the stand-in for one is set when the model is opened
+                self.held_out(path, tokenizer)
+                self.questions(path, tokenizer)
+
+    def _read(
+        self, path: str, file: str | None, tokenizer: PreTrainedTokenizerBase, stage: Literal["test", "predict"]
+    ) -> TextDataModule | None:
+        if file is None:
+            return None
+        if (path, file) not in self._modules:
+            self._modules[path, file] = held_out.data_of(path, _data_options(self._options, file))
+        data = self._modules[path, file]
+        data.load(tokenizer, stage)
+        return data
+
+
 @dataclass
 class Evaluation:
     """Results of an evaluation."""
 
     tasks: Sequence[Any]
     options: harness.HarnessOptions
+    data: DataSets
     scores: dict[Side, list[Score]] = field(default_factory=lambda: {"fine-tuned": [], "base": []})
     harness: dict[Side, dict[str, Any]] = field(default_factory=dict)
     answers: dict[Side, list[dict[str, str]]] = field(default_factory=dict)
@@ -141,8 +182,7 @@ class Evaluation:
         self.notes.append(f"{side}: {opened.pretrained if side == 'base' and not options.against else opened.name}")
         if self.tasks:
             self._run_tasks(side, opened, options.apply_chat_template)
-        if options.data.path is not None:
-            data = held_out.data_of(path, _data_options(options, options.data.path))
+        if (data := self.data.held_out(path, opened.tokenizer)) is not None:
             scores, self.answers[side] = held_out.held_out_scores(
                 opened,
                 data,
@@ -152,8 +192,7 @@ class Evaluation:
                 options.batch_size,
             )
             self.scores[side] += scores
-        if options.questions is not None:
-            questions = _questions(path, options, opened.tokenizer)
+        if (questions := self.data.questions(path, opened.tokenizer)) is not None:
             self.replies[side] = judging.answers_of(opened, questions, options.max_new_tokens, options.batch_size)
             self.questions = self.questions or questions
 
@@ -246,25 +285,6 @@ def _precision(path: str) -> str | None:
     run = RunFolder(Path(path).expanduser())
     precision = run.recipe()["trainer"].get("precision") if run.config.is_file() else None
     return None if precision is None else str(precision)
-
-
-def _questions(path: str, options: Namespace, tokenizer: Any) -> list[Question]:
-    data = held_out.data_of(path, _data_options(options, options.questions))
-    data.load(tokenizer, "predict")
-    return data.questions or []
-
-
-def _check_data(options: Namespace) -> None:
-    """Read the data sets before weights are loaded."""
-    if options.data.path is None and options.questions is None:
-        return
-    tokenizer, template = open_tokenizer(options.path, options.chat_template or None)
-    if template is None:
-        return  # the stand-in is set when the model is opened
-    if options.data.path is not None:
-        held_out.data_of(options.path, _data_options(options, options.data.path)).load(tokenizer, "test")
-    if options.questions is not None:
-        _questions(options.path, options, tokenizer)
 
 
 def _judge(options: Namespace) -> judging.Judge | None:
