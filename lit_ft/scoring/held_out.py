@@ -47,21 +47,21 @@ def _prepare_for_packed_batches(opened: OpenedModel) -> None:
         token_mixers.keep_samples_apart(opened.base)
 
 
-def data_of(path: str, data: dict[str, object]) -> TextDataModule:
-    """Data module that reads ``data``, with the run's options of its data otherwise.
+def data_of(path: str, model: str, data: dict[str, object]) -> TextDataModule:
+    """Data module that reads ``data``, with the options of a run's data otherwise.
 
     Args:
-        path: what is evaluated.
+        path: what is evaluated; a run's folder gives the options.
+        model: what is asked; a run's folder gives the chat template.
         data: options of the data in place of the run's; ``test_path`` is the data set.
 
     Raises:
         RecipeError: the run's data is of another class, or an option is wrong.
     """
-    run, options = RunFolder(Path(path).expanduser()), dict[str, object]()
-    class_path = "lit_ft.TextDataModule"
-    if run.config.is_file():
-        recipe = run.recipe()["data"]
-        class_path, options = recipe.get("class_path", class_path), dict(recipe.get("init_args", {}))
+    class_path, options = _data_options_of(path)
+    if model != path:
+        options |= dict.fromkeys(_OF_THE_MODEL)
+        options |= {name: value for name, value in _data_options_of(model)[1].items() if name in _OF_THE_MODEL}
     without_training = dict.fromkeys(("path", "sources", "val_path", "val_sources"))
     options |= {**without_training, "val_fraction": 0.0, "streaming": False, "mixing": "concatenate", **data}
     parser = RecipeParser()
@@ -72,6 +72,19 @@ def data_of(path: str, data: dict[str, object]) -> TextDataModule:
     if not isinstance(module, TextDataModule):
         raise RecipeError(f"the run's data is a {type(module).__name__}; evaluate reads with lit_ft.TextDataModule")
     return module
+
+
+_OF_THE_MODEL = ("chat_template", "template_options")
+"""Options of the data that go with a model, not with the rows."""
+
+
+def _data_options_of(path: str) -> tuple[str, dict[str, object]]:
+    """Class of a run's data and its options; the default where ``path`` is no run."""
+    run, default = RunFolder(Path(path).expanduser()), "lit_ft.TextDataModule"
+    if not run.config.is_file():
+        return default, {}
+    data = run.recipe()["data"]
+    return data.get("class_path", default), dict(data.get("init_args", {}))
 
 
 def held_out_scores(

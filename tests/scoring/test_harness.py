@@ -1,12 +1,14 @@
 """Tasks of lm-evaluation-harness give what the harness gives by hand, over the tokens of training."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from command_line import losses, recipe
 from forked_commands import run_forked
 from served import serving
@@ -174,3 +176,24 @@ def test_held_out_figures_are_those_of_validation(trained: Path) -> None:
     assert {row[1]: row[2] for row in scores}["exact_match"] == exact[min(exact)]  # the base, before training
     answers = (trained / "run" / "evaluations" / str(before + 1) / "answers-base.jsonl").read_text().splitlines()
     assert json.loads(answers[0])["expected"] == ROWS[0]["output"]
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["the run", "the other"])
+def test_what_is_compared_with_a_run_reads_the_same_tokens(
+    trained: Path, model_folder: str, is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shorter = tmp_path / "run"
+    shutil.copytree(trained / "run", shorter)
+    config = yaml.safe_load((shorter / "config.yaml").read_text())
+    config["data"]["init_args"]["max_length"] = 24
+    (shorter / "config.yaml").write_text(yaml.safe_dump(config))
+    shared = ["--data.path", str(trained / "val.json"), "--max_new_tokens", "1", "--out", str(tmp_path / "out")]
+    evaluate(["evaluate", str(shorter), *shared])
+    assert caplog.text.count("longer than data.max_length=24") == 1
+    compared = (str(shorter), model_folder) if is_first else (model_folder, str(shorter))
+    evaluate(["evaluate", compared[0], *shared, "--against", compared[1]])
+    switched_off, read = (
+        [row[2:4] for row in json.loads((tmp_path / "out" / number / "scores.json").read_text())["rows"]]
+        for number in "12"
+    )
+    assert read == [pytest.approx(row if is_first else row[::-1], rel=1e-5) for row in switched_off]

@@ -148,7 +148,7 @@ def test_a_judge_that_fails_costs_no_figures(tmp_path: Path, monkeypatch: pytest
         raise RecipeError("no verdict")
 
     monkeypatch.setattr(command, "_judge", lambda _: "a judge")
-    monkeypatch.setattr(command, "_check_data", lambda _: None)
+    monkeypatch.setattr(command.DataSets, "check", lambda _: None)
     monkeypatch.setattr(command, "_sides", lambda _: [("fine-tuned", "model", None)])
     monkeypatch.setattr(command.Evaluation, "measure", measure)
     monkeypatch.setattr(command.Evaluation, "judge", fail)

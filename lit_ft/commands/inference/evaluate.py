@@ -123,10 +123,16 @@ def _names(given: Sequence[str]) -> list[str]:
 
 
 class DataSets:
-    """Data sets of an evaluation: each is read, and its notes are printed, once for all models of a path."""
+    """Data sets of an evaluation: each is read, and its notes are printed, once for all models of a path.
+
+    What ``--against`` names reads the same rows, truncated and supervised alike, in its own chat template.
+    """
 
     def __init__(self, options: Namespace) -> None:
         self._options = options
+        given = [options.path] if options.against is None else [options.path, options.against]
+        self.run = next(filter(_is_run, given), options.path)
+        """Path whose run gives the options of the data, and the precision."""
         self._modules: dict[tuple[str, str], TextDataModule] = {}
 
     def held_out(self, path: str, tokenizer: PreTrainedTokenizerBase) -> TextDataModule | None:
@@ -154,7 +160,7 @@ class DataSets:
         if file is None:
             return None
         if (path, file) not in self._modules:
-            self._modules[path, file] = held_out.data_of(path, _data_options(self._options, file))
+            self._modules[path, file] = held_out.data_of(self.run, path, _data_options(self._options, file))
         data = self._modules[path, file]
         data.load(tokenizer, stage)
         return data
@@ -187,7 +193,7 @@ class Evaluation:
                 opened,
                 data,
                 Path(options.data.path).name,
-                _precision(path),
+                _precision(self.data.run),
                 options.max_new_tokens,
                 options.batch_size,
             )
@@ -281,9 +287,14 @@ def _data_options(options: Namespace, path: str) -> dict[str, object]:
     return {"test_path": path, **given}
 
 
+def _is_run(path: str) -> bool:
+    return RunFolder(Path(path).expanduser()).config.is_file()
+
+
 def _precision(path: str) -> str | None:
-    run = RunFolder(Path(path).expanduser())
-    precision = run.recipe()["trainer"].get("precision") if run.config.is_file() else None
+    if not _is_run(path):
+        return None
+    precision = RunFolder(Path(path).expanduser()).recipe()["trainer"].get("precision")
     return None if precision is None else str(precision)
 
 
