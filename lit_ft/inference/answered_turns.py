@@ -31,6 +31,8 @@ class AnsweredTurn:
     messages: Sequence[Mapping[str, object]]
     """Turns before the answer."""
     tools: list[JsonObject] | None
+    options: JsonObject
+    """Variables of the chat template that the row sets."""
     prompt: list[int]
     answer: list[int]
 
@@ -134,6 +136,7 @@ def _turns(chat: Chat, location: str, tokenization: Tokenization) -> list[Answer
     chat = with_tools(chat, template, [])
     samples = chat_samples(chat, template, tokenization.supervise, closing, [])
     check_encodable(samples)
+    options = {name: value for name, value in chat.options.items() if template.uses(name)}
     numbers = iter(supervised_turns(chat, tokenization.supervise))
     turns = []
     for sample in samples:
@@ -145,8 +148,9 @@ def _turns(chat: Chat, location: str, tokenization: Tokenization) -> list[Answer
             ids, labels, _ = tokenization.encoder.encode([pieces])
             border = int(np.flatnonzero(labels != IGNORE_INDEX)[0])
             messages = [_as_openai(message) for message in chat.messages[:number]]
+            prompt, answer = ids[:border].tolist(), ids[border:].tolist()
             name = f"{location}, turn {number + 1}"
-            turns.append(AnsweredTurn(name, messages, chat.tools, ids[:border].tolist(), ids[border:].tolist()))
+            turns.append(AnsweredTurn(name, messages, chat.tools, options, prompt, answer))
     return turns
 
 

@@ -161,7 +161,8 @@ def compare(
 
     for turn in turns:
         one, whole = TurnParity(turn), [*turn.prompt, *turn.answer]
-        one.served_prompt = ask("prompt", turn.name, partial(client.prompt_ids, model, turn.messages, turn.tools))
+        of_the_prompt = partial(client.prompt_ids, model, turn.messages, turn.tools, turn.options)
+        one.served_prompt = ask("prompt", turn.name, of_the_prompt)
         start = len(turn.prompt)
         served = ask("logprobs", turn.name, partial(client.logprobs, model, whole, start))
         if served is not None:

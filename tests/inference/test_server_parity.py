@@ -37,9 +37,13 @@ ROWS = [
             {"role": "assistant", "content": "the cup"},
         ]
     },
-    *[{"messages": [{"role": "user", "content": "cup"}, {"role": "assistant", "content": "the green lamp"}]}] * 6,
+    {
+        "messages": [{"role": "user", "content": "lamp"}, {"role": "assistant", "content": "the cup"}],
+        "chat_template_kwargs": {"color": "red"},
+    },
+    *[{"messages": [{"role": "user", "content": "cup"}, {"role": "assistant", "content": "the green lamp"}]}] * 5,
 ]
-WITH_BOS = "{{ '<|endoftext|>' }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"  # noqa: E501
+WITH_BOS = "{{ '<|endoftext|>' }}{{ color }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"  # noqa: E501
 WITHOUT_BOS = WITH_BOS.removeprefix("{{ '<|endoftext|>' }}")
 
 
@@ -182,7 +186,7 @@ def test_validation_rows_and_what_is_passed_over(
 @pytest.mark.parametrize(
     ("fault", "shown"),
     [
-        (unchanged, ["tokens of training: 5 of 5", "over 86 tokens (bound 0.05)", "equal greedy tokens: 100.0%"]),
+        (unchanged, ["tokens of training: 5 of 5", "over 85 tokens (bound 0.05)", "equal greedy tokens: 100.0%"]),
         (lost_bos, ["prompt differs at token 1: trained are '<|endoftext|>"]),
         (wrong_adapter, ["log-probability of answer token"]),
         (merged_in_bf16, ["log-probability of answer token"]),

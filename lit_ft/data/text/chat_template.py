@@ -66,6 +66,10 @@ def _template_text(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     )
 
 
+_VARIANTS = 64
+"""Templates with other options that one keeps; each is a few renderings."""
+
+
 class ChatTemplate:
     """A tokenizer's chat template, with its properties, which are found by rendering test conversations."""
 
@@ -85,7 +89,7 @@ class ChatTemplate:
                 f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which conversations need; give one "
                 f"with --data.chat_template FILE.jinja, or a built-in one ({', '.join(BUILT_IN)}), or train on raw text"
             )
-        self._tokenizer, self._options = tokenizer, dict(options or {})
+        self._tokenizer, self._given, self._options = tokenizer, dict(options or {}), dict(options or {})
         self.name = f"the chat template of {tokenizer.name_or_path!r}"
         check_options(tokenizer, self._options)
         self._day = day_of(self._options.pop(CLOCK, None))
@@ -114,6 +118,25 @@ class ChatTemplate:
         self._special = re.compile(special)
         self._adjacent_specials = re.compile(rf"(?:{special})+")
         self._tail = re.compile(rf"(?:{special}|\s)*\Z")
+
+    def with_options(self, options: Mapping[str, object]) -> "ChatTemplate":
+        """The same template with these variables, in place of those of the same name; the last ones are kept.
+
+        Raises:
+            RecipeError: the template does not use one, or does not render with them.
+        """
+        if not options:
+            return self
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._variants:
+            if len(self._variants) == _VARIANTS:
+                self._variants.clear()
+            self._variants[key] = ChatTemplate(self._tokenizer, {**self._given, **options})
+        return self._variants[key]
+
+    @cached_property
+    def _variants(self) -> dict[str, "ChatTemplate"]:
+        return {}
 
     def uses(self, name: str) -> bool:
         """Whether the template has a variable of this name."""

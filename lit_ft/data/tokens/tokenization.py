@@ -5,7 +5,6 @@ fingerprint from it.
 """
 
 import gc
-import json
 import multiprocessing
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,9 +74,6 @@ NOTES = {
 }
 """Message of each note, printed after a count; names in braces are replaced by settings of the run."""
 
-_TEMPLATES = 64
-"""Chat templates with options of rows that are kept; each is a few renderings."""
-
 
 @dataclass
 class Tokenization:
@@ -109,22 +105,12 @@ class Tokenization:
         Raises:
             BadRow: it does not render with them.
         """
-        options = {name: value for name, value in chat.options.items() if self.template.uses(name)}
-        if not options:
-            return self.template
-        key = json.dumps(options, sort_keys=True, default=str)
-        if key not in self._templates:
-            if len(self._templates) == _TEMPLATES:
-                self._templates.clear()
-            try:
-                self._templates[key] = ChatTemplate(self.tokenizer, {**(self.template_options or {}), **options})
-            except RecipeError as error:
-                raise BadRow(f"with its {OPTIONS_COLUMN!r}: {error}") from error
-        return self._templates[key]
-
-    @cached_property
-    def _templates(self) -> dict[str, ChatTemplate]:
-        return {}
+        template = self.template
+        options = {name: value for name, value in chat.options.items() if template.uses(name)}
+        try:
+            return template.with_options(options)
+        except RecipeError as error:
+            raise BadRow(f"with its {OPTIONS_COLUMN!r}: {error}") from error
 
     @cached_property
     def encoder(self) -> "TextEncoder":

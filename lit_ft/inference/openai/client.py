@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_ft.data.text.formats import OPTIONS_COLUMN, JsonObject
 from lit_ft.errors import RecipeError
 
 Json = dict[str, object]
@@ -105,14 +106,17 @@ class OpenAIClient:
             raise RecipeError(f"{self.url} has {what}; give {option} one of {', '.join(served)}")
         return name
 
-    def prompt_ids(self, model: str, messages: Sequence[Mapping[str, object]], tools: object) -> list[int]:
-        """Tokens of a conversation up to the opening of the answer.
+    def prompt_ids(
+        self, model: str, messages: Sequence[Mapping[str, object]], tools: object, options: JsonObject | None = None
+    ) -> list[int]:
+        """Tokens of a conversation up to the opening of the answer; ``options`` are variables of the chat template.
 
         Raises:
             Lacking: the server has no way to give them.
             RecipeError: the server cannot be reached, or failed.
         """
         body: Json = {"model": model, "messages": list(messages)} | ({"tools": tools} if tools else {})
+        body |= {OPTIONS_COLUMN: options} if options else {}
 
         def of_an_answer() -> list[int]:
             answer = self._ask("/v1/chat/completions", {**body, "max_tokens": 1, "return_token_ids": True})

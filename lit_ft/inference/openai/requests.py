@@ -7,6 +7,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text import formats
+from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.data.text.formats import JsonObject
 from lit_ft.data.text.rendering import prompt_of
 from lit_ft.errors import BadRow, RecipeError
@@ -228,6 +229,7 @@ def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], list[Js
         RequestError: the conversation is malformed, or the template does not render it.
     """
     messages, tools = fields.take("messages", list, []), fields.find("tools", list)
+    template = _template(fields.take(formats.OPTIONS_COLUMN, dict, {}), opened)
     choice = fields.given("tool_choice")
     if choice not in (None, "auto", "none"):
         raise RequestError(f"tool_choice={choice!r} is not supported by this server; leave it out, or ask for auto")
@@ -239,10 +241,17 @@ def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], list[Js
         row["tools"] = tools
     try:
         chat = formats.messages(row)
-        prompt, _ = prompt_of(chat, opened.template)
+        prompt, _ = prompt_of(chat, template)
     except (BadRow, RecipeError) as error:
         raise RequestError(f"messages: {error}") from error
     return list(opened.tokenizer(prompt, add_special_tokens=False)["input_ids"]), chat.tools
+
+
+def _template(options: Json, opened: OpenedModel) -> ChatTemplate:
+    try:
+        return opened.template.with_options(options)
+    except RecipeError as error:
+        raise RequestError(str(error).replace("data.template_options", formats.OPTIONS_COLUMN)) from error
 
 
 def text_prompts(value: object, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True) -> list[list[int]]:
