@@ -248,7 +248,7 @@ def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
         ({"logprobs": True, "top_logprobs": 30}, openai.BadRequestError, "ask for 0 to 20"),
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty=0.5 is not supported"),
         ({"extra_body": {"min_tokens": 3}}, openai.BadRequestError, "min_tokens=3 is not supported"),
-        ({"extra_body": {"chat_template_kwargs": {"color": 1}}}, openai.BadRequestError, "^.*kwargs: .*uses no 'color'"),
+        ({"extra_body": {"chat_template_kwargs": {"color": 1}}}, openai.BadRequestError, "uses no 'color'"),
         ({"stop": [""]}, openai.BadRequestError, "none of them empty"),
         ({"n": 22}, openai.BadRequestError, "asks for 22 answers; ask for 21 at most"),
         ({"n": 0}, openai.BadRequestError, "n=0 must be 1 or more"),
