@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 from lit_callbacks.output.quantities import as_number
 
@@ -119,7 +120,7 @@ def versions() -> dict[str, str]:
             versions_by_package[name] = version(package)
         except PackageNotFoundError:
             continue
-    return versions_by_package
+    return versions_by_package | {"torch": str(torch.__version__)}  # with its CUDA version
 
 
 def _publishable(recipe: Recipe) -> dict[str, object]:

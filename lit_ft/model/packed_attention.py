@@ -116,6 +116,8 @@ def _by_lengths(
     sliding_window: int | None,
     segment_lengths: list[int] | None,
 ) -> tuple[Tensor, None]:
+    if not segment_lengths and isinstance(module, AttendsToAllRanks):
+        segment_lengths = list(current_lengths.current())
     segment_lengths = segment_lengths or current_lengths.lengths_of(query.shape[2])
     if segment_lengths is None or attention_mask is not None:
         raise RecipeError(
@@ -200,13 +202,13 @@ def takes_varlen(query: Tensor, value: Tensor, dropout: float = 0.0) -> bool:
         and width % 8 == 0
         and width <= 256
         and value.shape[-1] == width
-        and _capability(query.device) >= (8, 0)
+        and _has_flash_attention(query.device)
     )
 
 
 @torch.compiler.assume_constant_result
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _has_flash_attention(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def local_ranges(tokens: int, ranks: int, rank: int) -> list[range]:

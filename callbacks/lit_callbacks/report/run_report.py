@@ -13,6 +13,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
 from jinja2 import TemplateError  # torch brings it
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -304,7 +305,7 @@ def _versions() -> dict[str, str]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return versions
+    return versions | {"torch": str(torch.__version__)}  # with its CUDA version, which the package's need not have
 
 
 def _now() -> str:

@@ -74,10 +74,11 @@ class PackedForward:
         with_virtual = prompt_learning.virtual_lengths(self.model, lengths)
         options: dict[str, object] = {}
         if attention_implementation(self.base.config) == loading.PACKED:
-            options["segment_lengths"] = with_virtual
-            if self.is_compiled:
+            if self.is_compiled:  # without a list of numbers, for each of which torch 2.11 would compile again
                 device, is_padded = batch["input_ids"].device, self.pad_rows_to is not None
                 options["segments"] = segments_of(with_virtual, device, has_few_shapes=is_padded)
+            else:
+                options["segment_lengths"] = with_virtual
         with samples_of(with_virtual):
             if prompt_learning.method_of(self.model) is not None:
                 return prompt_learning.hidden_states(self.model, decoder, batch, **options)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lit_ft.model.compiled.attention import Segments, attend, segments_of
-from lit_ft.model.packed_attention import _capability, packed_attention
+from lit_ft.model.packed_attention import _has_flash_attention, packed_attention
 
 LENGTHS = [1, 40, 300, 7]
 
@@ -55,7 +55,7 @@ def test_the_call_on_cuda_is_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> No
     """On torch's ``meta`` device, which has the operator's shapes: one graph, whose inputs the boundaries are."""
     module = "lit_ft.model.packed_attention"
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(f"{module}.takes_varlen", lambda query, *_: _capability(query.device) >= (8, 0))
+    monkeypatch.setattr(f"{module}.takes_varlen", lambda query, *_: _has_flash_attention(query.device))
     monkeypatch.setattr(f"{module}._in_one_dtype", lambda *tensors: tensors)  # the device knows no autocast
     torch.compiler.reset()
     calls: list[list[str]] = []
