@@ -701,6 +701,11 @@ def test_templates_that_refuse_or_lose_a_row(name: str) -> None:
         Preparation(tokenizer).check(["rows.json, row 7"], encoded)
 
 
+def test_a_blank_answer_is_not_the_fault_of_the_template() -> None:
+    encoded = encode(make(STRIPS), {"messages": [CHAT[1], {"role": "assistant", "content": " \n"}]})
+    assert encoded.bad == [(0, "turn 2 (assistant) is blank; there is nothing to learn from it")]
+
+
 def test_templates_that_render_nothing() -> None:
     with pytest.raises(RecipeError, match=r"does not render a question and an answer \(TemplateError: no\)"):
         ChatTemplate(make("{{ raise_exception('no') }}"))
