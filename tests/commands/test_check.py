@@ -115,7 +115,7 @@ def test_bad_rows_are_all_listed_and_exit_1(run: Any, tmp_path: Path, model_fold
 def test_rows_that_are_too_long_to_train_on(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     rows = [*make_rows(3), {"instruction": "a", "output": "red " * 80}]
     data = {"path": write_rows(rows), "max_length": 60, "overlong": "error"}
-    assert "wrong: 1 rows are too long" in run("check", *recipe(tmp_path, model_folder, data), code=1)
+    assert "wrong: 1 sample over data.max_length=60" in run("check", *recipe(tmp_path, model_folder, data), code=1)
 
 
 def test_one_file_for_training_and_validation(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:

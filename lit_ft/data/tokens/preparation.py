@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -162,7 +163,7 @@ class Preparation:
             meta["bad"],
             meta["bad_rows"],
         )
-        prepared.lines.extend(self._describe(prepared, tokenization))
+        prepared.lines.extend(self.describe(prepared, tokenization))
         self._check_left(prepared)
         return prepared
 
@@ -213,8 +214,10 @@ class Preparation:
         # Starting processes costs more than a small data set.
         return available_cores() if sum(file.stat().st_size for file in source.content()) > 5_000_000 else 0
 
-    def _describe(self, prepared: Prepared, tokenization: Tokenization) -> list[str]:
-        lines = tokenization.describe(prepared.notes, prepared.rows)
+    def describe(self, prepared: Prepared, tokenization: Tokenization, besides: Collection[str] = ()) -> list[str]:
+        """Messages about what was done to the rows of a source, without those of the notes ``besides``."""
+        notes = Counter({name: count for name, count in prepared.notes.items() if name not in besides})
+        lines = tokenization.describe(notes, prepared.rows)
         if prepared.bad_rows:
             named = "; ".join(prepared.bad)
             more = ", ..." if prepared.bad_rows > len(prepared.bad) else ""

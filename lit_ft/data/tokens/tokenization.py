@@ -76,6 +76,8 @@ NOTES = {
     "special tokens in text": "rows spell special tokens in their text, which are read as such",
 }
 """Message of each note, printed after a count; names in braces are replaced by settings of the run."""
+_OF_SAMPLES = ("truncated", "prompt truncated", "dropped", "nothing supervised")
+"""Notes that count samples, of which a row gives one unless a template writes earlier turns otherwise."""
 _COLUMN, _KEY = "column ", "key "
 """Beginnings of notes that name a column of rows, or a key of turns, that is not read."""
 _NAMES_SHOWN = 8
@@ -149,7 +151,13 @@ class Tokenization:
         words = {"max_length": self.max_length, "overlong": self.overlong, "closing": closing, "today": date.today()}
         words["template"] = f"the chat template of {self.tokenizer.name_or_path!r}"
         words["openings"] = _openings(self.template) if notes["other opening"] else ""
-        lines = [f"{notes[name]:,} of {rows:,} {NOTES[name].format(**words)}" for name in NOTES if notes[name]]
+        lines = []
+        for name in filter(notes.__getitem__, NOTES):
+            subject, rest = NOTES[name].format(**words).split(" ", 1)
+            subject = "samples" if notes["split"] and name in _OF_SAMPLES else subject
+            # A row may have several answers or samples.
+            of = f"the {subject} of {rows:,} rows" if subject in ("answers", "samples") else f"{rows:,} {subject}"
+            lines.append(f"{notes[name]:,} of {of} {rest}")
         for kind, what in (
             (_COLUMN, "columns that are not read"),
             (_KEY, f"keys of turns that {words['template']} does not use"),
