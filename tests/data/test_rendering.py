@@ -598,8 +598,8 @@ def test_thinking_under_a_key_that_a_template_does_not_show_is_counted(key: str,
     encoded = encode(tokenizer, *rows, form=form)
     assert noted(encoded) == {"thinking left out": 1}
     assert Tokenization(tokenizer, form).describe(encoded.notes, 2) == [
-        "1 of the answers of 2 rows have thinking (reasoning_content, reasoning, thinking) that the chat template of '' "
-        "does not show, so it is not trained; write it into the content, or take it out"
+        "1 of the answers of 2 rows have thinking (reasoning_content, reasoning, thinking) that the chat template of "
+        "'' does not show, so it is not trained; write it into the content, or take it out"
     ]
 
 
