@@ -43,6 +43,11 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
         {"instruction": "q", "input": "", "output": "a", "system": None, "history": None, "id": 3},
         Chat([ASK, SAY]),
     ),
+    "alpaca, empty cells": (
+        "alpaca",
+        {"instruction": "q", "input": "", "output": "a", "system": "", "history": "", "tools": ""},
+        Chat([ASK, SAY]),
+    ),
     "alpaca, all options": (
         "alpaca",
         {"instruction": "q", "input": "i", "output": "a", "system": "s", "history": [["q1", "a1"], ("q2", "a2")]},

@@ -157,6 +157,8 @@ def test_a_stream_that_gives_nothing_to_learn_from_is_an_error(tmp_path: Path, b
 def test_what_streaming_cannot_do(sources: list[Source], make_trainer: Any, model_folder: str) -> None:
     with pytest.raises(RecipeError, match="set data.max_length too"):
         TextDataModule(sources[0].path, streaming=True, packing=64, max_length=None).load(make_tokenizer())
+    with pytest.raises(RecipeError, match="without weights goes by the sources' sizes, which data.streaming=true does"):
+        TextDataModule(sources=sources, streaming=True, mixing="all_exhausted")
     module = CausalLM(model_folder, lr_scheduler=lambda optimizer: ConstantWithWarmup(optimizer, warmup=0.1))
     with pytest.raises(RecipeError, match="ConstantWithWarmup needs the run's length; set trainer.max_steps"):
         make_trainer(max_epochs=1).fit(module, TextDataModule(sources[0].path, streaming=True))

@@ -47,7 +47,7 @@ class MixedRows(Iterator[PlacedRow]):
 
         Args:
             sources: data sets to read.
-            mixing: proportions of the sources; without weights, equal shares.
+            mixing: proportions of the sources; without weights (of a single source), equal shares.
             position: saved result of ``position``, to continue from; None starts at the first rows.
         """
         self.sources, self.mixing = sources, mixing

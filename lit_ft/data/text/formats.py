@@ -472,7 +472,7 @@ def _string(value: object, what: str, empty: bool = True) -> str:
 
 def _list(row: RawRow, column: str, required: bool = True) -> list[object]:
     value = row.get(column)
-    if value is None and not required:
+    if value in (None, "") and not required:  # a cell of CSV is empty text
         return []
     if value is None:
         raise BadRow(_no_column(row, column))
