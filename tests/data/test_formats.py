@@ -401,13 +401,13 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         (chat(ASK, SAY, tools='{"name": "f"}'), "'tools' is a dict; a list of objects is needed"),
     ],
     "completion": [
-        ({}, "'text' is missing; text is needed"),
+        ({}, "has no 'text'; each row needs it (columns here: none)"),
         ({"text": ""}, "'text' is empty; remove it, or the row"),
         ({"text": float("nan")}, "'text' is a float; text is needed"),
     ],
     "prompt_completion": [
-        ({"prompt": "q"}, "'completion' is missing; text is needed"),
-        ({"completion": "a"}, "'prompt' is missing; text is needed"),
+        ({"prompt": "q"}, "has no 'completion'; each row needs it (columns here: 'prompt')"),
+        ({"completion": "a", "prompt": None}, "'prompt' is null; each row needs it"),
         ({"prompt": "q", "completion": ""}, "'completion' is empty; remove it, or the row"),
         ({"prompt": "", "completion": "a"}, "'prompt' is empty; remove it, or the row"),
         ({"prompt": [ASK], "completion": "a"}, "'prompt' is a list of dict; text is needed"),
@@ -541,6 +541,12 @@ def test_columns_are_renamed(form: str, columns: dict[str, str], row: Any, examp
     before = dict(row)
     assert Tokenization(make_tokenizer(), form, columns).example(row) == example
     assert row == before
+
+
+def test_options_of_a_row_may_be_in_a_column_of_another_name() -> None:
+    tokenization = Tokenization(make_tokenizer(), "alpaca", {"output": "answer", "chat_template_kwargs": "how"})
+    example = tokenization.example({"instruction": "q", "answer": "a", "how": {"enable_thinking": False}})
+    assert example == Chat([ASK, SAY], options={"enable_thinking": False})
 
 
 def test_a_column_that_is_not_there() -> None:

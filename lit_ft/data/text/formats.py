@@ -148,7 +148,7 @@ def messages(row: RawRow) -> Chat:
 
 def completion(row: RawRow) -> Text:
     """Read ``text``: every token is supervised, and the end-of-sequence token is appended."""
-    return Text(_string(row.get("text"), "'text'", empty=False))
+    return Text(_text(row, "text", empty=False))
 
 
 def prompt_completion(row: RawRow) -> Text | Chat:
@@ -163,7 +163,7 @@ def prompt_completion(row: RawRow) -> Text | Chat:
         if not any(message["role"] == "assistant" for message in chat.messages[given:]):
             raise BadRow("'completion' holds no assistant turn; there is nothing to learn from this row, remove it")
         return chat
-    return Text(_string(answer, "'completion'", empty=False), _string(prompt, "'prompt'", empty=False))
+    return Text(_text(row, "completion", empty=False), _text(row, "prompt", empty=False))
 
 
 def tokenized(row: RawRow) -> Tokens:
@@ -223,6 +223,14 @@ FORMATS: dict[str, Format] = {
 }
 EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values that say nothing."""
+
+
+def columns_of(form: str) -> list[str]:
+    """Columns that a format reads, those that it needs first."""
+    needed, optional = FORMATS[form].columns, FORMATS[form].optional
+    if form not in ("completion", "tokenized"):
+        optional |= _OF_CHATS
+    return sorted(needed) + sorted(optional)
 
 
 def unread_columns(row: RawRow, example: Example, form: str, columns: Mapping[str, str] | None) -> list[str]:
@@ -445,13 +453,13 @@ def _turn(question: str, answer: str) -> list[Message]:
 # --- values ----------------------------------------------------------------------------------------
 
 
-def _text(row: RawRow, column: str, required: bool = True) -> str:
+def _text(row: RawRow, column: str, required: bool = True, empty: bool = True) -> str:
     value = row.get(column)
     if value is None and not required:
         return ""
     if value is None:
         raise BadRow(_no_column(row, column))
-    return _string(value, repr(column))
+    return _string(value, repr(column), empty)
 
 
 def _no_column(row: RawRow, column: str) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.data.text.formats import find_format, renamed
+from lit_ft.data.text.formats import columns_of, find_format, renamed
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens import cache as token_cache
@@ -101,9 +101,15 @@ class Preparation:
                     f"{location}: columns names {missing[0]!r}, but the row's are {names or 'none'}; fix it"
                 )
             try:
-                return source.format if source.format != "auto" else find_format(renamed(row, source.columns))
+                form = source.format if source.format != "auto" else find_format(renamed(row, source.columns))
             except BadRow as error:
                 raise RecipeError(f"{location}: {error}") from error
+            if unknown := [name for name in source.columns or {} if name not in columns_of(form)]:
+                raise RecipeError(
+                    f"{source.path}: columns maps {unknown[0]!r}, which is no column of the format {form}; its columns "
+                    f"are {', '.join(columns_of(form))}"
+                )
+            return form
         raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed")
 
     def refuse(self, location: str, message: object) -> None:

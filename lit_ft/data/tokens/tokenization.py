@@ -176,7 +176,8 @@ class Tokenization:
         """
         if isinstance(row, BadRow):
             raise row
-        example = FORMATS[self.format].read(renamed(row, self.columns))
+        row = renamed(row, self.columns)
+        example = FORMATS[self.format].read(row)
         if isinstance(example, Chat):
             example.options = template_options_of(row)
         if self.system and isinstance(example, Chat) and example.messages[0]["role"] not in ("system", "developer"):
