@@ -169,7 +169,7 @@ def test_histogram() -> None:
 def test_real_data(run: Any, tmp_path: Path, model_folder: str) -> None:
     for name in ("huanhuan", "glaive_toolcall_en_demo", "dummy_conversation"):
         arguments = recipe(tmp_path, model_folder, {"path": str(DATA / f"{name}.json"), "max_length": None})
-        output = run("check", *arguments)
+        output = run("check", *arguments, "--model.config_overrides", "{max_position_embeddings: 32768}")
         assert re.search(rf"train: {name} .* 100.0% *\n", output)
 
 
