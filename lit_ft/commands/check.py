@@ -13,6 +13,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lit_callbacks.output.printable import printable
+from lit_callbacks.output.quantities import as_count
 from lit_callbacks.output.token_pieces import TokenPiece
 from lit_callbacks.report.page import render_page
 from rich.console import Console
@@ -149,7 +150,8 @@ class CheckCLI(TrainingCLI):
             if prepared.bad_rows and asked.on_bad_row == "error":
                 self.report.problems.append(f"{prepared.bad_rows:,} rows cannot be used: {'; '.join(prepared.bad)}")
             if prepared.notes["dropped"] and asked.overlong == "error":
-                self.report.problems.append(f"{prepared.notes['dropped']:,} rows are too long (data.overlong=error)")
+                count = as_count(prepared.notes["dropped"], "sample")
+                self.report.problems.append(f"{count} over data.max_length={asked.max_length} (data.overlong=error)")
 
     def fit(self, **_: object) -> None:
         """Inspect the data and fill the report."""

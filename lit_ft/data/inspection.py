@@ -55,8 +55,6 @@ class SourceReport:
     """Fraction of the samples whose last supervised token ends the turn; NaN where the format has no conversations."""
     ends: dict[str, int]
     """Samples by their last supervised token, of special ones; empty where the format has no conversations."""
-    lines: list[str]
-    """Messages about its rows: truncated, dropped, skipped."""
 
 
 @dataclass
@@ -94,7 +92,6 @@ def describe_source(
         repeats=int(counts.max(initial=0)),
         closed=sum(ends.values()) / len(mine) if form in _CONVERSATIONS and len(mine) else float("nan"),
         ends=ends,
-        lines=prepared.lines,
     )
 
 
@@ -266,16 +263,17 @@ def inspect_split(
         form = "indexed" if tokenization is None else tokenization.format
         source = describe_source(one.source.title, one, samples, number, preparation.tokenizer, form)
         report.sources[split].append(source)
-        report.warnings += [line for line in source.lines if line not in report.warnings]
+        truncation = judge_truncation(source.name, one, preparation.max_length)
+        placeholders = [] if tokenization is None else judge_placeholders(source.name, one, tokenization)
+        report.problems += [line for line in truncation + placeholders if line not in report.problems]
+        judged = ["truncated"] * len(truncation) + ["placeholders"] * len(placeholders)
+        lines = one.lines if tokenization is None else preparation.describe(one, tokenization, besides=judged)
+        report.warnings += [line for line in lines if line not in report.warnings]
         if source.duplicates:
             report.warnings.append(
                 f"{source.name}: {source.duplicates:,} of {source.samples:,} samples repeat another "
                 f"({source.duplicates / source.samples:.1%}; the most frequent is there {source.repeats:,} times)"
             )
-        problem = judge_truncation(source.name, one, preparation.max_length)
-        if tokenization is not None:
-            problem += judge_placeholders(source.name, one, tokenization)
-        report.problems += [line for line in problem if line not in report.problems]
         truncated_share = one.notes["truncated"] / max(source.samples, 1)
         if source.closed < 1 - truncated_share - 1e-9:
             report.problems.append(

@@ -119,7 +119,7 @@ def without_answer(row: RawRow, form: str) -> RawRow | None:
     if not isinstance(turns, list) or not turns or not isinstance(last := turns[-1], Mapping):
         return None
     is_answer = last.get(role) in names
-    if is_answer and not (_is_empty(last.get(text)) and not last.get("tool_calls")):
+    if is_answer and not (_is_empty(last.get(text)) and not (last.get("tool_calls") or last.get("function_call"))):
         return None
     return {**row, column: [*(turns[:-1] if is_answer else turns), {role: answers, text: _OPEN}]}
 

@@ -136,6 +136,11 @@ class TextDataModule(LightningDataModule):
         self.splits = DataSplits(read, named, val_fraction, preparation, chat_template)
         """Data sets, and the samples of those that were read."""
         self.mixing = check_weights([source.weight for source in read["train"]], mixing)
+        if streaming and mixing != "concatenate" and self.mixing.weights is None and len(read["train"]) > 1:
+            raise RecipeError(
+                f"data.mixing={mixing} without weights goes by the sources' sizes, which data.streaming=true does not "
+                "know; give each source a weight, e.g. weight: 1 for equal shares"
+            )
         self.val_fraction, self.max_length = val_fraction, max_length
         self.packing = packing if isinstance(packing, int) and packing else None  # YAML reads off as false
         self.micro_batch_size, self.join_micro_batches = micro_batch_size, join_micro_batches

@@ -115,7 +115,7 @@ def test_bad_rows_are_all_listed_and_exit_1(run: Any, tmp_path: Path, model_fold
 def test_rows_that_are_too_long_to_train_on(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     rows = [*make_rows(3), {"instruction": "a", "output": "red " * 80}]
     data = {"path": write_rows(rows), "max_length": 60, "overlong": "error"}
-    assert "wrong: 1 rows are too long" in run("check", *recipe(tmp_path, model_folder, data), code=1)
+    assert "wrong: 1 sample over data.max_length=60" in run("check", *recipe(tmp_path, model_folder, data), code=1)
 
 
 def test_one_file_for_training_and_validation(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
@@ -169,7 +169,7 @@ def test_histogram() -> None:
 def test_real_data(run: Any, tmp_path: Path, model_folder: str) -> None:
     for name in ("huanhuan", "glaive_toolcall_en_demo", "dummy_conversation"):
         arguments = recipe(tmp_path, model_folder, {"path": str(DATA / f"{name}.json"), "max_length": None})
-        output = run("check", *arguments)
+        output = run("check", *arguments, "--model.config_overrides", "{max_position_embeddings: 32768}")
         assert re.search(rf"train: {name} .* 100.0% *\n", output)
 
 

@@ -25,13 +25,15 @@ def lit_ft(*arguments: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize("dealt", ["joined", "apart", "streamed"])
 def test_two_ranks_equal_one_process(tmp_path: Path, model_folder: str, write_rows: Any, dealt: str) -> None:
     # 21 rows in steps of 8: the last step of an epoch holds 5, which two ranks of micro-batch 2 cannot share evenly.
+    sources: list[dict[str, Any]]
     sources = [{"path": write_rows(count=count, name=f"{name}.json")} for name, count in (("a", 9), ("b", 12))]
+    weighted = [{**source, "weight": 1} for source in sources] if dealt == "streamed" else sources
     one, two = tmp_path / "one", tmp_path / "two"
     length = {"max_steps": 6} if dealt == "streamed" else {"max_epochs": 2}
     arguments = recipe(tmp_path, model_folder, None, **length)
     if dealt == "streamed":
         arguments += ["--data.streaming", "true", "--data.shuffle_buffer", "7", "--data.mixing", "first_exhausted"]
-    arguments += ["--data.sources", json.dumps(sources), "--data.val_sources", json.dumps(sources)]
+    arguments += ["--data.sources", json.dumps(weighted), "--data.val_sources", json.dumps(sources)]
     done = lit_ft(*arguments, "--run_dir", str(one), "--trainer.accumulate_grad_batches", "4")
     assert done.returncode == 0, done.stderr
     options = [

@@ -43,6 +43,11 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
         {"instruction": "q", "input": "", "output": "a", "system": None, "history": None, "id": 3},
         Chat([ASK, SAY]),
     ),
+    "alpaca, empty cells": (
+        "alpaca",
+        {"instruction": "q", "input": "", "output": "a", "system": "", "history": "", "tools": ""},
+        Chat([ASK, SAY]),
+    ),
     "alpaca, all options": (
         "alpaca",
         {"instruction": "q", "input": "i", "output": "a", "system": "s", "history": [["q1", "a1"], ("q2", "a2")]},
@@ -57,6 +62,11 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
                 SAY,
             ]
         ),
+    ),
+    "alpaca, tools": (
+        "alpaca",
+        {"instruction": "q", "output": "a", "tools": json.dumps([TOOL]), "images": []},
+        Chat([ASK, SAY], TOOLS),
     ),
     "alpaca, input alone": ("alpaca", {"instruction": "", "input": "i", "output": "a"}, Chat([turn("user", "i"), SAY])),
     "sharegpt": ("sharegpt", share(("human", "q"), ("gpt", "a")), Chat([ASK, SAY])),
@@ -171,10 +181,44 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
         ),
         Chat([ASK, SAY, ASK, SAY, ASK, SAY], None, {2: True, 3: False, 4: False, 5: True}),
     ),
+    "messages, marks of ms-swift and Axolotl": (
+        "messages",
+        chat(
+            turn("user", "q", loss=True),
+            turn("assistant", "a", loss=False, train_detail=[]),
+            turn("user", "q", training=True),
+            turn("assistant", "a", training=False),
+            turn("user", "q", loss_scale=1.0),
+            turn("assistant", "a", loss_scale=0.0),
+        ),
+        Chat([ASK, SAY, ASK, SAY, ASK, SAY], None, {1: False, 2: True, 3: False, 5: False}),
+    ),
+    "messages, system in a column": (
+        "messages",
+        chat(ASK, turn("assistant", "a", train=False), ASK, SAY, system="s"),
+        Chat([turn("system", "s"), ASK, SAY, ASK, SAY], None, {2: False}),
+    ),
+    "messages, OpenAI's older calls": (
+        "messages",
+        chat(
+            ASK,
+            turn("assistant", None, function_call={"name": "add", "arguments": '{"x": 1}'}),
+            turn("function", "1", name="add"),
+            SAY,
+            functions=[TOOL],
+        ),
+        Chat([ASK, turn("assistant", "", tool_calls=[call("add", x=1)]), turn("tool", "1", name="add"), SAY], TOOLS),
+    ),
     "messages, other keys": (
         "messages",
-        chat(ASK, turn("assistant", "a", name=None, reasoning_content="r")),
-        Chat([ASK, turn("assistant", "a", reasoning_content="r")]),
+        chat(turn("user", "q", name="Ann"), turn("assistant", "a", name=None, reasoning_content="r", refusal="")),
+        Chat(
+            [turn("user", "q", name="Ann"), turn("assistant", "a", reasoning_content="r", refusal="")],
+            None,
+            {},
+            {},
+            {"name"},
+        ),
     ),
     "messages, answer first": ("messages", chat(SAY), Chat([SAY])),
     "completion": ("completion", {"text": " t\n"}, Text(" t\n")),
@@ -183,6 +227,11 @@ READ: dict[str, tuple[str, dict[str, Any], Example]] = {
         "prompt_completion",
         {"prompt": [ASK, SAY, ASK], "completion": [SAY, ASK, SAY], "tools": TOOLS},
         Chat([ASK, SAY, ASK, SAY, ASK, SAY], TOOLS, {1: False}),
+    ),
+    "prompt_completion, messages and a system prompt": (
+        "prompt_completion",
+        {"prompt": [ASK, SAY, ASK], "completion": [SAY], "system": "s"},
+        Chat([turn("system", "s"), ASK, SAY, ASK, SAY], None, {2: False}),
     ),
     "tokenized": ("tokenized", {"input_ids": [5, 6]}, Tokens([5, 6], [5, 6])),
     "tokenized, labels": (
@@ -305,6 +354,13 @@ BAD: dict[str, list[tuple[Any, str]]] = {
             chat(turn("user", [{"type": "image_url"}])),
             "item 1: 'content' holds a part of type 'image_url'; only text can be trained on",
         ),
+        (chat(ASK, SAY, images=["a.png"]), "has 'images'; only text can be trained on; remove the row, or the column"),
+        (chat(turn("system", "s"), ASK, SAY, system="t"), "has a 'system' and a system turn in 'messages'; keep one"),
+        (chat(ASK, turn("assistant", "a", loss_scale=0.5)), "item 2: 'loss_scale' is 0.5; it must be 1 or true"),
+        (
+            chat(ASK, turn("assistant", "a", train_detail=[{"begin_offset": 0, "end_offset": 0, "train": False}])),
+            "item 2: 'train_detail' marks parts of a turn; a turn is trained on in full, or not at all (train: fals",
+        ),
         (chat(turn("user", [{}])), "item 1: 'content' holds a part of type missing; only text can be trained on"),
         (chat(turn("user", ["q"])), "item 1: 'content' holds a part that is a str; only text can be trained on"),
         (chat(turn("user", [{"type": "text"}])), "item 1: 'text' of 'content' is missing; text is needed"),
@@ -345,13 +401,13 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         (chat(ASK, SAY, tools='{"name": "f"}'), "'tools' is a dict; a list of objects is needed"),
     ],
     "completion": [
-        ({}, "'text' is missing; text is needed"),
+        ({}, "has no 'text'; each row needs it (columns here: none)"),
         ({"text": ""}, "'text' is empty; remove it, or the row"),
         ({"text": float("nan")}, "'text' is a float; text is needed"),
     ],
     "prompt_completion": [
-        ({"prompt": "q"}, "'completion' is missing; text is needed"),
-        ({"completion": "a"}, "'prompt' is missing; text is needed"),
+        ({"prompt": "q"}, "has no 'completion'; each row needs it (columns here: 'prompt')"),
+        ({"completion": "a", "prompt": None}, "'prompt' is null; each row needs it"),
         ({"prompt": "q", "completion": ""}, "'completion' is empty; remove it, or the row"),
         ({"prompt": "", "completion": "a"}, "'prompt' is empty; remove it, or the row"),
         ({"prompt": [ASK], "completion": "a"}, "'prompt' is a list of dict; text is needed"),
@@ -487,6 +543,12 @@ def test_columns_are_renamed(form: str, columns: dict[str, str], row: Any, examp
     assert row == before
 
 
+def test_options_of_a_row_may_be_in_a_column_of_another_name() -> None:
+    tokenization = Tokenization(make_tokenizer(), "alpaca", {"output": "answer", "chat_template_kwargs": "how"})
+    example = tokenization.example({"instruction": "q", "answer": "a", "how": {"enable_thinking": False}})
+    assert example == Chat([ASK, SAY], options={"enable_thinking": False})
+
+
 def test_a_column_that_is_not_there() -> None:
     tokenization = Tokenization(make_tokenizer(), "alpaca", {"instruction": "qestion"})
     with pytest.raises(
@@ -504,3 +566,33 @@ def test_a_system_prompt_is_for_conversations_that_bring_none() -> None:
     for role in ("system", "developer"):
         assert example("messages", chat(turn(role, "t"), ASK, SAY)) == Chat([turn(role, "t"), ASK, SAY])
     assert example("completion", {"text": "t"}) == Text("t")
+
+
+def test_what_is_not_read_is_said() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    tokenization = Tokenization(tokenizer, "messages", {"messages": "talk"})
+    named = {"talk": [turn("user", "q", name="Ann"), SAY], "system": "s", "label": 0, "id": "3"}
+    encoded = tokenization.encode([named, {"talk": [ASK, SAY], "label": 1, "empty": "", "source": "web"}])
+    assert tokenization.describe(encoded.notes, 2)[1:] == [
+        "columns that are not read: 'label' (in 2 rows), 'source' (in 1 row)",
+        "keys of turns that the chat template of '' does not use: 'name' (in 1 row)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", [{"text": "great", "label": "good"}, {"prompt": "p", "completion": "c", "system": "s"}]
+)
+def test_a_column_of_conversations_is_not_read_beside_texts(text: Any) -> None:
+    tokenization = Tokenization(make_tokenizer(), find_format(text))
+    *_, unread = text
+    assert tokenization.describe(tokenization.encode([text]).notes, 1) == [
+        f"columns that are not read: {unread!r} (in 1 row)"
+    ]
+
+
+def test_of_many_columns_some_are_named() -> None:
+    tokenization = Tokenization(make_tokenizer(), "completion")
+    encoded = tokenization.encode([{"text": "t", **{f"c{number}": 1 for number in range(10)}}])
+    (line,) = tokenization.describe(encoded.notes, 1)
+    assert line.endswith("'c7' (in 1 row), 2 more")

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -597,8 +598,8 @@ def test_thinking_under_a_key_that_a_template_does_not_show_is_counted(key: str,
     encoded = encode(tokenizer, *rows, form=form)
     assert noted(encoded) == {"thinking left out": 1}
     assert Tokenization(tokenizer, form).describe(encoded.notes, 2) == [
-        "1 of 2 answers have thinking (reasoning_content, reasoning, thinking) that the chat template of '' does not "
-        "show, so it is not trained; write it into the content, or take it out"
+        "1 of the answers of 2 rows have thinking (reasoning_content, reasoning, thinking) that the chat template of "
+        "'' does not show, so it is not trained; write it into the content, or take it out"
     ]
 
 
@@ -622,14 +623,21 @@ def test_thinking_that_a_template_writes_in_no_turn_is_trained_as_it_follows_the
     assert spelled(tokenizer, encoded) == [["red\n</think>a lamp</s>"], ["blue</think>cup</s>"]]
     assert [ids[: runs(labels)[0][0]] for ids, labels in samples(encoded)] == prompts(tokenizer, chat)
     assert noted(encoded) == {"thinking put back": 2, "split": 1}
+    assert Tokenization(tokenizer, "messages", max_length=8).describe(Counter(truncated=2, split=1), 1) == [
+        "2 of the samples of 1 rows are longer than data.max_length=8 tokens and were truncated at the end "
+        "(data.overlong=truncate)",
+        "1 of the answers of 1 rows became samples of their own, because the chat template of '' writes earlier turns "
+        "otherwise than the last",
+    ]
 
 
 def test_answers_without_the_thinking_that_the_generation_prompt_opens_are_said_precisely() -> None:
     tokenizer = make(R1, R1_SPECIAL, "</s>")
     encoded = encode(tokenizer, {"messages": CHAT[1:3]})
     assert Tokenization(tokenizer, "messages").describe(encoded.notes, 1) == [
-        "1 of 1 answers begin in another way than the chat template of '' opens the assistant's turn at inference "
-        "('<|Assistant|><think>\\n', written is '<|Assistant|>'); they are trained as the template writes them"
+        "1 of the answers of 1 rows begin in another way than the chat template of '' opens the assistant's turn at "
+        "inference ('<|Assistant|><think>\\n', written is '<|Assistant|>'); they are trained as the template writes "
+        "them"
     ]
 
 
@@ -699,6 +707,11 @@ def test_templates_that_refuse_or_lose_a_row(name: str) -> None:
     assert encoded.lengths.tolist() == encoded.ids.tolist() == []
     with pytest.raises(RecipeError, match=f"^rows.json, row 7: {re.escape(said)}"):
         Preparation(tokenizer).check(["rows.json, row 7"], encoded)
+
+
+def test_a_blank_answer_is_not_the_fault_of_the_template() -> None:
+    encoded = encode(make(STRIPS), {"messages": [CHAT[1], {"role": "assistant", "content": " \n"}]})
+    assert encoded.bad == [(0, "turn 2 (assistant) is blank; there is nothing to learn from it")]
 
 
 def test_templates_that_render_nothing() -> None:

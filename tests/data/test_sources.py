@@ -214,6 +214,51 @@ def test_a_folder_and_a_glob(write: Any, tmp_path: Path, caplog: pytest.LogCaptu
     assert [row["text"] for _, row in read(f"{folder}/**/*.gz")] == ["deep/c.jsonl.gz"]
 
 
+def test_files_of_a_folder_that_are_no_rows(write: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    for name in ("a.json", "._a.json", ".ipynb_checkpoints/a-checkpoint.json", "dataset_infos.json"):
+        write(f"data/{name}", b'[{"text": "a"}]')
+    write("more/b.json", b'[{"text": "b"}]')
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "more")
+    assert [row for _, row in read(tmp_path / "data")] == [{"text": "a"}]
+    left = "._a.json, a-checkpoint.json, dataset_infos.json, more (a linked folder)"
+    assert f"4 files are not data and were left out: {left}" in caplog.text
+    (tmp_path / "data" / "c.json").symlink_to("gone.json")
+    for path in (tmp_path / "data", f"{tmp_path}/data/*.json"):
+        with pytest.raises(
+            RecipeError, match="c.json' is a link to 'gone.json', which does not exist; remove it, or put"
+        ):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "alone"),
+    [
+        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], "**/*train*"),
+        (["alpaca.Train.jsonl", "alpaca.dev.jsonl"], "**/*Train*"),
+        (["en/train/0.jsonl", "en/validation/0.jsonl"], "en/train"),
+        (["val.jsonl", "test_2.jsonl"], "**/*test*"),
+    ],
+)
+def test_a_folder_of_several_splits(write: Any, tmp_path: Path, names: list[str], alone: str) -> None:
+    for name in names:
+        write(name, json.dumps({"text": name}).encode())
+    with pytest.raises(RecipeError) as refused:
+        read(tmp_path)
+    start, _, all_of_them = str(refused.value).partition(", or all of them with a glob, e.g. ")
+    assert "holds files of several splits (" in start
+    assert start.endswith(f"name those of one, e.g. '{tmp_path}/{alone}'")
+    one = {"val.jsonl": "test_2.jsonl"}.get(names[0], names[0])
+    assert [row for _, row in read(tmp_path / alone)] == [{"text": one}]
+    assert [row for _, row in read(all_of_them.strip("'"))] == [{"text": name} for name in sorted(names)]
+
+
+def test_words_that_stand_for_no_split(write: Any, tmp_path: Path) -> None:
+    for name in ("train.jsonl", "contest.jsonl", "developer.jsonl", "retest.jsonl"):
+        write(name, b'{"text": "a"}')
+    assert len(read(tmp_path)) == 4
+
+
 def test_some_of_the_rows(write: Any, tmp_path: Path) -> None:
     for name in "ab":
         write(f"{name}.txt", b"1\n2\n3\n")
@@ -256,6 +301,12 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         "a.json",
         b'[{"text": "a"},\n{"text": "caf\xe9"}]',
         "a.json:2: is not UTF-8 (byte 29); convert",
+    ),
+    "UTF-16 without a mark": ("a.txt", "red\n".encode("utf-16-le"), "a.txt: holds null bytes, as UTF-16 does; convert"),
+    "Git's pointer": (
+        "a.jsonl",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+        "a.jsonl is Git's pointer to the file, not the file; run `git lfs pull` in the folder",
     ),
     "no UTF-8 in CSV": ("a.csv", b"text\nx\n" + HIGH, "a.csv:3: is not UTF-8; convert the file to UTF-8"),
     "no UTF-8 in text": ("a.txt", b"x\n\n" + HIGH + b"y\n", "a.txt:3: is not UTF-8; convert the file to UTF-8"),

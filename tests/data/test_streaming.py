@@ -143,9 +143,22 @@ def test_bad_rows_stop_a_stream_or_are_counted(sources: list[Source]) -> None:
     assert skipping.describe() == ["the stream: 1 of 86 rows cannot be used and were skipped"]
 
 
+@pytest.mark.parametrize("buffer_rows", [3, 20])
+def test_a_stream_that_gives_nothing_to_learn_from_is_an_error(tmp_path: Path, buffer_rows: int) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "red " * 80, "completion": "a"}) + "\n" for _ in range(7)))
+    said = (
+        "not one of 7 rows has a supervised token within data.max_length=64; the stream: 7 of 7 rows are longer than "
+    )
+    with pytest.raises(RecipeError, match=f"^the stream: {said}"):
+        list(loader([Source(str(path))], buffer_rows=buffer_rows))
+
+
 def test_what_streaming_cannot_do(sources: list[Source], make_trainer: Any, model_folder: str) -> None:
     with pytest.raises(RecipeError, match="set data.max_length too"):
         TextDataModule(sources[0].path, streaming=True, packing=64, max_length=None).load(make_tokenizer())
+    with pytest.raises(RecipeError, match="without weights goes by the sources' sizes, which data.streaming=true does"):
+        TextDataModule(sources=sources, streaming=True, mixing="all_exhausted")
     module = CausalLM(model_folder, lr_scheduler=lambda optimizer: ConstantWithWarmup(optimizer, warmup=0.1))
     with pytest.raises(RecipeError, match="ConstantWithWarmup needs the run's length; set trainer.max_steps"):
         make_trainer(max_epochs=1).fit(module, TextDataModule(sources[0].path, streaming=True))

@@ -292,3 +292,13 @@ def test_a_home_folder_in_paths(write_rows: Any, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("LIT_FT_CACHE", "~/other")
     TextDataModule("~/rows.json").load(make_tokenizer())
     assert (tmp_path / "other" / "tokens").is_dir()
+
+
+def test_columns_that_no_format_has_are_refused(write_rows: Any) -> None:
+    path = write_rows([{"question": "q", "answer": "a", "setting": "s"}])
+    columns = {"instruction": "question", "output": "answer", "sytem": "setting"}
+    for form in ("auto", "alpaca"):
+        with pytest.raises(
+            RecipeError, match="columns maps 'sytem', which is no column of the format alpaca; its columns"
+        ):
+            TextDataModule(path, columns=columns, format=form).load(make_tokenizer())  # type: ignore[arg-type]

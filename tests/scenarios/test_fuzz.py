@@ -113,7 +113,8 @@ def conversation(turns: Any, tools: Any, unlearned: int = 0, system: str = "") -
     listing = listing_of(tools)
     said = [message(turn) for turn in turns]
     marks = [mark(turn) for turn in turns]
-    if system and not (said and turns[0]["role"] == "system"):
+    if system:
+        must(not said or said[0][0] != "s")
         said, marks, unlearned = [("s", system), *said], [None, *marks], unlearned + 1
     letters = "".join(letter for letter, _ in said)
     must(re.fullmatch("s*(u|(?<!a)a|(?<!a)c(t+|$))*", letters) and re.search("[ac]", letters[unlearned:]))
@@ -136,11 +137,11 @@ def conversation(turns: Any, tools: Any, unlearned: int = 0, system: str = "") -
 def alpaca(row: Any) -> list[str]:
     must(isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str) and row["output"])
     question = "\n".join(part for part in (row["instruction"], optional_text(row, "input")) if part)
-    history = [] if row.get("history") is None else row["history"]
+    history = [] if row.get("history") in (None, "") else row["history"]
     must(isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history))
     texts = [*(text for pair in history for text in pair), question, row["output"]]
     must(all(isinstance(text, str) and text for text in texts))
-    written(optional_text(row, "system"), *texts)
+    written(optional_text(row, "system"), listing_of(row.get("tools")), *texts)
     must(all(answer.strip() for answer in texts[1::2]))
     return [answer + END for answer in texts[1::2]]
 
@@ -165,7 +166,7 @@ def sharegpt(row: Any) -> list[str]:
 
 def messages(row: Any) -> list[str]:
     must(isinstance(row.get("messages"), list) and row["messages"])
-    return conversation(row["messages"], row.get("tools"))
+    return conversation(row["messages"], row.get("tools"), system=optional_text(row, "system"))
 
 
 def completion(row: Any) -> list[str]:
@@ -177,7 +178,8 @@ def completion(row: Any) -> list[str]:
 def prompt_completion(row: Any) -> list[str]:
     prompt, answer = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(answer, list):
-        return conversation(prompt + answer, row.get("tools"), unlearned=len(prompt))
+        system = optional_text(row, "system")
+        return conversation(prompt + answer, row.get("tools"), unlearned=len(prompt), system=system)
     must(isinstance(prompt, str) and prompt and isinstance(answer, str) and answer)
     written(prompt, answer)
     return [answer + END]

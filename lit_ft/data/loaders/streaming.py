@@ -47,7 +47,7 @@ class MixedRows(Iterator[PlacedRow]):
 
         Args:
             sources: data sets to read.
-            mixing: proportions of the sources; without weights, equal shares.
+            mixing: proportions of the sources; without weights (of a single source), equal shares.
             position: saved result of ``position``, to continue from; None starts at the first rows.
         """
         self.sources, self.mixing = sources, mixing
@@ -245,8 +245,13 @@ class StreamLoader:
         return {**state, "skip": state["skip"] + taken, "position": 0, "batch": trained // now["units"]}
 
     def _one_pass(self, start: LoaderState) -> Iterator[PackedBatch]:
-        """Micro-batches of the rest of a pass over all rows, from a position on."""
+        """Micro-batches of the rest of a pass over all rows, from a position on.
+
+        Raises:
+            RecipeError: a full pass gives none.
+        """
         position, accumulate = start["position"], self._geometry["accumulate"]
+        gives_none = start["rows"] is None  # unless it turns out to give some
         for number, buffer in enumerate(self._buffers(start), start["buffer"]):
             pieces = micro_batches(
                 buffer.units,
@@ -257,6 +262,7 @@ class StreamLoader:
                 fill_last_window=self._epoch_batches is not None,
             )
             for at, piece in enumerate(islice(pieces, position, None), position):
+                gives_none = False
                 state = {**buffer.start, "epoch": start["epoch"], "buffer": number, "position": at}
                 state["batch"] = self._batch
                 if at % accumulate == 0:
@@ -269,6 +275,11 @@ class StreamLoader:
                 )
                 yield batch
             position = 0
+        if gives_none:
+            raise RecipeError(
+                f"the stream: not one of {self.notes['rows']:,} rows has a supervised token within "
+                f"data.max_length={self.preparation.max_length}; {'; '.join(self.describe())}"
+            )
         self._state = start_of_pass(start["epoch"] + 1)
 
     # --- buffers ---------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ class Chat:
     """Turns that the row marks as supervised or unsupervised, by their index."""
     options: JsonObject = field(default_factory=dict)
     """Variables for the chat template that the row gives, beside those of the recipe."""
+    other_keys: set[str] = field(default_factory=set)
+    """Further keys of turns, which only a template may use."""
 
 
 @dataclass
@@ -78,7 +80,7 @@ def template_options_of(row: RawRow) -> JsonObject:
 
 
 def alpaca(row: RawRow) -> Chat:
-    """Read ``instruction`` and ``output``; optional ``input``, ``system``, ``history`` (pairs of earlier turns).
+    """Read ``instruction`` and ``output``; optional ``input``, ``history`` (pairs), ``system``, ``tools``.
 
     A non-empty ``input`` follows the instruction after a newline, in the user turn.
     """
@@ -88,12 +90,13 @@ def alpaca(row: RawRow) -> Chat:
         raise BadRow("'instruction' is empty; the user turn needs text")
     if not answer:
         raise BadRow("'output' is empty; there is nothing to learn from this row, remove it")
-    messages = _system(_text(row, "system", required=False))
+    chat = _begun(row)
     for number, pair in enumerate(_list(row, "history", required=False), 1):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise BadRow(f"'history' item {number} is {_kind(pair)}; a pair [question, answer] is needed")
-        messages += _turn(*(_string(part, f"'history' item {number}", empty=False) for part in pair))
-    return Chat([*messages, *_turn(question, answer)])
+        chat.messages += _turn(*(_string(part, f"'history' item {number}", empty=False) for part in pair))
+    chat.messages += _turn(question, answer)
+    return chat
 
 
 def sharegpt(row: RawRow) -> Chat:
@@ -111,19 +114,15 @@ def sharegpt(row: RawRow) -> Chat:
             advice = _meant({"user": "human", "assistant": "gpt"}, turn["from"])
             raise BadRow(f"{where}: 'from' is {_shown(turn['from'])}; {advice}known are {', '.join(_SHAREGPT_ROLES)}")
         text = _string(turn.get("value"), f"{where}: 'value'")
-        mark = {key: turn[key] for key in (*_MARKS, *THINKING_KEYS) if turn.get(key) is not None}
+        more = {key: value for key, value in turn.items() if key not in ("from", "value")}
         if role == "call":
             calls = _json(text, f"{where}: 'value' of a function_call")
             if not isinstance(calls, dict | list) or not calls:
                 raise BadRow(f"{where}: 'value' of a function_call is {_shown(text)}; name and arguments are needed")
-            messages.append({"role": "assistant", "content": "", "tool_calls": calls, **mark})
+            messages.append({**more, "role": "assistant", "content": "", "tool_calls": calls})
         else:
-            messages.append({"role": role, "content": text, **mark})
-    if system := _text(row, "system", required=False):
-        if messages[0]["role"] == "system":
-            raise BadRow("has a 'system' and a system turn in 'conversations'; keep one")
-        return _chat(_system(system) + messages, row.get("tools"), "conversations", first=0)
-    return _chat(messages, row.get("tools"), "conversations")
+            messages.append({**more, "role": role, "content": text})
+    return _chat(messages, row, "conversations")
 
 
 _SHAREGPT_ROLES = {
@@ -139,30 +138,32 @@ _SHAREGPT_ROLES = {
 
 
 def messages(row: RawRow) -> Chat:
-    """Read ``messages`` in OpenAI's form: ``role``, ``content``, ``tool_calls``; optional ``tools`` and marks.
+    """Read ``messages`` in OpenAI's form: ``role``, ``content``, ``tool_calls``; optional ``system``, ``tools``, marks.
 
-    ``train: false`` or ``weight: 0`` leaves an assistant turn unsupervised, ``train: true`` supervises any turn.
+    ``train: false``, ``weight: 0`` or ``loss: false`` leaves an assistant turn unsupervised, ``train: true`` supervises
+    any turn.
     """
-    return _chat(_list(row, "messages"), row.get("tools"), "messages")
+    return _chat(_list(row, "messages"), row, "messages")
 
 
 def completion(row: RawRow) -> Text:
     """Read ``text``: every token is supervised, and the end-of-sequence token is appended."""
-    return Text(_string(row.get("text"), "'text'", empty=False))
+    return Text(_text(row, "text", empty=False))
 
 
 def prompt_completion(row: RawRow) -> Text | Chat:
     """Read ``prompt`` and ``completion``: two texts, or two lists of messages; the completion is supervised."""
     prompt, answer = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(answer, list):
-        chat = _chat([*prompt, *answer], row.get("tools"), "prompt and completion")
-        for i, message in enumerate(chat.messages[: len(prompt)]):
+        chat = _chat([*prompt, *answer], row, "prompt and completion")
+        given = len(chat.messages) - len(answer)
+        for i, message in enumerate(chat.messages[:given]):
             if message["role"] == "assistant":
                 chat.marks[i] = False
-        if not any(message["role"] == "assistant" for message in chat.messages[len(prompt) :]):
+        if not any(message["role"] == "assistant" for message in chat.messages[given:]):
             raise BadRow("'completion' holds no assistant turn; there is nothing to learn from this row, remove it")
         return chat
-    return Text(_string(answer, "'completion'", empty=False), _string(prompt, "'prompt'", empty=False))
+    return Text(_text(row, "completion", empty=False), _text(row, "prompt", empty=False))
 
 
 def tokenized(row: RawRow) -> Tokens:
@@ -202,20 +203,50 @@ _TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 
 
 class Format(NamedTuple):
-    """Reader of a format, and the columns that identify it."""
+    """Reader of a format, the columns that identify it, and further ones that it reads."""
 
     read: Callable[[RawRow], Example]
     columns: frozenset[str]
+    optional: frozenset[str] = frozenset()
 
+
+_OF_CHATS = frozenset({"system", "tools", "functions", OPTIONS_COLUMN})
+"""Columns that every format of conversations reads."""
 
 FORMATS: dict[str, Format] = {
-    "tokenized": Format(tokenized, frozenset({"input_ids"})),
+    "tokenized": Format(tokenized, frozenset({"input_ids"}), frozenset({"labels", *_TOKEN_MASKS, "attention_mask"})),
     "messages": Format(messages, frozenset({"messages"})),
     "sharegpt": Format(sharegpt, frozenset({"conversations"})),
-    "alpaca": Format(alpaca, frozenset({"instruction", "output"})),
+    "alpaca": Format(alpaca, frozenset({"instruction", "output"}), frozenset({"input", "history"})),
     "prompt_completion": Format(prompt_completion, frozenset({"prompt", "completion"})),
     "completion": Format(completion, frozenset({"text"})),
 }
+EMPTY: tuple[object, ...] = (None, "", [], {})
+"""Values that say nothing."""
+
+
+def columns_of(form: str) -> list[str]:
+    """Columns that a format reads, those that it needs first."""
+    needed, optional = FORMATS[form].columns, FORMATS[form].optional
+    if form not in ("completion", "tokenized"):
+        optional |= _OF_CHATS
+    return sorted(needed) + sorted(optional)
+
+
+def unread_columns(row: RawRow, example: Example, form: str, columns: Mapping[str, str] | None) -> list[str]:
+    """Columns of a row with a value that its format does not read; ``id`` names a row in ``predict``.
+
+    Args:
+        row: row as it was read.
+        example: what was read of it.
+        form: name of its format.
+        columns: column names of the row, by the format's.
+    """
+    theirs = columns or {}
+    known = FORMATS[form].columns | FORMATS[form].optional | {"id"}
+    known |= _OF_CHATS if isinstance(example, Chat) else set()
+    known = known - theirs.keys() | set(theirs.values())
+    return [name for name in row if name not in known and row[name] not in EMPTY]
 
 
 def find_format(row: RawRow) -> str:
@@ -269,16 +300,33 @@ def renamed(row: RawRow, columns: Mapping[str, str] | None) -> RawRow:
 # --- conversations ---------------------------------------------------------------------------------
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_MARKS = ("train", "weight")
+_MARKS = ("train", "weight", "loss", "loss_scale", "training")
+"""Marks of a turn: of this format, OpenAI's, ms-swift's two, Axolotl's as its documentation names it."""
+_MARK_OF_PARTS = "train_detail"
+"""Axolotl's list of parts of a turn, each with whether it is trained on."""
+_KEYS = frozenset(("role", "content", "tool_calls", *_MARKS, *THINKING_KEYS))
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+"""Columns of what an answer may be about besides text."""
 
 
-def _chat(raw: Sequence[object], tools: object, column: str, first: int = 1) -> Chat:
-    chat = Chat([], _tools(tools))
-    for number, turn in enumerate(raw, first):
+def _begun(row: RawRow) -> Chat:
+    """Conversation with the system prompt and the tools that columns of a row hold, before its first turn."""
+    if (name := next((name for name in _MEDIA if row.get(name) not in EMPTY), None)) is not None:
+        raise BadRow(f"has {name!r}; only text can be trained on; remove the row, or the column")
+    return Chat(_system(_text(row, "system", required=False)), _tools(row))
+
+
+def _chat(raw: Sequence[object], row: RawRow, column: str) -> Chat:
+    chat = _begun(row)
+    for number, turn in enumerate(raw, 1):
         where = f"{column!r} item {number}"
         if not isinstance(turn, Mapping):
             raise BadRow(f"{where} is {_kind(turn)}; an object with 'role' and 'content' is needed")
         message = _message(turn, where)
+        if number == 1 and chat.messages and message["role"] in ("system", "developer"):
+            raise BadRow(f"has a 'system' and a {message['role']} turn in {column!r}; keep one")
+        if message["role"] != "tool":  # a result's name is that of its call
+            chat.other_keys |= {key for key in message.keys() - _KEYS if message[key] not in EMPTY}
         if (mark := _mark(turn, where)) is not None:
             chat.marks[len(chat.messages)] = mark
         _check_order(chat.messages, message["role"], where)
@@ -294,8 +342,10 @@ def _message(turn: Mapping[str, object], where: str) -> Message:
     if role not in _ROLES:
         raise BadRow(f"{where}: 'role' is {_shown(role)}; {_meant({}, role)}known are {', '.join(_ROLES)}")
     # Keys without a value are left out, as in Hugging Face: templates would print None.
-    message = {key: value for key, value in turn.items() if value is not None and key not in _MARKS}
+    message = {key: value for key, value in turn.items() if value is not None and key not in (*_MARKS, _MARK_OF_PARTS)}
     message["role"] = role
+    if "function_call" in message and "tool_calls" not in message:  # OpenAI's older form
+        message["tool_calls"] = message.pop("function_call")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], where)
         if role != "assistant":
@@ -340,18 +390,22 @@ def _check_order(before: list[Message], role: str, where: str) -> None:
 
 
 def _mark(turn: Mapping[str, object], where: str) -> bool | None:
+    if turn.get(_MARK_OF_PARTS):
+        how = "a turn is trained on in full, or not at all (train: false)"
+        raise BadRow(f"{where}: {_MARK_OF_PARTS!r} marks parts of a turn; {how}")
     for key in _MARKS:
         value = turn.get(key)
         if value is None:
             continue
         if not isinstance(value, int | float) or value not in (0, 1):
             raise BadRow(f"{where}: {key!r} is {_shown(value)}; it must be 1 or true (train on it), or 0 or false")
-        # weight: 1 is OpenAI's default for every turn; it makes no user turn supervised.
-        return None if key == "weight" and value else bool(value)
+        # weight: 1 is OpenAI's default for every turn; it makes no user turn supervised. Nor does ms-swift's loss.
+        return None if key in ("weight", "loss", "loss_scale") and value else bool(value)
     return None
 
 
-def _tools(value: object) -> list[JsonObject] | None:
+def _tools(row: RawRow) -> list[JsonObject] | None:
+    value = row.get("functions") if row.get("tools") in EMPTY else row["tools"]  # functions: OpenAI's older form
     if isinstance(value, str):
         value = _json(value, "'tools'") if value.strip() else None
     if value is None or value in ([], {}):
@@ -399,13 +453,13 @@ def _turn(question: str, answer: str) -> list[Message]:
 # --- values ----------------------------------------------------------------------------------------
 
 
-def _text(row: RawRow, column: str, required: bool = True) -> str:
+def _text(row: RawRow, column: str, required: bool = True, empty: bool = True) -> str:
     value = row.get(column)
     if value is None and not required:
         return ""
     if value is None:
         raise BadRow(_no_column(row, column))
-    return _string(value, repr(column))
+    return _string(value, repr(column), empty)
 
 
 def _no_column(row: RawRow, column: str) -> str:
@@ -426,7 +480,7 @@ def _string(value: object, what: str, empty: bool = True) -> str:
 
 def _list(row: RawRow, column: str, required: bool = True) -> list[object]:
     value = row.get(column)
-    if value is None and not required:
+    if value in (None, "") and not required:  # a cell of CSV is empty text
         return []
     if value is None:
         raise BadRow(_no_column(row, column))

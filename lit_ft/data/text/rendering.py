@@ -88,6 +88,8 @@ def chat_samples(
         before, turn = _cut(chat, i, before, through, template, notes)
         turn, has_end = template.cut_after_end_of_turn(turn)
         if not turn.removesuffix(template.ending).strip():
+            if not chat.messages[i]["content"].strip() and "tool_calls" not in chat.messages[i]:
+                raise BadRow(f"turn {i + 1} ({chat.messages[i]['role']}) is blank; there is nothing to learn from it")
             raise BadRow(f"{template.name} shows nothing of turn {i + 1} ({chat.messages[i]['role']})")
         if _is_answer(chat, i):
             notes += _left_out(chat, i, before, turn, template)

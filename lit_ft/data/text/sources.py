@@ -28,6 +28,7 @@ from lit_callbacks.output.printable import printable
 from lit_ft.data.text.json_list import LONGEST_ROW_BYTES, items_of_list
 from lit_ft.data.text.json_object import refuse_one_object
 from lit_ft.errors import BadRow, RecipeError, explained
+from lit_ft.model.files.git_pointer import refuse_pointer
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -42,6 +43,15 @@ TEXT_FILES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".md")
 """Suffixes of the files that are read here; each may be followed by .gz."""
 DEEPEST = 100
 """Maximum nesting of lists and objects; deeper ones break templates and process pools."""
+_NO_DATA = ("readme", "license", "dataset_infos")
+"""Names, in lower case and without suffix, of files that a data folder often has beside its data."""
+_SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Words in the names of files and folders that stand for a split, as the `datasets` library reads them."""
+_SPLIT_WORD = re.compile(rf"(?<![^\W\d_])(?:{'|'.join(_SPLIT_WORDS)})(?![^\W\d_])")
 SUFFIXES = (*TEXT_FILES, *(f"{suffix}.gz" for suffix in TEXT_FILES), ".parquet")
 
 
@@ -117,20 +127,29 @@ class Source:
                 raise RecipeError(f"{self.path}: {path.suffix or 'no suffix'} is not read; give {', '.join(SUFFIXES)}")
             return [path]
         if path.is_dir():
-            candidates = sorted(
-                file for file in path.rglob("*") if file.is_file() and ".cache" not in file.relative_to(path).parts
-            )
+            # Of the folders that are links, which rglob does not follow, the links are candidates: they are named.
+            found = (file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
+            candidates = sorted(file for file in found if ".cache" not in file.relative_to(path).parts)
+            hidden = {file for file in candidates if any(part[0] == "." for part in file.relative_to(path).parts)}
         elif has_magic(self.path):
-            candidates = sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
+            candidates = sorted(Path(name) for name in glob(str(path), recursive=True) if not Path(name).is_dir())
+            hidden = set()
         else:
             raise RecipeError(f"{self.path!r} {_why_no_file(path) or 'does not exist'}; {_what_to_name(self.path)}")
-        # A data folder often has a README, which is not data.
-        files = [file for file in candidates if _is_data(file.name) and file.stem.lower() not in ("readme", "license")]
+        files = [
+            file
+            for file in candidates
+            if _is_data(file.name) and file.stem.lower() not in _NO_DATA and file not in hidden
+        ]
         if not files:
             raise RecipeError(
                 f"{self.path!r} holds no file that can be read ({', '.join(SUFFIXES)}); name another folder"
             )
-        if left := [file.name for file in candidates if file not in files]:
+        if broken := next((file for file in files if not file.is_file()), None):
+            raise RecipeError(f"{str(broken)!r} {_why_no_file(broken)}; remove it, or put back the file")
+        if path.is_dir():
+            _check_one_split(path, files)
+        if left := [f"{file.name}{' (a linked folder)' * file.is_dir()}" for file in candidates if file not in files]:
             number = "1 file is not data and was" if len(left) == 1 else f"{len(left):,} files are not data and were"
             rank_zero_info(f"{self.path}: {number} left out: {', '.join(left[:5])}")
         return files
@@ -217,6 +236,32 @@ def _is_data(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
+def _check_one_split(folder: Path, files: list[Path]) -> None:
+    """Refuse a folder that holds the files of several splits, as a downloaded hub data set does.
+
+    Raises:
+        RecipeError: the names of its files, or of folders in it, say so.
+    """
+    splits: dict[str, tuple[Path, str]] = {}  # by split: its first file, and what names its files alone
+    for file in files:
+        parts = file.relative_to(folder).parts
+        for depth, part in enumerate(parts, 1):
+            if word := _SPLIT_WORD.search(part.lower()):
+                is_folder = depth < len(parts)
+                alone = (
+                    folder.joinpath(*parts[:depth]) if is_folder else folder / "**" / f"*{part[slice(*word.span())]}*"
+                )
+                splits.setdefault(_SPLIT_WORDS[word.group()], (file, str(alone)))
+                break
+    if len(splits) > 1:
+        names = ", ".join(f"{split}: {file.relative_to(folder)}" for split, (file, _) in splits.items())
+        _, named = splits.get("train") or next(iter(splits.values()))
+        raise RecipeError(
+            f"{str(folder)!r} holds files of several splits ({names}); name those of one, e.g. {named!r}, or all of "
+            f"them with a glob, e.g. {str(folder / '**' / '*.*')!r}"
+        )
+
+
 def _why_no_file(path: Path) -> str | None:
     """Why what a path names is neither a file nor a folder; None where it names nothing."""
     if path.is_symlink() and not os.path.exists(path):
@@ -298,6 +343,7 @@ def _file_rows(file: Path, document: str, may_be_json: bool) -> Iterator[tuple[s
 
 def _rows_by_suffix(file: Path, document: str, may_be_json: bool) -> Iterator[tuple[str, RawRow | BadRow]]:
     suffixes = [suffix.lower() for suffix in file.suffixes]
+    refuse_pointer(file, str(file))
     if suffixes[-1] == ".parquet":
         return _parquet_rows(file)
     if file.stat().st_size == 0:
@@ -414,7 +460,10 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow
 
 def _text_rows(file: Path, document: str, may_be_json: bool) -> Iterator[tuple[str, RawRow | BadRow]]:
     with _open(file) as stream:
-        if not may_be_json and (json_start := _JSON_ROWS.match(stream.read(2**12))):
+        start = stream.read(2**12)
+        if b"\0" in start:
+            raise RecipeError(f"{file}: holds null bytes, as UTF-16 does; convert the file to UTF-8")
+        if not may_be_json and (json_start := _JSON_ROWS.match(start)):
             ending = ".json" if json_start[1] else ".jsonl (a row a line) or .json"
             raise RecipeError(
                 f"{file}: holds JSON, and would be read as raw text, keys and braces included; rename it to {ending}, "

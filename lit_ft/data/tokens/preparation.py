@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.data.text.formats import find_format, renamed
+from lit_ft.data.text.formats import columns_of, find_format, renamed
 from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens import cache as token_cache
@@ -100,9 +101,15 @@ class Preparation:
                     f"{location}: columns names {missing[0]!r}, but the row's are {names or 'none'}; fix it"
                 )
             try:
-                return source.format if source.format != "auto" else find_format(renamed(row, source.columns))
+                form = source.format if source.format != "auto" else find_format(renamed(row, source.columns))
             except BadRow as error:
                 raise RecipeError(f"{location}: {error}") from error
+            if unknown := [name for name in source.columns or {} if name not in columns_of(form)]:
+                raise RecipeError(
+                    f"{source.path}: columns maps {unknown[0]!r}, which is no column of the format {form}; its columns "
+                    f"are {', '.join(columns_of(form))}"
+                )
+            return form
         raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed")
 
     def refuse(self, location: str, message: object) -> None:
@@ -162,7 +169,7 @@ class Preparation:
             meta["bad"],
             meta["bad_rows"],
         )
-        prepared.lines.extend(self._describe(prepared, tokenization))
+        prepared.lines.extend(self.describe(prepared, tokenization))
         self._check_left(prepared)
         return prepared
 
@@ -213,8 +220,10 @@ class Preparation:
         # Starting processes costs more than a small data set.
         return available_cores() if sum(file.stat().st_size for file in source.content()) > 5_000_000 else 0
 
-    def _describe(self, prepared: Prepared, tokenization: Tokenization) -> list[str]:
-        lines = tokenization.describe(prepared.notes, prepared.rows)
+    def describe(self, prepared: Prepared, tokenization: Tokenization, besides: Collection[str] = ()) -> list[str]:
+        """Messages about what was done to the rows of a source, without those of the notes ``besides``."""
+        notes = Counter({name: count for name, count in prepared.notes.items() if name not in besides})
+        lines = tokenization.describe(notes, prepared.rows)
         if prepared.bad_rows:
             named = "; ".join(prepared.bad)
             more = ", ..." if prepared.bad_rows > len(prepared.bad) else ""

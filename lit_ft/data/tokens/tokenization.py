@@ -18,6 +18,7 @@ from itertools import chain
 from typing import TypeVar
 
 import numpy as np
+from lit_callbacks.output.quantities import as_count
 from lit_callbacks.protocols import Message
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +33,7 @@ from lit_ft.data.text.formats import (
     Tokens,
     renamed,
     template_options_of,
+    unread_columns,
 )
 from lit_ft.data.text.placeholders import placeholder_in
 from lit_ft.data.text.rendering import Piece, Supervise, chat_samples, text_pieces
@@ -73,6 +75,12 @@ NOTES = {
     "special tokens in text": "rows spell special tokens in their text, which are read as such",
 }
 """Message of each note, printed after a count; names in braces are replaced by settings of the run."""
+_OF_SAMPLES = ("truncated", "prompt truncated", "dropped", "nothing supervised")
+"""Notes that count samples, of which a row gives one unless a template writes earlier turns otherwise."""
+_COLUMN, _KEY = "column ", "key "
+"""Beginnings of notes that name a column of rows, or a key of turns, that is not read."""
+_NAMES_SHOWN = 8
+"""Columns or keys that a message names."""
 
 
 @dataclass
@@ -129,7 +137,22 @@ class Tokenization:
         words = {"max_length": self.max_length, "overlong": self.overlong, "closing": closing, "today": date.today()}
         words["template"] = f"the chat template of {self.tokenizer.name_or_path!r}"
         words["openings"] = _openings(self.template) if notes["other opening"] else ""
-        return [f"{notes[name]:,} of {rows:,} {NOTES[name].format(**words)}" for name in NOTES if notes[name]]
+        lines = []
+        for name in filter(notes.__getitem__, NOTES):
+            subject, rest = NOTES[name].format(**words).split(" ", 1)
+            subject = "samples" if notes["split"] and name in _OF_SAMPLES else subject
+            # A row may have several answers or samples.
+            of = f"the {subject} of {rows:,} rows" if subject in ("answers", "samples") else f"{rows:,} {subject}"
+            lines.append(f"{notes[name]:,} of {of} {rest}")
+        for kind, what in (
+            (_COLUMN, "columns that are not read"),
+            (_KEY, f"keys of turns that {words['template']} does not use"),
+        ):
+            counts = [(name.removeprefix(kind), notes[name]) for name in sorted(notes) if name.startswith(kind)]
+            named = [f"{name!r} (in {as_count(count, 'row')})" for name, count in counts]
+            more = [f"{len(named) - _NAMES_SHOWN:,} more"] if len(named) > _NAMES_SHOWN else []
+            lines += [f"{what}: {', '.join(named[:_NAMES_SHOWN] + more)}"] if named else []
+        return lines
 
     def example(self, row: RawRow | BadRow) -> Example:
         """Convert a row to an example, with the system prompt of the settings where it has none.
@@ -139,7 +162,8 @@ class Tokenization:
         """
         if isinstance(row, BadRow):
             raise row
-        example = FORMATS[self.format].read(renamed(row, self.columns))
+        row = renamed(row, self.columns)
+        example = FORMATS[self.format].read(row)
         if isinstance(example, Chat):
             example.options = template_options_of(row)
         if self.system and isinstance(example, Chat) and example.messages[0]["role"] not in ("system", "developer"):
@@ -158,6 +182,9 @@ class Tokenization:
                 examples[i] = self.example(row)
             except BadRow as error:
                 bad[i] = str(error)
+            else:
+                assert not isinstance(row, BadRow), "example raises it"
+                notes.update(_COLUMN + name for name in unread_columns(row, examples[i], self.format, self.columns))
         if self.format == "tokenized":
             tokens = {i: example for i, example in examples.items() if isinstance(example, Tokens)}
             ids, labels, lengths, owners = self._tokens(tokens, bad)
@@ -201,6 +228,7 @@ class Tokenization:
             noted: list[str] = []  # dropped if the row is refused
             try:
                 if isinstance(example, Chat):
+                    noted += [_KEY + key for key in self._drop_unused(example)]
                     own = chat_samples(example, self.template_of(example), self.supervise, closing, noted)
                     if not all(map(self.template.uses, example.options)):
                         noted.append("options left out")
@@ -223,6 +251,17 @@ class Tokenization:
             samples += own
             owners += [i] * len(own)
         return samples, owners
+
+    def _drop_unused(self, chat: Chat) -> list[str]:
+        """Take the keys that the template does not use out of a conversation's turns, and return them.
+
+        Turns without them render at once, several times as fast as by ``apply_chat_template``.
+        """
+        unused = [key for key in chat.other_keys if not self.template.uses(key)]
+        for message in chat.messages if unused else []:
+            for key in unused:
+                message.pop(key, None)
+        return unused
 
 
 def _openings(template: ChatTemplate) -> str:

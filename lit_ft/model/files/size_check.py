@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError, explained
+from lit_ft.model.files.git_pointer import refuse_pointer
 
 LARGEST = {
     "num_hidden_layers": 10_000,
@@ -26,9 +27,6 @@ LARGEST = {
     "num_experts": 100_000,
 }
 """Upper bounds for sizes in config.json, far above those of any model: with larger ones, building would never end."""
-
-_GIT_LFS = b"version https://git-lfs"
-"""Beginning of the small text that a clone without Git LFS holds in place of a large file."""
 
 
 def check_sizes(path: Path, where: str) -> None:
@@ -123,12 +121,7 @@ def shapes_of(file: Path, where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     Raises:
         RecipeError: the file is damaged, or Git's pointer to it.
     """
-    with file.open("rb") as opened_bytes:
-        if opened_bytes.read(len(_GIT_LFS)) == _GIT_LFS:
-            raise RecipeError(
-                f"{where}: {file.name} is Git's pointer to the file, not the file; run `git lfs pull` in the folder, "
-                "or download it with `hf download`"
-            )
+    refuse_pointer(file, f"{where}: {file.name}")
     with (
         explained(f"{where}: {file.name}", "download it again", also=(SafetensorError,)),
         safe_open(file, framework="pt") as opened,
