@@ -25,6 +25,15 @@ def reduces_views(strategy: DDPStrategy) -> bool:
     return bool(strategy._ddp_kwargs.get("gradient_as_bucket_view"))
 
 
+def validation_interval(trainer: Trainer) -> int | float | None:
+    """``val_check_interval``; None where it is a time, for which Lightning sets no attribute.
+
+    Lightning's own ``EarlyStopping`` reads the attribute all the same, so it is set.
+    """
+    trainer.val_check_interval = interval = getattr(trainer, "val_check_interval", None)  # type: ignore[assignment]
+    return interval
+
+
 def running_epoch(trainer: Trainer) -> int:
     """Index of the running epoch, or of the next one; the public ``current_epoch`` is behind in hooks at its end."""
     return trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]

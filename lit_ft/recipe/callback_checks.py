@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as PlainReduceLROnPlateau
 from lit_ft.accumulation import accumulation
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
+from lit_ft.internals.lightning import validation_interval
 from lit_ft.process import data_parallel, datamodule_of
 from lit_ft.training.metrics import metric_names
 
@@ -143,8 +144,7 @@ class EarlyStoppingCheck(Callback):
         monitor = next((name for name in monitored if name.startswith("val/")), None)
         if stage != "fit" or monitor is None or not isinstance(data, TextDataModule) or data.streaming:
             return
-        interval = trainer.val_check_interval
-        if not isinstance(interval, int | float):  # a time
+        if (interval := validation_interval(trainer)) is None:  # a time
             return
         batches = data.micro_batches_per_epoch(trainer, data_parallel(trainer).size)
         first = first_validation(interval, trainer.check_val_every_n_epoch, batches)
