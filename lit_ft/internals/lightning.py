@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.swa_utils import AveragedModel
 
 
 def rank() -> int:
@@ -60,6 +61,11 @@ def metrics_to_log(trainer: Trainer) -> dict[str, float] | None:
     """Metrics that Lightning logs at the end of this step; None if it logs none. No public API tells before."""
     metrics = trainer._logger_connector.metrics["log"]
     return {name: float(value) for name, value in metrics.items()} if logs_this_step(trainer) else None
+
+
+def average_of(callback: WeightAveraging) -> AveragedModel | None:
+    """Averaged copy of the module that a callback updates; None outside of a fit."""
+    return callback._average_model
 
 
 def note_last_file(callback: ModelCheckpoint, path: Path) -> None:
