@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     OnExceptionCheckpoint,
+    SpikeDetection,
     WeightAveraging,
 )
 from lightning.pytorch.cli import ReduceLROnPlateau
@@ -65,6 +66,8 @@ _REFUSED: dict[type[Callback], str] = {
     "then takes back; compare some: python -m lit_ft sweep --config RECIPE --vary optimizer.lr=1e-5,1e-4,1e-3",
     OnExceptionCheckpoint: "would start a new run from the checkpoint of another one that failed; take "
     "lightning.pytorch.callbacks.ModelCheckpoint with save_on_exception: true, and resume with --resume auto",
+    SpikeDetection: "makes checkpoints that it cannot read again (Lightning 2.6), and lists batches that nothing "
+    "leaves out; take lit_callbacks.SpikeGuard, which skips the step of a spike",
 }
 
 

@@ -188,6 +188,10 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {callbacks: [{class_path: OnExceptionCheckpoint, init_args: {dirpath: .}}]}",
         "OnExceptionCheckpoint would start a new run from the checkpoint of another one that failed; take",
     ),
+    "a callback that cannot resume": (
+        "trainer: {callbacks: [{class_path: SpikeDetection}]}",
+        "SpikeDetection makes checkpoints that it cannot read again (Lightning 2.6), and lists batches that nothing",
+    ),
     "an average that is none": (
         "trainer: {callbacks: [{class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}]}",
         "StochasticWeightAveraging copies a model that is not there yet, and would average nothing; take",
