@@ -19,7 +19,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def norms(gradients: list[Tensor]) -> Tensor:
-    """Norm of each gradient, ``(gradients,)``, computed in fp32 for any dtype; all gradients are on one device."""
+    """Norm of each gradient, ``(gradients,)``, computed in fp32 (fp64 for fp64); all gradients are on one device."""
     return torch.stack(torch_internals.norms(gradients)) if gradients else torch.zeros(0)
 
 

@@ -37,6 +37,13 @@ def test_norm_of_half_precision_is_not_rounded_to_it() -> None:
     assert float(gradient_norm(made)) == pytest.approx(1001**0.5, rel=1e-6)
 
 
+def test_norm_of_double_precision_is_in_it() -> None:
+    made = [*parameters([1.0, 1e-6], dtype=torch.float64), *parameters([0.0])]
+    assert float(gradient_norm(made)) == pytest.approx((1 + 1e-12) ** 0.5, rel=1e-15)
+    clip(made, gradient_norm(made), 0.5)
+    assert float(gradient_norm(made)) == pytest.approx(0.5, rel=1e-5)
+
+
 def test_measured_again_once_a_gradient_has_changed() -> None:
     made = parameters([3.0], [4.0])
     optimizer, measured = torch.optim.SGD(made, lr=0.1), []

@@ -214,6 +214,9 @@ class PhaseProfiler(Profiler):
         """Tear the inner profiler down."""
         self.inner.teardown(stage)
 
+    def __del__(self) -> None:
+        """Leave the inner profiler as it is: Lightning's would tear it down, and it still has a report to write."""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
 

@@ -5,7 +5,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
-from lit_ft.internals.lightning import set_logged_steps
+from lit_ft.internals.lightning import set_logged_steps, validation_interval
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, ChecksOrder, LoaderState, RecountsMicroBatches, RewindsPosition
 
@@ -136,10 +136,10 @@ def _restart_epoch(progress: FitProgress, trainer: Trainer, data: ChecksOrder, s
 
 def _validation_is_due(progress: FitProgress, trainer: Trainer, state: LoaderState) -> bool:
     """Whether the stopped run would have validated next; Lightning would continue without validation."""
-    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    every, interval = trainer.check_val_every_n_epoch, validation_interval(trainer)
     if not progress.was_saved_before_validation or not trainer.enable_validation:
         return False
-    if (every is not None and (progress.epoch + 1) % every) or not isinstance(interval, int | float):
+    if (every is not None and (progress.epoch + 1) % every) or interval is None:
         return False
     if isinstance(interval, float):
         if interval == 1.0 or state.get("batches") is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, WeightAveraging
 from lightning.pytorch.cli import (
     ArgsType,
     LightningArgumentParser,
@@ -70,6 +70,7 @@ from lit_ft.run.state import RunState
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
+from lit_ft.training.lightning_callbacks import check_lightning_callbacks
 from lit_ft.training.loggers import beside_defaults, put_files_in
 from lit_ft.training.optimizers.configure import configure_optimizers, try_out
 from lit_ft.tuning.compatibility import check_situation
@@ -275,7 +276,8 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer so that all its output is in the run folder."""
         folder, given = self.run_folder, self.options_init("trainer")
-        callbacks = self._given_callbacks()
+        # An average of weights first: the others measure and write it at the end.
+        callbacks = sorted(self._given_callbacks(), key=lambda one: not isinstance(one, WeightAveraging))
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder.checkpoints)
@@ -378,6 +380,8 @@ class TrainingCLI(LightningCLI):
 
     def _check(self, stage: str) -> None:
         strategy: object = self.trainer.strategy
+        if stage == "fit" and isinstance(self.model, CausalLM):
+            check_lightning_callbacks(self._given_callbacks(), self.trainer.strategy)
         if isinstance(strategy, ChecksRecipe):
             strategy.check(self.trainer, self.model, self.datamodule)
         if isinstance(self.model, CausalLM):

@@ -26,6 +26,7 @@ from lit_ft.data.text.sources import FormatName, Source
 from lit_ft.data.tokens.preparation import OnBadRow, Preparation
 from lit_ft.data.tokens.truncation import Overlong
 from lit_ft.errors import RecipeError
+from lit_ft.internals.lightning import validation_interval
 from lit_ft.packed_batch import PackedBatch
 from lit_ft.protocols import Checkpoint, LoaderState, Question
 
@@ -234,12 +235,12 @@ class TextDataModule(LightningDataModule):
                 f"{replicas} data-parallel ranks cannot share {len(self.splits['train'])} training samples; use "
                 "as many devices as there are samples at most, or more data"
             )
-        if stage == "fit" and not self.streaming and self.trainer is not None:
+        if stage == "fit" and self.trainer is not None:
             self._check_val_interval(self.trainer, replicas)
 
     def _check_val_interval(self, trainer: Trainer, replicas: int) -> None:
-        interval = trainer.val_check_interval
-        if isinstance(interval, int) and trainer.check_val_every_n_epoch is not None:
+        interval = validation_interval(trainer)
+        if isinstance(interval, int) and trainer.check_val_every_n_epoch is not None and not self.streaming:
             batches = self.micro_batches_per_epoch(trainer, replicas)
             if interval > batches:
                 raise RecipeError(

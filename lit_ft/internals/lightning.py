@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.swa_utils import AveragedModel
 
 
 def rank() -> int:
@@ -23,6 +24,15 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 def reduces_views(strategy: DDPStrategy) -> bool:
     """Whether DDP's buckets are the gradients themselves; Lightning keeps DDP's arguments in a private attribute."""
     return bool(strategy._ddp_kwargs.get("gradient_as_bucket_view"))
+
+
+def validation_interval(trainer: Trainer) -> int | float | None:
+    """``val_check_interval``; None where it is a time, for which Lightning sets no attribute.
+
+    Lightning's own ``EarlyStopping`` reads the attribute all the same, so it is set.
+    """
+    trainer.val_check_interval = interval = getattr(trainer, "val_check_interval", None)  # type: ignore[assignment]
+    return interval
 
 
 def running_epoch(trainer: Trainer) -> int:
@@ -51,6 +61,11 @@ def metrics_to_log(trainer: Trainer) -> dict[str, float] | None:
     """Metrics that Lightning logs at the end of this step; None if it logs none. No public API tells before."""
     metrics = trainer._logger_connector.metrics["log"]
     return {name: float(value) for name, value in metrics.items()} if logs_this_step(trainer) else None
+
+
+def average_of(callback: WeightAveraging) -> AveragedModel | None:
+    """Averaged copy of the module that a callback updates; None outside of a fit."""
+    return callback._average_model
 
 
 def note_last_file(callback: ModelCheckpoint, path: Path) -> None:

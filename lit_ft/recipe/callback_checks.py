@@ -4,34 +4,53 @@ A schedule that reads a metric is checked too.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from difflib import get_close_matches
 from string import Formatter
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    SpikeDetection,
+    WeightAveraging,
+)
 from lightning.pytorch.cli import ReduceLROnPlateau
+from lit_callbacks import AdapterMerger
 from lit_callbacks.internals.lightning_internals import attributes_of
 from torch.optim.lr_scheduler import ReduceLROnPlateau as PlainReduceLROnPlateau
 
 from lit_ft.accumulation import accumulation
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
+from lit_ft.internals.lightning import validation_interval
 from lit_ft.process import data_parallel, datamodule_of
 from lit_ft.training.metrics import metric_names
 
 
-def check_callbacks(callbacks: Iterable[Callback], has_validation: bool) -> None:
-    """Refuse a ``ModelCheckpoint`` or ``EarlyStopping`` that would end the run at its first look.
+def check_callbacks(callbacks: Sequence[Callback], has_validation: bool) -> None:
+    """Refuse callbacks that would end the run at their first look, or take another place than the recipe's.
 
     Args:
         callbacks: callbacks of the trainer.
         has_validation: whether there is validation data, and the trainer looks at it.
 
     Raises:
-        RecipeError: a metric that ``CausalLM`` does not log is monitored, or a file name would be a folder.
+        RecipeError: a metric that ``CausalLM`` does not log is monitored, a file name would be a folder, or a
+            learning rate or a checkpoint would come from outside of the recipe and the run folder.
     """
+    has_average = any(isinstance(one, WeightAveraging) for one in callbacks)
     for callback in callbacks:
+        if has_average and isinstance(callback, AdapterMerger) and callback.on_best:
+            raise RecipeError(
+                "trainer.callbacks: AdapterMerger's on_best writes the weights of that step, and what is best is their "
+                "average; leave on_best out, and after the run: python -m lit_ft export --run RUN --ckpt_path best"
+            )
+        for kind, why in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise RecipeError(f"trainer.callbacks: {type(callback).__name__} {why}")
         if isinstance(callback, EarlyStopping | ModelCheckpoint) and callback.monitor is not None:
             who = f"trainer.callbacks: {type(callback).__name__}"
             check_monitor(callback.monitor, f"{who} monitors", has_validation)
@@ -40,6 +59,16 @@ def check_callbacks(callbacks: Iterable[Callback], has_validation: bool) -> None
             if callback.auto_insert_metric_name:
                 _check_filename(callback.filename)
             _check_fields(callback.filename, has_validation)
+
+
+_REFUSED: dict[type[Callback], str] = {
+    LearningRateFinder: "would train with another learning rate than the recipe's, which a schedule or a resumed run "
+    "then takes back; compare some: python -m lit_ft sweep --config RECIPE --vary optimizer.lr=1e-5,1e-4,1e-3",
+    OnExceptionCheckpoint: "would start a new run from the checkpoint of another one that failed; take "
+    "lightning.pytorch.callbacks.ModelCheckpoint with save_on_exception: true, and resume with --resume auto",
+    SpikeDetection: "makes checkpoints that it cannot read again (Lightning 2.6), and lists batches that nothing "
+    "leaves out; take lit_callbacks.SpikeGuard, which skips the step of a spike",
+}
 
 
 def check_schedule(schedule: object, has_validation: bool) -> None:
@@ -143,8 +172,7 @@ class EarlyStoppingCheck(Callback):
         monitor = next((name for name in monitored if name.startswith("val/")), None)
         if stage != "fit" or monitor is None or not isinstance(data, TextDataModule) or data.streaming:
             return
-        interval = trainer.val_check_interval
-        if not isinstance(interval, int | float):  # a time
+        if (interval := validation_interval(trainer)) is None:  # a time
             return
         batches = data.micro_batches_per_epoch(trainer, data_parallel(trainer).size)
         first = first_validation(interval, trainer.check_val_every_n_epoch, batches)

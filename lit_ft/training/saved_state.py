@@ -10,6 +10,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, tra
 from lit_ft.errors import RecipeError
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
 from lit_ft.protocols import Checkpoint
+from lit_ft.training.lightning_callbacks import TRAINED, complete_average
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
@@ -55,7 +56,8 @@ class SavedState:
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Reduce a checkpoint to the weights that train, and add the state."""
-        checkpoint["state_dict"] = {n: t for n, t in checkpoint["state_dict"].items() if n in self.shapes}
+        for weights in {"state_dict", TRAINED} & checkpoint.keys():
+            checkpoint[weights] = {n: t for n, t in checkpoint[weights].items() if n in self.shapes}
         self.buffers.warn_of_changes(self.forward.base)
         checkpoint["optimizer_names"] = self.optimizer_names
         checkpoint["method_state"] = method_hooks.state_of(self.forward.model)
@@ -84,6 +86,7 @@ class SavedState:
             check_same_base(checkpoint["base"], self.base, "the checkpoint")
         method_hooks.load_state(self.forward.model, checkpoint.get("method_state", {}))
         if trainer is not None:
+            complete_average(checkpoint, {n: t for n, t in self.module.state_dict().items() if n not in self.shapes})
             states = checkpoint.get("optimizer_states") or [{}]
             first = states[0].get("param_groups", [])[:1]
             self._saved_optimizer_options = frozenset(option for group in first for option in group)

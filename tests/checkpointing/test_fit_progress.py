@@ -236,6 +236,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overfit share": {"overfit_batches": 0.4, "accumulate_grad_batches": 2},
     "steps": {"max_steps": 5, "accumulate_grad_batches": 4},
     "validation by steps": {"val_check_interval": 5, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2},
+    "validation by time": {"val_check_interval": {"hours": 1}, "accumulate_grad_batches": 2},
     "validation every second epoch": {"check_val_every_n_epoch": 2, "accumulate_grad_batches": 2},
     "validation by share": {"val_check_interval": 0.3, "limit_val_batches": 1, "accumulate_grad_batches": 2},
 }

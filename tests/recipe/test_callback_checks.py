@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import ReduceLROnPlateau
 
 from lit_ft import RecipeError
+from lit_ft.internals.lightning import validation_interval
 from lit_ft.recipe.callback_checks import check_callbacks, check_schedule, first_validation, run_length
+from lit_ft.recipe.trainer_checks import quiet_trainer
 
 
 @pytest.mark.parametrize("monitor", ["val/loss", "train/grad_norm", "val/loss/tools", "throughput/tokens_per_second"])
@@ -42,6 +45,13 @@ def test_the_worst_is_not_taken_for_the_best(monitor: str, mode: str, better: st
         check_callbacks([make(monitor=monitor, mode=better)], has_validation=True)
         with pytest.raises(RecipeError, match=f"the worst {monitor} for the best with mode={mode}; set mode: {better}"):
             check_callbacks([make(monitor=monitor, mode=mode)], has_validation=True)
+
+
+def test_a_validation_interval_that_is_a_time() -> None:
+    trainer, stopping = quiet_trainer(val_check_interval={"minutes": 5}), EarlyStopping("val/loss")
+    assert validation_interval(trainer) is None
+    stopping.setup(trainer, LightningModule(), "fit")  # Lightning's own reads the interval
+    assert validation_interval(quiet_trainer(val_check_interval=0.25)) == 0.25
 
 
 def test_a_schedule_that_reads_no_metric() -> None:

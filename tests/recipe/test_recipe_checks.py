@@ -180,6 +180,27 @@ CASES: dict[str, tuple[str, str]] = {
         "data: {val_fraction: 0.2}",
         "trainer.max_steps=1 ends the run after 1 micro-batches, before its first validation after 9, so EarlyStopping",
     ),
+    "a learning rate from elsewhere": (
+        "trainer: {callbacks: [{class_path: LearningRateFinder}]}",
+        "LearningRateFinder would train with another learning rate than the recipe's, which a schedule or a resumed",
+    ),
+    "a checkpoint from elsewhere": (
+        "trainer: {callbacks: [{class_path: OnExceptionCheckpoint, init_args: {dirpath: .}}]}",
+        "OnExceptionCheckpoint would start a new run from the checkpoint of another one that failed; take",
+    ),
+    "a callback that cannot resume": (
+        "trainer: {callbacks: [{class_path: SpikeDetection}]}",
+        "SpikeDetection makes checkpoints that it cannot read again (Lightning 2.6), and lists batches that nothing",
+    ),
+    "an average that is none": (
+        "trainer: {callbacks: [{class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}]}",
+        "StochasticWeightAveraging copies a model that is not there yet, and would average nothing; take",
+    ),
+    "the best of an average": (
+        "trainer: {callbacks: [{class_path: EMAWeightAveraging}, {class_path: lit_callbacks.AdapterMerger, "
+        "init_args: {adapter_dir: a, on_best: true}}]}",
+        "AdapterMerger's on_best writes the weights of that step, and what is best is their average; leave on_best out",
+    ),
     "a folder for a file name": (
         "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {filename: '{step}-{val/loss:.2f}'}}]}",
         "write '{step}-loss={val/loss:.2f}' with auto_insert_metric_name: false",

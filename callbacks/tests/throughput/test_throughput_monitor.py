@@ -1,6 +1,7 @@
 """ThroughputMonitor: exact sums under a clock that only the run's own parts move."""
 
 import csv
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lit_callbacks import ThroughputMonitor
 from lit_callbacks.phases import PhaseProfiler, watch
 from lit_callbacks.throughput import clocks
@@ -192,6 +193,18 @@ def test_hooks_that_a_callback_does_not_have_are_no_phase(tmp_path: Path, clock:
     first, second = [place for place, phase in enumerate(heard) if phase == "data"][:2]
     assert heard[first:second].count("callbacks") == 2
     assert callbacks[2].summary["step_seconds/callbacks"] == 1
+
+
+def test_the_users_profiler_keeps_what_it_recorded(tmp_path: Path) -> None:
+    profiler = AdvancedProfiler(dirpath=tmp_path, filename="times")
+
+    class Collect(Callback):
+        def teardown(self, *_: Any, **__: Any) -> None:
+            gc.collect()  # a profiler of Lightning that is collected forgets its records
+
+    make_trainer(tmp_path, callbacks=[ThroughputMonitor(), Collect()], profiler=profiler).fit(Digits(), digits())
+    report = (tmp_path / "fit-times.txt").read_text()
+    assert "Profile stats for: [Strategy]SingleDeviceStrategy.training_step" in report
 
 
 def test_the_users_profiler_goes_on_and_comes_back(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Lightning's callbacks that change what is trained: which are refused, and averages that leave the base alone."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
+
+from lit_ft.errors import RecipeError
+from lit_ft.protocols import Checkpoint
+
+TRAINED = "current_model_state"
+"""Key of the weights that are trained in a checkpoint of ``WeightAveraging``, whose ``state_dict`` is their average."""
+_REFUSED: dict[type[Callback], str] = {
+    BaseFinetuning: "freezes parts of a model that is not there yet; name the weights that train by model.trainable, "
+    "or train an adapter with model.peft",
+    BatchSizeFinder: "trains steps that the run then lacks, and the recipe would not say with which batch size it ran; "
+    "set data.micro_batch_size, and see the memory that it takes: python -m lit_ft plan --config RECIPE",
+    ModelPruning: "prunes a model that is not there yet; prune the merged model, with torch.nn.utils.prune",
+    StochasticWeightAveraging: "copies a model that is not there yet, and would average nothing; take "
+    "lightning.pytorch.callbacks.EMAWeightAveraging, which can start at an epoch (update_starting_at_epoch)",
+}
+
+
+def check_lightning_callbacks(callbacks: Iterable[Callback], strategy: Strategy) -> None:
+    """Refuse callbacks of Lightning that would do nothing, or not what they are for.
+
+    Args:
+        callbacks: callbacks of the trainer.
+        strategy: the trainer's strategy.
+
+    Raises:
+        RecipeError: there is one.
+    """
+    for callback in callbacks:
+        name = type(callback).__name__
+        for kind, why in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise RecipeError(f"trainer.callbacks: {name} {why}")
+        if isinstance(callback, WeightAveraging) and type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
+            raise RecipeError(
+                f"trainer.callbacks: {name} averages weights that each rank holds in full, on one device or with DDP, "
+                f"and not under {type(strategy).__name__}; remove it, or set trainer.strategy: ddp"
+            )
+
+
+def average_what_differs(average: AveragedModel) -> None:
+    """Let an average leave elements as they are that equal those of the model, as frozen weights do.
+
+    The usual formula of EMA, ``decay * average + (1 - decay) * current``, rounds them; of a quantized base it
+    changes the codes.
+    """
+    if average.multi_avg_fn is not None:
+        return
+    mean: Callable[[Tensor, Tensor, Tensor | int], Tensor] = average.avg_fn or get_swa_avg_fn()
+
+    def mean_or_same(averaged: Tensor, current: Tensor, count: Tensor | int) -> Tensor:
+        return torch.where(averaged == current, averaged, mean(averaged, current, count).to(averaged.dtype))
+
+    average.avg_fn = mean_or_same
+
+
+def complete_average(checkpoint: Checkpoint, frozen: dict[str, Tensor]) -> None:
+    """Add the frozen weights to those of a checkpoint of ``WeightAveraging``, which loads all of a model or nothing."""
+    if TRAINED in checkpoint:
+        checkpoint |= {name: frozen | checkpoint[name] for name in ("state_dict", TRAINED)}
