@@ -365,10 +365,12 @@ def head_parameters(model: PreTrainedModel) -> list[Tensor]:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """Decoder layers of a module: those that Hugging Face lists in ``_no_split_modules``."""
+    """Decoder layers of a module: those that Hugging Face lists in ``_no_split_modules``, the outermost ones."""
     names: set[str] = set()
     for model in module.modules():
         if isinstance(model, PreTrainedModel):
             names |= decoder_layer_classes(model)
     # Base classes count too, because fully_shard replaces a layer's class by a derived one.
-    return [layer for layer in module.modules() if names & {kind.__name__ for kind in type(layer).__mro__}]
+    layers = [layer for layer in module.modules() if names & {kind.__name__ for kind in type(layer).__mro__}]
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}  # Mamba lists its mixers too
+    return [layer for layer in layers if layer not in inner]

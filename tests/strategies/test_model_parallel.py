@@ -718,6 +718,10 @@ CASES = {
         ],
         "tensor_parallel_size=2 cannot shard the packed weights of a quantized base",
     ),
+    "INT8 base": (
+        ["--trainer.devices=2", f"{S}data_parallel_size=2", "--config=recipes/tuning/qlora_int8.yaml", "--merge=false"],
+        "data_parallel_size=2: bitsandbytes keeps the scales of INT8 weights",
+    ),
     "method": (
         ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/ia3.yaml"],
         r"IA3 was not compared with one process \(tensor_parallel_size=2\); take LoraConfig on linear layers",

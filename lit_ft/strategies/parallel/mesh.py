@@ -109,6 +109,9 @@ class ParallelDims:
                     situation = "fsdp" if name == "data" else name
                     compatibility.check_situation(peft, situation, f"{name}_parallel_size={size}")
         _check_mixers(sizes, base)
+        for name in ("data", "context"):
+            if spec is not None and getattr(sizes, name) > 1:
+                spec.base.check_shards(f"{name}_parallel_size={getattr(sizes, name)}")
         if sizes.tensor > 1:
             # The skeleton always has dense weights; the module knows whether quantized ones will be read.
             if (spec is not None and spec.base.is_quantized) or is_quantized(base):
