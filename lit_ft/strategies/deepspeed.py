@@ -21,7 +21,7 @@ from lit_ft.checkpointing.storage import sharded
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
-from lit_ft.internals.deepspeed import stop_gathering_in_calls
+from lit_ft.internals.deepspeed import restore_linear, stop_gathering_in_calls
 from lit_ft.internals.torch import without_forward_hooks
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.loading import decoder_layers
@@ -279,6 +279,11 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
                 part for part, key in offloads.items() if zero.get(key, {}).get("device", "none") != "none"
             ),
         )
+
+    def teardown(self) -> None:
+        """Leave nothing of DeepSpeed's in torch."""
+        super().teardown()
+        restore_linear()
 
     # --- steps -----------------------------------------------------------------------------------
 
