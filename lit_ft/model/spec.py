@@ -95,7 +95,7 @@ class ModelSpec:
         Raises:
             RecipeError: one of them does not fit.
         """
-        loading.check_attention(self.attn_implementation)
+        loading.check_attention(self.attn_implementation, self.config)
         skeleton = loading.skeleton(self.pretrained, self.dtype, self.config_overrides)
         self._check_weights(skeleton)
         embeddings.resize_embeddings(skeleton, self.tokenizer, len(self.added_ids))
