@@ -142,6 +142,15 @@ class ParallelDims:
         if sizes.context > 1:
             _check_context(sizes.context, module, base)
         if sizes.pipeline > 1:
+            if (
+                self.schedule in pipeline_parallel.ZERO_BUBBLE
+                and spec is not None
+                and spec.gradient_checkpointing == "selective"
+            ):
+                raise RecipeError(
+                    f"schedule={self.schedule} runs the backward pass of a layer twice, and what "
+                    "model.gradient_checkpointing=selective keeps is there once; set it to true, or take 1F1B"
+                )
             self._check_stages(sizes, base)
 
     def _check_experts(self, sizes: MeshSizes, base: PreTrainedModel) -> None:
