@@ -66,6 +66,17 @@ def has_optimizer_on_disk(engine: DeepSpeedEngine) -> bool:
     return bool(getattr(engine.optimizer, "swap_optimizer", False))
 
 
+def restore_linear() -> None:
+    """Give ``torch.nn.functional.linear`` back, which stage 3 replaces for the whole process by one of its own.
+
+    That one adds biases in place, to products that selective checkpointing of a later run would keep.
+    """
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    if (linear := getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)) is not None:
+        nn.functional.linear = linear
+
+
 def stop_gathering_in_calls(engine: DeepSpeedEngine, modules: Collection[nn.Module]) -> None:
     """Remove the hooks by which stage 3 gathers the weights of modules for each of their calls."""
     hooks = {id(registered) for module in modules for registered in forward_hooks(module)}

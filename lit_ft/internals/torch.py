@@ -125,6 +125,11 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
         module._forward_pre_hooks, module._forward_hooks = hooks
 
 
+def is_in_backward() -> bool:
+    """Whether a backward pass runs in this thread, as where activation checkpointing recomputes a forward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # --- torch.compile -------------------------------------------------------------------------------------
 
 

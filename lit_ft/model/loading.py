@@ -191,14 +191,18 @@ def pick_attention(config: PretrainedConfig, requested: str) -> str:
     is not supported, the other or ``eager`` computes what the model needs, sample by sample.
     """
     if requested != "auto":
-        check_attention(requested)
+        check_attention(requested, config)
         return requested
     functions = attention_functions(config)
     return PACKED if {"flash", "sdpa"} <= functions else "sdpa" if "sdpa" in functions else "eager"
 
 
-def check_attention(requested: str) -> None:
-    """Refuse a name of no attention function, and one whose package is not installed.
+def check_attention(requested: str, config: PretrainedConfig) -> None:
+    """Refuse a name of no attention function, and one that the model lacks or whose package is not installed.
+
+    Args:
+        requested: name of an attention function, or ``auto``.
+        config: config of the model.
 
     Raises:
         RecipeError: it cannot be used.
@@ -208,6 +212,11 @@ def check_attention(requested: str) -> None:
         near = get_close_matches(requested, known, n=1)
         advice = f"did you mean {near[0]}?" if near else "leave it out: auto is right for packed batches"
         raise RecipeError(f"model.attn_implementation={requested!r} is none of {', '.join(known)}; {advice}")
+    if requested == "sdpa" and "sdpa" not in attention_functions(config):
+        raise RecipeError(
+            f"model.attn_implementation=sdpa does not compute the attention of {config.model_type}; leave it out: auto "
+            "is right for packed batches"
+        )
     is_installed = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
     if requested in is_installed and not is_installed[requested]():
         raise RecipeError(
@@ -365,10 +374,12 @@ def head_parameters(model: PreTrainedModel) -> list[Tensor]:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """Decoder layers of a module: those that Hugging Face lists in ``_no_split_modules``."""
+    """Decoder layers of a module: those that Hugging Face lists in ``_no_split_modules``, the outermost ones."""
     names: set[str] = set()
     for model in module.modules():
         if isinstance(model, PreTrainedModel):
             names |= decoder_layer_classes(model)
     # Base classes count too, because fully_shard replaces a layer's class by a derived one.
-    return [layer for layer in module.modules() if names & {kind.__name__ for kind in type(layer).__mro__}]
+    layers = [layer for layer in module.modules() if names & {kind.__name__ for kind in type(layer).__mro__}]
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}  # Mamba lists its mixers too
+    return [layer for layer in layers if layer not in inner]

@@ -103,6 +103,15 @@ def _stored(config: PretrainedConfig) -> dict[str, object] | None:
     return getattr(config, "quantization_config", None)
 
 
+def is_bitsandbytes_int8(quantization: QuantizationConfigMixin | PretrainedConfig) -> bool:
+    """Whether linear layers are bitsandbytes' in INT8: by a recipe's quantization, or the config of a checkpoint."""
+    if isinstance(quantization, QuantizationConfigMixin):
+        values: Any = quantization.to_dict()
+    else:
+        values = _stored(quantization) or {}
+    return bool(values.get("load_in_8bit"))
+
+
 def is_quantized(model: PreTrainedModel) -> bool:
     """Whether the weights of a model are packed; transformers sets the attribute while it reads them."""
     return bool(getattr(model, "is_quantized", False))

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import process
-from lit_ft.errors import option_called
+from lit_ft.errors import RecipeError, option_called
 from lit_ft.model import embeddings, loading, quantization
 from lit_ft.model.config.overrides import Overrides
 from lit_ft.model.files import fingerprint, size_check, text_part
@@ -65,6 +65,21 @@ class ModelSpec:
         """Whether the weights are quantized: by the recipe, or already in the files."""
         return self.quantization is not None or (self.init == "pretrained" and quantization.is_packed(self.config))
 
+    def check_shards(self, value: str) -> None:
+        """Refuse a quantized base whose weights cannot be sharded.
+
+        Args:
+            value: value of the recipe that shards them, e.g. ``data_parallel_size=2``.
+
+        Raises:
+            RecipeError: the base is one in bitsandbytes' INT8.
+        """
+        if self.is_quantized and quantization.is_bitsandbytes_int8(self.quantization or self.config):
+            raise RecipeError(
+                f"{value}: bitsandbytes keeps the scales of INT8 weights in attributes that shards do not have; take "
+                "NF4 (load_in_4bit: true), trainer.strategy=ddp, or lit_ft.strategies.DeepSpeedStrategy"
+            )
+
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Fingerprint that tells this base model from another one."""
         return fingerprint.fingerprint(self.pretrained, self.init, process.seed())
@@ -80,7 +95,7 @@ class ModelSpec:
         Raises:
             RecipeError: one of them does not fit.
         """
-        loading.check_attention(self.attn_implementation)
+        loading.check_attention(self.attn_implementation, self.config)
         skeleton = loading.skeleton(self.pretrained, self.dtype, self.config_overrides)
         self._check_weights(skeleton)
         embeddings.resize_embeddings(skeleton, self.tokenizer, len(self.added_ids))

@@ -21,8 +21,10 @@ from lit_ft.checkpointing.storage import sharded
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
-from lit_ft.internals.deepspeed import stop_gathering_in_calls
+from lit_ft.internals.deepspeed import restore_linear, stop_gathering_in_calls
 from lit_ft.internals.torch import without_forward_hooks
+from lit_ft.model.isolation import token_mixers
+from lit_ft.model.loading import decoder_layers
 from lit_ft.model.spec import ModelSpec
 from lit_ft.planning.layout import Replication
 from lit_ft.process import datamodule_of
@@ -191,6 +193,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         (self._initialize_deepspeed_train if is_fitting else self._initialize_deepspeed_inference)(self.model)
         if self.zero_stage_3:
             self._keep_head_whole()
+            self._gather_mixers_with_layers()
             assert self.lightning_module is not None
             wrap_answer(self.lightning_module, self._answer_in_engine)
         self.barrier()
@@ -225,9 +228,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         The loss calls the head once per chunk of tokens, so a rank with more tokens calls it more often, and computes
         its gradient at once; ranks that gather at different times would deadlock. It costs the memory of the head.
         """
-        module = self.lightning_module
-        assert module is not None
-        base = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
+        module, base = self.lightning_module, self._model_of_run()
         if base is None:
             return
         import deepspeed
@@ -238,6 +239,27 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         for part in head:
             for parameter in part.parameters(recurse=False):
                 deepspeed.zero.register_external_parameter(module, parameter)
+
+    def _gather_mixers_with_layers(self) -> None:
+        """Gather what runs sample by sample once for each call of its layer, instead of once for each sample.
+
+        Ranks have different numbers of samples in a packed batch, and would gather at different times.
+        """
+        if (base := self._model_of_run()) is None:
+            return
+        import deepspeed
+
+        for layer in decoder_layers(base):
+            for mixer in token_mixers.mixers(layer, in_layer=True):
+                if token_mixers.isolates(base, mixer):
+                    continue
+                stop_gathering_in_calls(self.deepspeed_engine, list(mixer.modules()))
+                for parameter in mixer.parameters():
+                    deepspeed.zero.register_external_parameter(layer, parameter)
+
+    def _model_of_run(self) -> PreTrainedModel | None:
+        assert self.lightning_module is not None
+        return next((m for m in self.lightning_module.modules() if isinstance(m, PreTrainedModel)), None)
 
     def replication(self) -> Replication:
         """Numbers of ranks that each part is split over, from DeepSpeed's configuration."""
@@ -257,6 +279,11 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
                 part for part, key in offloads.items() if zero.get(key, {}).get("device", "none") != "none"
             ),
         )
+
+    def teardown(self) -> None:
+        """Leave nothing of DeepSpeed's in torch."""
+        super().teardown()
+        restore_linear()
 
     # --- steps -----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from lit_ft.planning.layout import Layout
 from lit_ft.strategies.module_calls import gather_in_answer
 from lit_ft.strategies.parallel.mesh import MeshSizes, base_of
 from lit_ft.strategies.separate_dtypes import shard_by_dtype
-from lit_ft.strategies.sharded import ShardedStrategy
+from lit_ft.strategies.sharded import ShardedStrategy, check_shared
 from lit_ft.training.spec import spec_of
 from lit_ft.tuning.compatibility import check_situation
 
@@ -61,13 +61,15 @@ class FSDPStrategy(ShardedStrategy):
         self.shard_mesh: DeviceMesh | None = None
 
     def check(self, trainer: Trainer, module: nn.Module, datamodule: LightningDataModule | None = None) -> None:
-        """Refuse tuning methods that cannot be sharded, before weights are read.
+        """Refuse tuning methods and quantized bases that cannot be sharded, before weights are read.
 
         Raises:
-            RecipeError: the tuning method does not work on shards; the message names it.
+            RecipeError: the tuning method or base does not work on shards; the message names it.
         """
         spec = spec_of(module)
         check_situation(None if spec is None else spec.tuning.peft, "fsdp")
+        if spec is not None:
+            spec.base.check_shards("trainer.strategy=FSDPStrategy")
 
     # --- processes and mesh ----------------------------------------------------------------------
 
@@ -120,7 +122,9 @@ class FSDPStrategy(ShardedStrategy):
             mp_policy=self._precision_policy(),
             offload_policy=pinned if self.cpu_offload else OffloadPolicy(),
         )
-        for layer in decoder_layers(module):
+        layers = decoder_layers(module)
+        check_shared(module, layers)
+        for layer in layers:
             self._cast_to_trained_dtype(layer)
             shard_by_dtype(layer, partial(shard, reshard_after_forward=self.reshard_after_forward))
         self._cast_to_trained_dtype(module)

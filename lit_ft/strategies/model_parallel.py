@@ -49,7 +49,7 @@ from lit_ft.strategies.parallel.tensor_parallel import TensorParallel
 from lit_ft.strategies.parallel.tensor_plan import Plan
 from lit_ft.strategies.parallel.tied_embeddings import TiedEmbeddings
 from lit_ft.strategies.separate_dtypes import shard_by_dtype
-from lit_ft.strategies.sharded import ShardedStrategy, T
+from lit_ft.strategies.sharded import ShardedStrategy, T, check_shared
 
 PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
 
@@ -297,6 +297,8 @@ class ModelParallelStrategy(ShardedStrategy):
         return of_context * (sizes.tensor if self.sequence_parallel else 1)
 
     def _shard_over_data(self, module: nn.Module, layers: Sequence[nn.Module], stages: Sequence[StageModule]) -> None:
+        if not stages:
+            check_shared(module, layers)
         experts = self._assign_experts(layers) if self.expert_parallel_size > 1 and self.tensor is None else set()
         # For gradients, ranks with other tokens of a packed batch are the same as ranks with other packed batches.
         mesh = self._mesh(DATA) if self.context is None else flatten_mesh(self.device_mesh[DATA, CONTEXT], "shard")

@@ -27,6 +27,7 @@ from lit_ft.checkpointing.storage import sharded, sharded_safetensors
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.checkpointing.storage.sharded import OptimizerState
+from lit_ft.errors import RecipeError
 from lit_ft.gradient_norm import local, norms
 from lit_ft.internals.torch import clear_mesh_caches
 from lit_ft.model.files import deferred_cast, finite_weights
@@ -36,6 +37,27 @@ from lit_ft.training.optimizers import compatibility as optimizer_support
 from lit_ft.training.spec import spec_of
 
 T = TypeVar("T")
+
+
+def check_shared(module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Refuse a model that uses one weight in several layers, or in a layer and outside of it.
+
+    Args:
+        module: module whose layers are sharded one by one.
+        layers: the layers.
+
+    Raises:
+        RecipeError: there is such a weight.
+    """
+    layer_of = {part: layer for layer in layers for part in layer.modules()}
+    places: dict[nn.Parameter, nn.Module | None] = {}
+    for name, part in module.named_modules():
+        for weight in part.parameters(recurse=False):
+            if places.setdefault(weight, layer_of.get(part)) is not layer_of.get(part):
+                raise RecipeError(
+                    f"{name} shares a weight with a layer, and each layer is sharded by itself; take "
+                    "trainer.strategy=ddp, or lit_ft.strategies.DeepSpeedStrategy with stage=2"
+                )
 
 
 class ShardedStrategy(LightningModelParallelStrategy):

@@ -10,6 +10,7 @@ from lit_callbacks.distributed.host_copy import HostCopy
 from torch import Tensor, distributed, nn
 from torchmetrics import Metric
 
+from lit_ft.internals import torch as torch_internals
 from lit_ft.internals.transformers import GroupedExperts
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.tuning.targets.experts import ExpertLayer, expert_layers
@@ -131,8 +132,8 @@ class BarMetrics:
 class ExpertLoad(Metric):
     """Tokens of the busiest expert of a layer over the mean of its experts, for each layer; 1 where all are equal.
 
-    Hooks before the experts count the tokens of training, on the device. With activation checkpointing a layer counts
-    them twice, which does not change its ratio.
+    Hooks before the experts count the tokens of training, on the device. A pass that recomputes activations is not
+    counted: that of a step's last micro-batch comes after the step is logged, and would count into the next one.
     """
 
     full_state_update = False
@@ -161,7 +162,7 @@ class ExpertLoad(Metric):
     def _before_experts(
         self, layer_index: int, experts: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:
-        if experts.training:
+        if experts.training and not torch_internals.is_in_backward():
             self.update(layer_index, (*args, *kwargs.values())[1])
 
     def update(self, layer_index: int, index: Tensor) -> None:

@@ -132,6 +132,8 @@ class TrainingSpec:
             router_loss.say_what_is_left_out(base)
         rotary_embedding.keep_samples_apart(base)
         token_mixers.keep_samples_apart(base)
+        # Some models draw while they are built, though not where they are built without memory for weights.
+        torch.manual_seed(process.seed())
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
         model, start = self.tuning.adapt(base, self.base, start, batches, forward=for_init)
         options = self.activation_offload, self.router_aux_loss

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lit_callbacks.output import heartbeat
 from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, LlamaConfig
 from transformers.utils import is_flash_attn_2_available
 
 from lit_ft import CausalLM, RecipeError
@@ -131,13 +132,16 @@ def test_folders_and_files_beside_models(model_folder: str, tmp_path: Path) -> N
 
 
 def test_attention_that_is_not_there() -> None:
-    check_attention("sdpa")
-    check_attention("kernels-community/flash-attn")
+    llama = LlamaConfig()
+    check_attention("sdpa", llama)
+    check_attention("kernels-community/flash-attn", llama)
+    with pytest.raises(RecipeError, match="sdpa does not compute the attention of gpt_oss; leave it out"):
+        check_attention("sdpa", GptOssConfig())
     with pytest.raises(RecipeError, match=r"model.attn_implementation='spda' is none of .*; did you mean sdpa\?"):
-        check_attention("spda")
+        check_attention("spda", llama)
     if not is_flash_attn_2_available():
         with pytest.raises(RecipeError, match="flash_attention_2 needs the package flash-attn and a GPU"):
-            check_attention("flash_attention_2")
+            check_attention("flash_attention_2", llama)
 
 
 @pytest.mark.parametrize("name", ["{}", "a\x00b", "-", "x" * 300])

@@ -197,6 +197,7 @@ SAME: dict[str, Case] = {
         partial(zero, 3), {"peft": peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}, True, tokens_per_chunk=4
     ),
     "zero3, checkpointed activations": Case(partial(zero, 3), {"gradient_checkpointing": True}),
+    "zero3, attention sample by sample": Case(partial(zero, 3), {"attn_implementation": "eager"}, validates=True),
     **{
         f"{name}, rows apart": Case(partial(zero, stage), data={"join_micro_batches": False})
         for name, stage in STAGES.items()
@@ -509,6 +510,24 @@ def test_added_tokens_that_train_beside_an_adapter_are_refused_at_stage_3() -> N
         RecipeError, match=r"trainable_token_indices=\['<a>'\] reads weights .* \(stage=3\); set stage to 2"
     ):
         strategy.check(trainer_with(strategy), CausalLM("nowhere", peft=LORA, added_tokens=["<a>"]))
+
+
+def fit_and_compare_linear(folder: str) -> bool:
+    before = torch.nn.functional.linear
+    fit(folder, Case(partial(zero, 3)))
+    return torch.nn.functional.linear is before
+
+
+@pytest.mark.processes
+def test_stage_3_leaves_torchs_linear_as_it_was(folders: Any) -> None:
+    """It adds biases in place, so that a later run in the process with selective checkpointing would be wrong."""
+    assert on_ranks(2, fit_and_compare_linear, folders(), timeout=90) == [True, True]
+
+
+def test_selective_checkpointing_is_refused_at_stage_3() -> None:
+    strategy = DeepSpeedStrategy(stage=3)
+    with pytest.raises(RecipeError, match=r"biases in place \(stage=3\), and gradients would be wrong; set it to true"):
+        strategy.check(trainer_with(strategy), CausalLM("nowhere", gradient_checkpointing="selective"))
 
 
 def test_arguments_beside_a_config_are_refused() -> None:

@@ -719,6 +719,19 @@ CASES = {
         ],
         "tensor_parallel_size=2 cannot shard the packed weights of a quantized base",
     ),
+    "zero bubbles and selective checkpointing": (
+        [
+            "--trainer.devices=2",
+            f"{S}pipeline_parallel_size=2",
+            f"{S}schedule=ZBVZeroBubble",
+            "--model.gradient_checkpointing=selective",
+        ],
+        "ZBVZeroBubble runs the backward pass of a layer twice, .* set it to true, or take 1F1B",
+    ),
+    "INT8 base": (
+        ["--trainer.devices=2", f"{S}data_parallel_size=2", "--config=recipes/tuning/qlora_int8.yaml", "--merge=false"],
+        "data_parallel_size=2: bitsandbytes keeps the scales of INT8 weights",
+    ),
     "method": (
         ["--trainer.devices=2", f"{S}tensor_parallel_size=2", "--config=recipes/tuning/ia3.yaml"],
         r"IA3 was not compared with one process \(tensor_parallel_size=2\); take LoraConfig on linear layers",

@@ -24,6 +24,7 @@ from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
+from lit_ft.strategies.sharded import check_shared
 from lit_ft.training.optimizers import compatibility
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("strategies")]  # its tests share ranks and fits
@@ -124,7 +125,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "way"), [("qwen3_5_text", "LoRA"), ("qwen3_5_text", "full"), ("deepseek_v32", "full")]
+    ("architecture", "way"),
+    [("qwen3_5_text", "LoRA"), ("qwen3_5_text", "full"), ("deepseek_v32", "full"), ("mamba", "LoRA")],
 )
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_layers_that_run_sample_by_sample_compute_the_same(
@@ -139,7 +141,8 @@ def test_layers_that_run_sample_by_sample_compute_the_same(
 ) -> None:
     """Ranks have different numbers of samples in a packed batch, and compute each sample for itself.
 
-    Qwen3.5 has three gated delta nets and an attention layer; DeepSeek-V3.2 has indexers, which get no gradient.
+    Qwen3.5 has three gated delta nets and an attention layer; DeepSeek-V3.2 has indexers, which get no gradient; Mamba
+    lists its mixers beside its layers, in which they are.
     """
     how, folder = {**WAYS[way], "epochs": 1}, folder_of(architecture)
     one, weights = one_process(how, folder)
@@ -401,6 +404,27 @@ def test_quantized_base_in_shards(
     one, weights = fit(make_trainer, model_folder, data, how)
     for steps, found in live_ranks(2, fit, make_trainer, model_folder, data, how, "fsdp"):
         assert_same(steps, found, one, weights, 1e-5)
+
+
+def test_an_int8_base_is_refused_on_shards(make_trainer: Any, model_folder: str) -> None:
+    module = CausalLM(model_folder, peft=LORA, quantization=BitsAndBytesConfig(load_in_8bit=True))
+    with pytest.raises(RecipeError, match="FSDPStrategy: bitsandbytes keeps the scales of INT8 weights .*; take NF4"):
+        FSDPStrategy().check(make_trainer(), module)
+
+
+def test_a_weight_in_two_layers_is_refused_on_shards() -> None:
+    def model(*layers: torch.nn.Module) -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict({"embedding": torch.nn.Linear(2, 2), "layers": torch.nn.ModuleList(layers)})
+
+    apart = model(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    check_shared(apart, list(apart["layers"]))
+    tied = model(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    tied["layers"][1][0].weight = tied["layers"][0][0].weight
+    with pytest.raises(RecipeError, match="^layers.1.0 shares a weight with a layer, .*; take trainer.strategy=ddp"):
+        check_shared(tied, list(tied["layers"]))
+    apart["layers"][0][0].weight = apart["embedding"].weight
+    with pytest.raises(RecipeError, match="^layers.0.0 shares a weight"):
+        check_shared(apart, list(apart["layers"]))
 
 
 @pytest.mark.parametrize("strategy", ["one_process", "fsdp"])

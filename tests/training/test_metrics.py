@@ -179,7 +179,9 @@ def test_one_process_and_ranks_log_the_same(make_trainer: Any, write_rows: Any, 
     assert len(one) == 2
     assert all(1 < load <= 2 for load in layers)  # of 4 experts, each token has 2
     assert one[1][LOAD] == max(layers)
-    assert fitted_loads(make_trainer, folder, data, gradient_checkpointing=True)[0] == one[0]
+    assert fitted_loads(make_trainer, folder, data, gradient_checkpointing=True) == [
+        pytest.approx(step, rel=1e-6) for step in one
+    ]
     for strategy in ("ddp", lambda: ModelParallelStrategy(expert_parallel_size=2)):
         for found in on_ranks(2, fitted_loads, make_trainer, folder, data, 2, strategy, timeout=100):
             assert found[0] == pytest.approx(one[0])

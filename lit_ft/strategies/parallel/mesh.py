@@ -109,6 +109,9 @@ class ParallelDims:
                     situation = "fsdp" if name == "data" else name
                     compatibility.check_situation(peft, situation, f"{name}_parallel_size={size}")
         _check_mixers(sizes, base)
+        for name in ("data", "context"):
+            if spec is not None and getattr(sizes, name) > 1:
+                spec.base.check_shards(f"{name}_parallel_size={getattr(sizes, name)}")
         if sizes.tensor > 1:
             # The skeleton always has dense weights; the module knows whether quantized ones will be read.
             if (spec is not None and spec.base.is_quantized) or is_quantized(base):
@@ -139,6 +142,15 @@ class ParallelDims:
         if sizes.context > 1:
             _check_context(sizes.context, module, base)
         if sizes.pipeline > 1:
+            if (
+                self.schedule in pipeline_parallel.ZERO_BUBBLE
+                and spec is not None
+                and spec.gradient_checkpointing == "selective"
+            ):
+                raise RecipeError(
+                    f"schedule={self.schedule} runs the backward pass of a layer twice, and what "
+                    "model.gradient_checkpointing=selective keeps is there once; set it to true, or take 1F1B"
+                )
             self._check_stages(sizes, base)
 
     def _check_experts(self, sizes: MeshSizes, base: PreTrainedModel) -> None:

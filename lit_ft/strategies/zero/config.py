@@ -198,14 +198,14 @@ def _at(config: Config, path: str) -> Any:
 
 
 def check_method(stage: int, module: nn.Module) -> None:
-    """Refuse tuning methods that need weights or gradients which ZeRO has sharded.
+    """Refuse tuning methods that need weights or gradients which ZeRO has sharded, and other options of the model.
 
     Args:
         stage: stage of ZeRO.
         module: ``CausalLM``, or another module with a ``TrainingSpec``; any other module passes.
 
     Raises:
-        RecipeError: the tuning method does not work at this stage; the message names both.
+        RecipeError: the tuning method or option does not work at this stage; the message names both.
     """
     spec = spec_of(module)
     if spec is None:
@@ -214,6 +214,11 @@ def check_method(stage: int, module: nn.Module) -> None:
         raise RecipeError(
             f"model.router_aux_loss={spec.router_aux_loss} and trainer.strategy stage=3 were not compared "
             "with one process; set stage to 2, or take lit_ft.strategies.FSDPStrategy"
+        )
+    if stage == 3 and spec.gradient_checkpointing == "selective":
+        raise RecipeError(
+            "model.gradient_checkpointing=selective keeps products to which DeepSpeed adds biases in place (stage=3), "
+            "and gradients would be wrong; set it to true, or take lit_ft.strategies.FSDPStrategy"
         )
     peft, added = spec.tuning.peft, [*spec.base.added_tokens, *spec.base.added_special_tokens]
     if peft is not None and added:  # which the module will train as rows of the embeddings
