@@ -39,6 +39,9 @@ __all__ = [
     "without_forward_hooks",
 ]
 
+SHARDS_INTEGERS = torch.__version__ >= "2.12"
+"""Whether ``fully_shard`` takes weights of integers; torch 2.11 lets each weight require gradients for a moment."""
+
 M = TypeVar("M", bound=nn.Module)
 
 # --- tensors -----------------------------------------------------------------------------------------

@@ -105,11 +105,18 @@ def _stored(config: PretrainedConfig) -> dict[str, object] | None:
 
 def is_bitsandbytes_int8(quantization: QuantizationConfigMixin | PretrainedConfig) -> bool:
     """Whether linear layers are bitsandbytes' in INT8: by a recipe's quantization, or the config of a checkpoint."""
-    if isinstance(quantization, QuantizationConfigMixin):
-        values: Any = quantization.to_dict()
-    else:
-        values = _stored(quantization) or {}
-    return bool(values.get("load_in_8bit"))
+    return bool(_values(quantization).get("load_in_8bit"))
+
+
+def stores_integers(quantization: QuantizationConfigMixin | PretrainedConfig) -> bool:
+    """Whether bitsandbytes' 4-bit weights are held as integers, not as numbers of a floating-point type."""
+    values = _values(quantization)
+    held_as = getattr(torch, str(values.get("bnb_4bit_quant_storage") or "uint8").rpartition(".")[2])
+    return bool(values.get("load_in_4bit")) and not held_as.is_floating_point
+
+
+def _values(quantization: QuantizationConfigMixin | PretrainedConfig) -> dict[str, Any]:
+    return quantization.to_dict() if isinstance(quantization, QuantizationConfigMixin) else _stored(quantization) or {}
 
 
 def is_quantized(model: PreTrainedModel) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.base_files import BaseFiles
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -13,6 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import process
 from lit_ft.errors import RecipeError, option_called
+from lit_ft.internals import torch as torch_internals
 from lit_ft.model import embeddings, loading, quantization
 from lit_ft.model.config.overrides import Overrides
 from lit_ft.model.files import fingerprint, size_check, text_part
@@ -72,9 +74,15 @@ class ModelSpec:
             value: value of the recipe that shards them, e.g. ``data_parallel_size=2``.
 
         Raises:
-            RecipeError: the base is one in bitsandbytes' INT8.
+            RecipeError: the base is one in bitsandbytes' INT8, or held as integers with torch 2.11.
         """
-        if self.is_quantized and quantization.is_bitsandbytes_int8(self.quantization or self.config):
+        form = self.quantization or self.config
+        if self.is_quantized and quantization.stores_integers(form) and not torch_internals.SHARDS_INTEGERS:
+            raise RecipeError(
+                f"{value}: torch {torch.__version__} shards no integers, as which the 4-bit weights are held; set "
+                "bnb_4bit_quant_storage: bfloat16 in model.quantization, or install torch 2.12"
+            )
+        if self.is_quantized and quantization.is_bitsandbytes_int8(form):
             raise RecipeError(
                 f"{value}: bitsandbytes keeps the scales of INT8 weights in attributes that shards do not have; take "
                 "NF4 (load_in_4bit: true), trainer.strategy=ddp, or lit_ft.strategies.DeepSpeedStrategy"

@@ -30,6 +30,7 @@ from lit_ft import CausalLM, ExactMatch, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.cli import main
 from lit_ft.commands.plan import pretended_rank
+from lit_ft.internals.torch import SHARDS_INTEGERS
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.parallel.pipeline_parallel import ZERO_BUBBLE
 
@@ -278,7 +279,12 @@ def test_a_pipelines_first_call_is_one_of_all_its_ranks(
     assert first == ["c10d::allreduce_"] * 4
 
 
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_compute_dtype=torch.float32,
+    bnb_4bit_quant_storage="uint8" if SHARDS_INTEGERS else "bfloat16",
+)
 SHORT: dict[str, Any] = {"steps": 2, "validates": False}
 """A run of one epoch, for what does not change how epochs and validations take turns."""
 MORE: dict[str, tuple[str, Run, bool]] = {

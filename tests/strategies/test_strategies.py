@@ -23,6 +23,7 @@ from turns import in_turn
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, ExactMatch, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.internals.torch import SHARDS_INTEGERS
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.sharded import check_shared
 from lit_ft.training.optimizers import compatibility
@@ -389,7 +390,7 @@ def test_adapter_and_merged_model_are_those_of_ddp(
             torch.testing.assert_close(got[name], weight, atol=1e-6, rtol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+@pytest.mark.parametrize("storage", ["uint8"] * SHARDS_INTEGERS + ["bfloat16"])
 def test_quantized_base_in_shards(
     make_trainer: Any, model_folder: str, write_rows: Any, live_ranks: LiveRanks, storage: str
 ) -> None:
@@ -410,6 +411,19 @@ def test_an_int8_base_is_refused_on_shards(make_trainer: Any, model_folder: str)
     module = CausalLM(model_folder, peft=LORA, quantization=BitsAndBytesConfig(load_in_8bit=True))
     with pytest.raises(RecipeError, match="FSDPStrategy: bitsandbytes keeps the scales of INT8 weights .*; take NF4"):
         FSDPStrategy().check(make_trainer(), module)
+
+
+def test_integers_are_refused_where_torch_shards_none(
+    make_trainer: Any, model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_ft.internals.torch.SHARDS_INTEGERS", False)
+    module = CausalLM(model_folder, peft=LORA, quantization=BitsAndBytesConfig(load_in_4bit=True))
+    with pytest.raises(
+        RecipeError, match="FSDPStrategy: torch .* shards no integers.*quant_storage: bfloat16"
+    ):
+        FSDPStrategy().check(make_trainer(), module)
+    held_in_bf16 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16")
+    FSDPStrategy().check(make_trainer(), CausalLM(model_folder, peft=LORA, quantization=held_in_bf16))
 
 
 def test_a_weight_in_two_layers_is_refused_on_shards() -> None:
