@@ -34,12 +34,21 @@ def explained_trainer(accelerator: str) -> Iterator[None]:
 
 
 def check_strategy(strategy: object) -> None:
-    """Refuse Lightning's own DeepSpeed, whose ranks would find out one by one, where there are no GPUs for it.
+    """Refuse a class that is given as a name, and Lightning's own DeepSpeed where there are no GPUs for it.
+
+    Its ranks would find out one by one.
 
     Raises:
-        RecipeError: it is named, and CUDA is not available.
+        RecipeError: the strategy is one of these.
     """
-    if isinstance(strategy, str) and strategy.startswith("deepspeed") and not torch.cuda.is_available():
+    if not isinstance(strategy, str):
+        return
+    if "." in strategy:
+        raise RecipeError(
+            f"trainer.strategy={strategy} is the name of a class, which is read as one of Lightning's names; "
+            f"write --trainer.strategy.class_path {strategy}, in a recipe strategy: {{class_path: {strategy}}}"
+        )
+    if strategy.startswith("deepspeed") and not torch.cuda.is_available():
         raise RecipeError(
             f"trainer.strategy={strategy} is Lightning's own, for CUDA GPUs alone, and there is none; take "
             "lit_ft.strategies.DeepSpeedStrategy: --config recipes/strategies/deepspeed_zero2.yaml"

@@ -73,6 +73,10 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {strategy: deepspeed_stage_2, devices: 2}",
         "for CUDA GPUs alone, and there is none; take lit_ft.strategies.DeepSpeedStrategy: --config recipes",
     ),
+    "a strategy's class as a text": (
+        "trainer: {strategy: lit_ft.strategies.FSDPStrategy}",
+        "write --trainer.strategy.class_path lit_ft.strategies.FSDPStrategy, in a recipe strategy: {class_path: ",
+    ),
     "an empty path": ("data: {path: ''}", "data.path='' names nothing; give a file, a folder, a glob, or a data set"),
     "a class of another kind": ("model: {peft: {class_path: torch.nn.Linear}}", "model.peft: "),
     "a class with a list for a name": (
