@@ -39,6 +39,8 @@ __all__ = [
     "without_forward_hooks",
 ]
 
+HAS_ZERO_BUBBLE = torch.__version__ >= "2.13"
+"""Whether pipelines can take gradients of inputs and of weights apart where a layer has custom autograd functions."""
 SHARDS_INTEGERS = torch.__version__ >= "2.12"
 """Whether ``fully_shard`` takes weights of integers; torch 2.11 lets each weight require gradients for a moment."""
 

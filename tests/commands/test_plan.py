@@ -18,6 +18,7 @@ from benchmarks.parallel.parallel_bytes import measure, save_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.cli import main
 from lit_ft.commands.plan import pretended_rank
+from lit_ft.internals.torch import HAS_ZERO_BUBBLE
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning import communication_formulas, timeline_plot
 from lit_ft.planning.memory import Memory, memory_of, optimizer_bytes
@@ -154,6 +155,7 @@ def test_memory_under_fsdp(model_folder: str, accumulate: int) -> None:
 
 P, T, D, C = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "context_parallel_size"
 LORA = {"peft": LoraConfig(r=4, target_modules="all-linear")}
+SCHEDULE = "ZBVZeroBubble" if HAS_ZERO_BUBBLE else "Interleaved1F1B"
 
 
 @pytest.mark.processes
@@ -164,7 +166,7 @@ LORA = {"peft": LoraConfig(r=4, target_modules="all-linear")}
             pytest.param({T: 2}, LORA, id="tensor"),
             pytest.param({T: 2, "sequence_parallel": True}, {"gradient_checkpointing": True}, id="sequence"),
             pytest.param({T: 2, "loss_parallel": False}, {}, id="whole_logits"),
-            pytest.param({P: 2, "schedule": "ZBVZeroBubble"}, LORA, id="pipeline"),
+            pytest.param({P: 2, "schedule": SCHEDULE}, LORA, id="pipeline"),
             pytest.param({P: 2, D: 2}, {}, id="pipeline_and_data"),
             pytest.param({D: 2, T: 2}, LORA, id="data_and_tensor"),
             pytest.param({C: 2, T: 2}, LORA, id="context"),

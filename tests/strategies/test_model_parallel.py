@@ -30,7 +30,7 @@ from lit_ft import CausalLM, ExactMatch, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.cli import main
 from lit_ft.commands.plan import pretended_rank
-from lit_ft.internals.torch import SHARDS_INTEGERS
+from lit_ft.internals.torch import HAS_ZERO_BUBBLE, SHARDS_INTEGERS
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
 from lit_ft.strategies.parallel.pipeline_parallel import ZERO_BUBBLE
 
@@ -238,7 +238,7 @@ def check_results(results: list[Any], wanted: Any, tolerance: float = 1e-5) -> N
 def _needs_torch(request: Any) -> None:
     """Zero-bubble schedules need torch 2.13."""
     named = str(getattr(request.node, "callspec", "") and request.node.callspec.id)
-    if torch.__version__ < "2.13" and any(schedule in named for schedule in ZERO_BUBBLE):
+    if not HAS_ZERO_BUBBLE and any(schedule in named for schedule in ZERO_BUBBLE):
         pytest.skip("zero-bubble schedules are refused before torch 2.13")
 
 
@@ -788,6 +788,13 @@ CASES = {
 def test_what_does_not_fit_is_refused_before_anything_starts(capsys: Any, tmp_path: Path, case: str) -> None:
     options, message = CASES[case]
     assert re.search(message, refused(capsys, tmp_path, *options))
+
+
+@pytest.mark.usefixtures("no_process_starts")
+def test_zero_bubbles_need_a_newer_torch(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_ft.internals.torch.HAS_ZERO_BUBBLE", False)
+    options = ["--trainer.devices=2", f"{S}pipeline_parallel_size=2", f"{S}schedule=ZBVZeroBubble"]
+    assert "schedule=ZBVZeroBubble needs torch 2.13 or newer" in refused(capsys, tmp_path, *options)
 
 
 EXPERT_CASES = {

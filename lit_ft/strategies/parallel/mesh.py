@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from lit_ft.balanced_partition import split_evenly
 from lit_ft.errors import RecipeError
+from lit_ft.internals import torch as torch_internals
 from lit_ft.model import rotary_embedding
+from lit_ft.model.activations.checkpointing import Checkpointing
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.loading import decoder_of, pick_attention
 from lit_ft.model.packed_attention import PACKED
@@ -142,16 +145,21 @@ class ParallelDims:
         if sizes.context > 1:
             _check_context(sizes.context, module, base)
         if sizes.pipeline > 1:
-            if (
-                self.schedule in pipeline_parallel.ZERO_BUBBLE
-                and spec is not None
-                and spec.gradient_checkpointing == "selective"
-            ):
-                raise RecipeError(
-                    f"schedule={self.schedule} runs the backward pass of a layer twice, and what "
-                    "model.gradient_checkpointing=selective keeps is there once; set it to true, or take 1F1B"
-                )
+            if self.schedule in pipeline_parallel.ZERO_BUBBLE:
+                self._check_zero_bubble(None if spec is None else spec.gradient_checkpointing)
             self._check_stages(sizes, base)
+
+    def _check_zero_bubble(self, checkpointing: Checkpointing | None) -> None:
+        if not torch_internals.HAS_ZERO_BUBBLE:
+            raise RecipeError(
+                f"schedule={self.schedule} needs torch 2.13 or newer, here is {torch.__version__}, whose pipelines ask "
+                "custom autograd functions for what they do not have; take Interleaved1F1B"
+            )
+        if checkpointing == "selective":
+            raise RecipeError(
+                f"schedule={self.schedule} runs the backward pass of a layer twice, and what "
+                "model.gradient_checkpointing=selective keeps is there once; set it to true, or take 1F1B"
+            )
 
     def _check_experts(self, sizes: MeshSizes, base: PreTrainedModel) -> None:
         size = self.expert_parallel_size
