@@ -70,9 +70,9 @@ from lit_ft.run.state import RunState
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
-from lit_ft.training.lightning_callbacks import check_lightning_callbacks
 from lit_ft.training.loggers import beside_defaults, put_files_in
 from lit_ft.training.optimizers.configure import configure_optimizers, try_out
+from lit_ft.training.steps.lightning_callbacks import check_lightning_callbacks
 from lit_ft.tuning.compatibility import check_situation
 
 BUILD_ERRORS: tuple[type[Exception], ...] = (*LIBRARY_ERRORS, MisconfigurationException)

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from lit_callbacks.internals.lightning_internals import attributes_of
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +24,6 @@ from lit_ft import process
 from lit_ft.accumulation import accumulation, optimizer_steps
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
-from lit_ft.internals.lightning import average_of
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.compiled import layers as compiled_layers
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
@@ -36,7 +33,6 @@ from lit_ft.packed_batch import PackedBatch, TokenLoss, as_packed_batch
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.fp32_buffers import Fp32BuffersModule
-from lit_ft.training.lightning_callbacks import average_what_differs, check_lightning_callbacks
 from lit_ft.training.loss.router_loss import RouterAuxLoss
 from lit_ft.training.loss.token_window import TokenWindow
 from lit_ft.training.metrics import BarMetrics, ExpertLoad, StageMetrics
@@ -177,18 +173,9 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
         """
         return self.spec.check(self.start, self._device_of_run())
 
-    def setup(self, stage: str) -> None:
-        """Let averages of weights, which their callbacks have set up by now, leave the frozen base as it is."""
-        super().setup(stage)
-        for callback in attributes_of(self.trainer).callbacks:
-            if isinstance(callback, WeightAveraging) and (average := average_of(callback)) is not None:
-                average_what_differs(average)
-
     def configure_model(self) -> None:
         """Build the model; Lightning calls it once the strategy is ready."""
         if self.model is None:
-            if self._trainer is not None:
-                check_lightning_callbacks(attributes_of(self._trainer).callbacks, self._trainer.strategy)
             first_batches = partial(batches_for_init, self._trainer, self.init_rows)
             self._packed, self.start = self.spec.build(self.start, self._device_of_run(), first_batches)
             self.model = self._packed.model

@@ -2,6 +2,7 @@
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_ft.checkpointing.buffers import BufferWatch
@@ -10,11 +11,12 @@ from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, tra
 from lit_ft.errors import RecipeError
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
 from lit_ft.protocols import Checkpoint
-from lit_ft.training.lightning_callbacks import TRAINED, complete_average
 from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 
+_TRAINED = "current_model_state"
+"""Key of the weights that are trained in a checkpoint of ``WeightAveraging``, whose ``state_dict`` is their average."""
 _NO_OPTIONS = frozenset(("params", "param_names", "initial_lr"))
 """Entries of an optimizer's groups that are no options of it: a schedule adds the last."""
 
@@ -56,7 +58,7 @@ class SavedState:
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Reduce a checkpoint to the weights that train, and add the state."""
-        for weights in {"state_dict", TRAINED} & checkpoint.keys():
+        for weights in {"state_dict", _TRAINED} & checkpoint.keys():
             checkpoint[weights] = {n: t for n, t in checkpoint[weights].items() if n in self.shapes}
         self.buffers.warn_of_changes(self.forward.base)
         checkpoint["optimizer_names"] = self.optimizer_names
@@ -86,7 +88,7 @@ class SavedState:
             check_same_base(checkpoint["base"], self.base, "the checkpoint")
         method_hooks.load_state(self.forward.model, checkpoint.get("method_state", {}))
         if trainer is not None:
-            complete_average(checkpoint, {n: t for n, t in self.module.state_dict().items() if n not in self.shapes})
+            _complete_average(checkpoint, {n: t for n, t in self.module.state_dict().items() if n not in self.shapes})
             states = checkpoint.get("optimizer_states") or [{}]
             first = states[0].get("param_groups", [])[:1]
             self._saved_optimizer_options = frozenset(option for group in first for option in group)
@@ -107,3 +109,9 @@ class SavedState:
         if self.replay is not None and (batch_idx is None or batch_idx >= self.replay.until):
             self.replay.stop(trainer)
             self.replay = None
+
+
+def _complete_average(checkpoint: Checkpoint, frozen: dict[str, Tensor]) -> None:
+    """Add the frozen weights to those of a checkpoint of ``WeightAveraging``, which loads all of a model or nothing."""
+    if _TRAINED in checkpoint:
+        checkpoint |= {name: frozen | checkpoint[name] for name in ("state_dict", _TRAINED)}

@@ -306,6 +306,8 @@ def test_reading_a_quantized_base_takes_its_memory_and_that_of_a_weight(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_float8_products_are_near_those_in_fp32(device: str, scaling: Any) -> None:
+    if device == "cpu" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has these products on CUDA alone")
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.randn(rows, 64, generator=draw) for rows in (32, 48))
     got = float8_product(left.to(device, torch.bfloat16), right.to(device, torch.bfloat16), scaling, is_forward=True)

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from lit_ft import RecipeError
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy
-from lit_ft.training.lightning_callbacks import average_what_differs, check_lightning_callbacks
+from lit_ft.training.steps.lightning_callbacks import average_what_differs, check_lightning_callbacks
 
 ONE_DEVICE = SingleDeviceStrategy("cpu")
 

@@ -1,7 +1,6 @@
 """Gradient norm, clipping, and the end of a run before values that are not finite are saved."""
 
 import torch
-from lightning.pytorch import LightningModule
 from lit_callbacks.protocols import SumsGradientNorm, grad_scaler
 from torch import Tensor
 
@@ -9,9 +8,10 @@ from lit_ft.gradient_norm import GradientNorm, clip, gradient_norm, with_gradien
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.finite import FiniteCheck, check_trained_weights
 from lit_ft.training.optimizers import compatibility as optimizer_support
+from lit_ft.training.steps.lightning_callbacks import LightningCallbacksModule
 
 
-class GuardedStepsModule(LightningModule):
+class GuardedStepsModule(LightningCallbacksModule):
     """LightningModule that logs the gradient norm, clips by it, and saves nothing that is NaN or infinite."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -12,14 +12,13 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lit_callbacks.internals.lightning_internals import attributes_of
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from lit_ft.errors import RecipeError
-from lit_ft.protocols import Checkpoint
+from lit_ft.internals.lightning import average_of
 
-TRAINED = "current_model_state"
-"""Key of the weights that are trained in a checkpoint of ``WeightAveraging``, whose ``state_dict`` is their average."""
 _REFUSED: dict[type[Callback], str] = {
     BaseFinetuning: "freezes parts of a model that is not there yet; name the weights that train by model.trainable, "
     "or train an adapter with model.peft",
@@ -29,6 +28,24 @@ _REFUSED: dict[type[Callback], str] = {
     StochasticWeightAveraging: "copies a model that is not there yet, and would average nothing; take "
     "lightning.pytorch.callbacks.EMAWeightAveraging, which can start at an epoch (update_starting_at_epoch)",
 }
+
+
+class LightningCallbacksModule(LightningModule):
+    """LightningModule that refuses what would do nothing, and whose frozen weights averages leave as they are."""
+
+    def setup(self, stage: str) -> None:
+        """Check the trainer's callbacks, and let averages of weights leave the frozen base as it is.
+
+        Raises:
+            RecipeError: a callback would do nothing.
+        """
+        super().setup(stage)
+        callbacks = attributes_of(self.trainer).callbacks
+        if stage == "fit":
+            check_lightning_callbacks(callbacks, self.trainer.strategy)
+        for callback in callbacks:  # they are set up by now
+            if isinstance(callback, WeightAveraging) and (average := average_of(callback)) is not None:
+                average_what_differs(average)
 
 
 def check_lightning_callbacks(callbacks: Iterable[Callback], strategy: Strategy) -> None:
@@ -67,9 +84,3 @@ def average_what_differs(average: AveragedModel) -> None:
         return torch.where(averaged == current, averaged, mean(averaged, current, count).to(averaged.dtype))
 
     average.avg_fn = mean_or_same
-
-
-def complete_average(checkpoint: Checkpoint, frozen: dict[str, Tensor]) -> None:
-    """Add the frozen weights to those of a checkpoint of ``WeightAveraging``, which loads all of a model or nothing."""
-    if TRAINED in checkpoint:
-        checkpoint |= {name: frozen | checkpoint[name] for name in ("state_dict", TRAINED)}
