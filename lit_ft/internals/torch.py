@@ -39,6 +39,8 @@ __all__ = [
     "without_forward_hooks",
 ]
 
+FLOAT8_ON_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+"""Whether a CPU multiplies float8 matrices; with torch 2.11 it does not."""
 HAS_ZERO_BUBBLE = torch.__version__ >= "2.13"
 """Whether pipelines can take gradients of inputs and of weights apart where a layer has custom autograd functions."""
 SHARDS_INTEGERS = torch.__version__ >= "2.12"

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals import torch as torch_internals
 
 Scaling = Literal["tensorwise", "rowwise"]
 _MULTIPLE = 16
@@ -99,6 +100,11 @@ def _check_device(device: torch.device) -> None:
         raise RecipeError(
             f"Float8Precision needs compute capability 8.9 (Ada, Hopper), {torch.cuda.get_device_name(device)} has "
             f"{capability[0]}.{capability[1]}; take trainer.precision=bf16-mixed"
+        )
+    if device.type == "cpu" and not torch_internals.FLOAT8_ON_CPU:
+        raise RecipeError(
+            f"Float8Precision: torch {torch.__version__} has no float8 products on a CPU; install a newer one, or take "
+            "trainer.precision=bf16-mixed"
         )
     if device.type not in ("cuda", "cpu"):
         raise RecipeError(f"Float8Precision needs an NVIDIA GPU (a CPU for trying it out), not {device.type}")

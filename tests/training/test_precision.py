@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.internals.torch import FLOAT8_ON_CPU
 from lit_ft.packed_batch import pack_samples
 from lit_ft.training.precision import Float8Linear, Float8Precision, float8_product, to_float8
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FLOAT8_ON_CPU, reason="torch 2.11 has CUDA's products alone")]
 
 SCALINGS = ["tensorwise", "rowwise"]
 LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -254,3 +255,6 @@ def test_refused(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     with pytest.raises(RecipeError, match=r"needs compute capability 8.9 .* A100 has 8.0"):
         convert(packed, Float8Precision(), "cuda")
+    monkeypatch.setattr("lit_ft.internals.torch.FLOAT8_ON_CPU", False)
+    with pytest.raises(RecipeError, match="has no float8 products on a CPU; install a newer one"):
+        convert(packed, Float8Precision(), "cpu")
