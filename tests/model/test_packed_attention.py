@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_ft import CausalLM
 from lit_ft.errors import RecipeError
 from lit_ft.model.activations.checkpointing import options
+from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.model.packed_attention import PACKED, attend_to_segments, packed_attention, takes_varlen
 from lit_ft.packed_batch import pack_samples
 
@@ -109,6 +110,22 @@ def test_attention_to_several_samples_is_one_call_that_selective_checkpointing_k
     assert out.shape == (1, 9, 4, 8)
     groups_heads = "enable_gqa" in signature(varlen_attn).parameters
     assert seen.key_heads == [2 if groups_heads else 4] * calls  # grouped heads are repeated with torch 2.11 alone
+
+
+def test_a_rank_with_a_part_of_the_tokens_is_given_the_lengths_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers are given no lengths as arguments: those of the batch hold."""
+    seen: list[list[int]] = []
+
+    def attend(query: torch.Tensor, key: object, value: object, mesh: object, lengths: list[int], *_: object) -> Any:
+        seen.append(lengths)
+        return query
+
+    monkeypatch.setattr("lit_ft.model.packed_attention.attend_to_all_ranks", attend)
+    layer, part = nn.Module(), torch.randn(1, 4, 5, 8)
+    layer.context_mesh = None  # type: ignore[assignment]
+    with samples_of([4, 6]):
+        packed_attention(layer, part, part, part, None)
+    assert seen == [[4, 6]]
 
 
 def test_use_without_a_row_is_refused() -> None:
