@@ -4,14 +4,12 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import yaml
 from lit_callbacks.output.quantities import as_number
+from lit_callbacks.report.run_report import installed_versions
 
 Recipe = Mapping[str, Any]
 """Resolved recipe: sections and options by key."""
@@ -111,16 +109,10 @@ class Card:
         return sections
 
 
-@cache
 def versions() -> dict[str, str]:
     """Versions of Python, lit_ft and the packages that training uses."""
-    versions_by_package = {"python": platform.python_version()}
-    for name, package in (("lit_ft", "lit-ft"), *((name, name) for name in _PACKAGES)):
-        try:
-            versions_by_package[name] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions_by_package | {"torch": str(torch.__version__)}  # with its CUDA version
+    numbers = installed_versions(("lit-ft", *_PACKAGES))
+    return {"python": platform.python_version(), **{name.replace("-", "_"): number for name, number in numbers.items()}}
 
 
 def _publishable(recipe: Recipe) -> dict[str, object]:

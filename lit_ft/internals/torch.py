@@ -42,9 +42,9 @@ __all__ = [
 FLOAT8_ON_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 """Whether a CPU multiplies float8 matrices; with torch 2.11 it does not."""
 HAS_ZERO_BUBBLE = torch.__version__ >= "2.13"
-"""Whether pipelines can take gradients of inputs and of weights apart where a layer has custom autograd functions."""
+"""Whether zero-bubble schedules work with custom autograd functions in a layer."""
 SHARDS_INTEGERS = torch.__version__ >= "2.12"
-"""Whether ``fully_shard`` takes weights of integers; torch 2.11 lets each weight require gradients for a moment."""
+"""Whether ``fully_shard`` takes weights of integers; torch 2.11 lets each require gradients at first."""
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -109,10 +109,10 @@ def is_bitsandbytes_int8(quantization: QuantizationConfigMixin | PretrainedConfi
 
 
 def stores_integers(quantization: QuantizationConfigMixin | PretrainedConfig) -> bool:
-    """Whether bitsandbytes' 4-bit weights are held as integers, not as numbers of a floating-point type."""
+    """Whether bitsandbytes' 4-bit weights are stored as integers, not in a floating-point dtype."""
     values = _values(quantization)
-    held_as = getattr(torch, str(values.get("bnb_4bit_quant_storage") or "uint8").rpartition(".")[2])
-    return bool(values.get("load_in_4bit")) and not held_as.is_floating_point
+    stored_as = getattr(torch, str(values.get("bnb_4bit_quant_storage") or "uint8").rpartition(".")[2])
+    return bool(values.get("load_in_4bit")) and not stored_as.is_floating_point
 
 
 def _values(quantization: QuantizationConfigMixin | PretrainedConfig) -> dict[str, Any]:

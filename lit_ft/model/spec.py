@@ -74,13 +74,13 @@ class ModelSpec:
             value: value of the recipe that shards them, e.g. ``data_parallel_size=2``.
 
         Raises:
-            RecipeError: the base is one in bitsandbytes' INT8, or held as integers with torch 2.11.
+            RecipeError: the base is one in bitsandbytes' INT8, or its weights are stored as integers and torch is 2.11.
         """
         form = self.quantization or self.config
         if self.is_quantized and quantization.stores_integers(form) and not torch_internals.SHARDS_INTEGERS:
             raise RecipeError(
-                f"{value}: torch {torch.__version__} shards no integers, as which the 4-bit weights are held; set "
-                "bnb_4bit_quant_storage: bfloat16 in model.quantization, or install torch 2.12"
+                f"{value}: the 4-bit weights are stored as integers, which torch {torch.__version__} cannot shard; set "
+                "bnb_4bit_quant_storage: bfloat16 in model.quantization, or install torch 2.12 or newer"
             )
         if self.is_quantized and quantization.is_bitsandbytes_int8(form):
             raise RecipeError(

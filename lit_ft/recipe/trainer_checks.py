@@ -34,9 +34,9 @@ def explained_trainer(accelerator: str) -> Iterator[None]:
 
 
 def check_strategy(strategy: object) -> None:
-    """Refuse a class that is given as a name, and Lightning's own DeepSpeed where there are no GPUs for it.
+    """Refuse a class that is given as a text, and Lightning's own DeepSpeed where there are no GPUs for it.
 
-    Its ranks would find out one by one.
+    DeepSpeed's ranks would fail one by one.
 
     Raises:
         RecipeError: the strategy is one of these.
@@ -45,7 +45,7 @@ def check_strategy(strategy: object) -> None:
         return
     if "." in strategy:
         raise RecipeError(
-            f"trainer.strategy={strategy} is the name of a class, which is read as one of Lightning's names; "
+            f"trainer.strategy={strategy} is read as a name of Lightning's, not as a class; "
             f"write --trainer.strategy.class_path {strategy}, in a recipe strategy: {{class_path: {strategy}}}"
         )
     if strategy.startswith("deepspeed") and not torch.cuda.is_available():

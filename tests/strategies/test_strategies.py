@@ -418,7 +418,7 @@ def test_integers_are_refused_where_torch_shards_none(
 ) -> None:
     monkeypatch.setattr("lit_ft.internals.torch.SHARDS_INTEGERS", False)
     module = CausalLM(model_folder, peft=LORA, quantization=BitsAndBytesConfig(load_in_4bit=True))
-    with pytest.raises(RecipeError, match="FSDPStrategy: torch .* shards no integers.*quant_storage: bfloat16"):
+    with pytest.raises(RecipeError, match="FSDPStrategy: .* stored as integers.*; set bnb_4bit_quant_storage"):
         FSDPStrategy().check(make_trainer(), module)
     held_in_bf16 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16")
     FSDPStrategy().check(make_trainer(), CausalLM(model_folder, peft=LORA, quantization=held_in_bf16))

@@ -213,7 +213,11 @@ def describe(trainer: Trainer) -> Json:
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
         "optimizer_steps": trainer.global_step,
-        "versions": {"python": platform.python_version(), "system": platform.platform(), **_versions()},
+        "versions": {
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            **installed_versions(PACKAGES),
+        },
     }
 
 
@@ -298,14 +302,15 @@ _LABELS = {"precision": "precision", "started": "started"}
 
 
 @cache
-def _versions() -> dict[str, str]:
+def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Versions of those of the packages that are installed, torch's with the version of CUDA that it was built for."""
     versions = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
-            versions[package] = version(package)
+            versions[package] = str(torch.__version__) if package == "torch" else version(package)
         except PackageNotFoundError:
             continue
-    return versions | {"torch": str(torch.__version__)}  # with its CUDA version, which the package's need not have
+    return versions
 
 
 def _now() -> str:

@@ -67,7 +67,7 @@ def _template_text(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
 
 
 _VARIANTS = 64
-"""Templates with other options that one keeps; each is a few renderings."""
+"""Number of templates with other variables that a template keeps."""
 
 
 class ChatTemplate:
@@ -120,7 +120,9 @@ class ChatTemplate:
         self._tail = re.compile(rf"(?:{special}|\s)*\Z")
 
     def with_options(self, options: Mapping[str, object]) -> "ChatTemplate":
-        """The same template with these variables, in place of those of the same name; the last ones are kept.
+        """The same template with these variables, in place of those of the same name.
+
+        Templates are kept for the next call, as making one renders test conversations.
 
         Raises:
             RecipeError: the template does not use one, or does not render with them.

@@ -152,8 +152,8 @@ class ParallelDims:
     def _check_zero_bubble(self, checkpointing: Checkpointing | None) -> None:
         if not torch_internals.HAS_ZERO_BUBBLE:
             raise RecipeError(
-                f"schedule={self.schedule} needs torch 2.13 or newer, here is {torch.__version__}, whose pipelines ask "
-                "custom autograd functions for what they do not have; take Interleaved1F1B"
+                f"schedule={self.schedule} needs torch 2.13 or newer, and this is {torch.__version__}, where "
+                "its backward pass fails; take Interleaved1F1B"
             )
         if checkpointing == "selective":
             raise RecipeError(

@@ -74,7 +74,7 @@ class PackedForward:
         with_virtual = prompt_learning.virtual_lengths(self.model, lengths)
         options: dict[str, object] = {}
         if attention_implementation(self.base.config) == loading.PACKED:
-            if self.is_compiled:  # without a list of numbers, for each of which torch 2.11 would compile again
+            if self.is_compiled:  # without the list, for each length of which torch 2.11 compiles again
                 device, is_padded = batch["input_ids"].device, self.pad_rows_to is not None
                 options["segments"] = segments_of(with_virtual, device, has_few_shapes=is_padded)
             else:
