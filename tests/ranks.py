@@ -84,7 +84,7 @@ def _device() -> Any:
 class OneThread(dist.ProcessGroupGloo):
     """Groups of a process that share one thread, which wakes up 100 times a second; by default each has its own."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: bool) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._timeout = [_device()], timeout
         super().__init__(store, rank, size, options)

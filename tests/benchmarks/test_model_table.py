@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from turns import of_today
 
 from benchmarks import model_comparison, model_table
 from benchmarks.model_comparison import (
@@ -28,7 +27,7 @@ from lit_ft.model.isolation.architectures import COMPARED, REFUSED
 COLUMNS = frozenset({"lora", "checkpointing"})
 
 
-@pytest.mark.parametrize("name", of_today(sorted(COMPARED & set(ARCHITECTURES)), days=6))
+@pytest.mark.parametrize("name", sorted(COMPARED & set(ARCHITECTURES)))
 def test_a_packed_batch_equals_its_samples(name: str) -> None:
     row = compare(name, COLUMNS)
     assert row.packed == YES

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from turns import of_today
 
 pytest.importorskip("nicegui", reason="the extra `board` is not installed")
 from lit_ft.board.board import Board
@@ -208,7 +207,7 @@ def test_recipes_without_a_model_are_fragments() -> None:
     assert not {"quickstart.yaml", "examples/qlora_24gb.yaml", "data/tasks/quickstart.yaml"} & set(FRAGMENTS)
 
 
-@pytest.mark.parametrize("name", of_today(FRAGMENTS, days=3))
+@pytest.mark.parametrize("name", FRAGMENTS)
 def test_a_fragment_on_top_is_a_second_config(
     parser: Any, schema: Schema, recipe: RecipeText, tmp_path: Path, name: str
 ) -> None:

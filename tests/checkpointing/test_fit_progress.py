@@ -1,5 +1,6 @@
 """What the Trainer's options train on, and that a run stopped at any moment equals one that was not stopped."""
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from loops import Outcome, Run, Stop, Stopped, plain_losses
 from ranks import on_ranks
 from shared_fixtures import make_rows
 from torch.utils.data import DataLoader
-from turns import of_today
+from turns import in_turn
 
 from lit_ft import CausalLM, RecipeError
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -240,9 +241,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "validation every second epoch": {"check_val_every_n_epoch": 2, "accumulate_grad_batches": 2},
     "validation by share": {"val_check_interval": 0.3, "limit_val_batches": 1, "accumulate_grad_batches": 2},
 }
-SCHEDULES: dict[str, dict[int, int]] = {"from the start": {0: 4}, "later": {1: 2, 2: 4}}
-UNSIZED = {"share", "share within a step", "overfit share", "validation by share", "limit within a step"}
+ACCUMULATION: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
+    "accumulation from the start": ({}, {0: 4}),
+    "accumulation later": ({}, {1: 2, 2: 4}),
+    "cut and scheduled": ({"limit_train_batches": 8}, {1: 2, 2: 4}),
+}
+SETTINGS = {**{name: (options, None) for name, options in OPTIONS.items()}, **ACCUMULATION}
+"""Options of the Trainer, and a schedule of accumulation by epoch."""
+ON_SIZED_ONLY = [name for name in SETTINGS if "share" in name or name == "limit within a step"]
 """Refused for streams: by Lightning, or because an optimizer step would be cut."""
+ON_BOTH = [name for name in SETTINGS if name not in ON_SIZED_ONLY]
 
 
 def epochs_of(options: dict[str, Any], schedule: dict[int, int] | None) -> int:
@@ -250,20 +258,17 @@ def epochs_of(options: dict[str, Any], schedule: dict[int, int] | None) -> int:
     return 3 if schedule or "reload_dataloaders_every_n_epochs" in options else 2
 
 
-def cases() -> list[Any]:
-    made = []
-    for streaming in (False, True):
-        where = "streamed" if streaming else "sized"
-        for name, options in OPTIONS.items():
-            if not streaming or name not in UNSIZED:
-                made.append(pytest.param(streaming, options, None, id=f"{where}-{name}"))
-        for name, schedule in SCHEDULES.items():
-            made.append(pytest.param(streaming, {}, schedule, id=f"{where}-accumulation {name}"))
-        made.append(pytest.param(streaming, {"limit_train_batches": 8}, {1: 2, 2: 4}, id=f"{where}-cut and scheduled"))
-    return made
+def cases_of(both: list[tuple[str, bool]]) -> list[Any]:
+    """Cases of names and whether data is streamed, and of those that need sized data."""
+    return [
+        pytest.param(streaming, *SETTINGS[name], id=f"{'streamed' if streaming else 'sized'}-{name}")
+        for name, streaming in [*both, *((name, False) for name in ON_SIZED_ONLY)]
+    ]
 
 
-@pytest.mark.parametrize(("streaming", "options", "schedule"), of_today(cases()))
+@pytest.mark.parametrize(
+    ("streaming", "options", "schedule"), cases_of(list(itertools.product(ON_BOTH, [False, True])))
+)
 def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_that_did_not_stop(
     make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
 ) -> None:
@@ -274,7 +279,7 @@ def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("streaming", "options", "schedule"), of_today(cases(), days=6))
+@pytest.mark.parametrize(("streaming", "options", "schedule"), cases_of(in_turn(ON_BOTH, [False, True])))
 def test_under_each_option_two_ranks_do_the_same(
     make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
 ) -> None:

@@ -19,7 +19,7 @@ from model_families import FAMILIES, save_family
 from model_folders import shallow
 from ranks import on_ranks
 from safetensors.torch import load_file
-from turns import EVERY_CASE, of_today
+from turns import EVERY_CASE
 
 from lit_ft.cli import main
 
@@ -111,7 +111,7 @@ def name_of(path: Path) -> str:
 ALONE = [path for path in FRAGMENTS if name_of(path) not in ON_TOP.values()]
 
 
-@pytest.mark.parametrize("path", of_today(ALONE), ids=name_of)
+@pytest.mark.parametrize("path", ALONE, ids=name_of)
 def test_fragments_run_on_top_of_the_quickstart(
     path: Path,
     quickstart_model: str,

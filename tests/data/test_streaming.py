@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from shared_fixtures import make_rows, make_tokenizer
-from turns import of_today
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.data.loaders.batching import BatchPlan
@@ -101,7 +100,7 @@ def test_ranks_share_the_stream(sources: list[Source]) -> None:
 MIXINGS = [Mixing("first_exhausted", (3.0, 1.0)), Mixing("all_exhausted", (1.0, 1.0)), Mixing()]
 
 
-@pytest.mark.parametrize(("workers", "packing", "mixing"), of_today(itertools.product([0, 2], [None, 128], MIXINGS)))
+@pytest.mark.parametrize(("workers", "packing", "mixing"), itertools.product([0, 2], [None, 128], MIXINGS))
 def test_resumed_anywhere_it_goes_on_with_the_next_micro_batch(
     sources: list[Source], workers: int, packing: Any, mixing: Any
 ) -> None:

@@ -20,7 +20,6 @@ from forked_commands import ForkedCommand, session_members, wait_until
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import free_port
 from shared_fixtures import make_rows, make_tokenizer
-from turns import of_today
 
 from lit_ft import RecipeError, TextDataModule
 from lit_ft.commands.bandwidth import Measured, describe_steps
@@ -163,14 +162,12 @@ def nodes() -> Iterator[tuple[str, list[str | None], dict[str, str]]]:
 
 @pytest.mark.parametrize(
     ("strategy", "each"),
-    of_today(
-        [
-            pytest.param(DDP, 1, id="ddp-2x1"),
-            pytest.param(FSDP, 2, id="fsdp-2x2", marks=pytest.mark.slow),
-            pytest.param(DDP, 2, id="ddp-2x2", marks=pytest.mark.slow),
-            pytest.param(FSDP, 1, id="fsdp-2x1", marks=pytest.mark.slow),
-        ]
-    ),
+    [
+        pytest.param(DDP, 1, id="ddp-2x1"),
+        pytest.param(FSDP, 2, id="fsdp-2x2", marks=pytest.mark.slow),
+        pytest.param(DDP, 2, id="ddp-2x2", marks=pytest.mark.slow),
+        pytest.param(FSDP, 1, id="fsdp-2x1", marks=pytest.mark.slow),
+    ],
 )
 def test_two_nodes_equal_one_process(
     tmp_path: Path, started: Started, arguments: list[str], whole: Path, nodes: Any, strategy: list[str], each: int

@@ -16,7 +16,6 @@ from lit_callbacks import AdapterMerger
 from loops import Logged
 from safetensors.torch import load_file
 from torture import CASES, Life, outcome, torture, write_recipe
-from turns import of_today
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.checkpointing.selection import newest_good, position_of
@@ -203,7 +202,7 @@ def test_damage_is_said_and_the_checkpoint_before_it_resumed(tmp_path: Path, rec
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kills"), of_today([("one", 4), ("ddp", 3), ("fsdp folder", 3)], days=3))
+@pytest.mark.parametrize(("name", "kills"), [("one", 4), ("ddp", 3), ("fsdp folder", 3)])
 def test_ten_kills_lose_nothing(tmp_path: Path, recipe: Path, name: str, kills: int) -> None:
     import random
 

@@ -19,7 +19,7 @@ from ranks import LiveRanks, on_ranks
 from safetensors.torch import load_file
 from shared_fixtures import make_rows, record_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
-from turns import in_turn, of_today
+from turns import in_turn
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
@@ -230,7 +230,7 @@ BF16_BASE: dict[str, Case] = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", of_today(SAME))
+@pytest.mark.parametrize("name", SAME)
 def test_same_numbers(fit_once: Any, folders: Any, name: str) -> None:
     case = SAME[name]
     folder = folders(case.untied)
@@ -249,7 +249,7 @@ def test_same_numbers(fit_once: Any, folders: Any, name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", of_today(HALF, days=3))
+@pytest.mark.parametrize("name", HALF)
 def test_half_precision(fit_once: Any, folders: Any, name: str) -> None:
     case = HALF[name]
     folder = folders(case.untied)

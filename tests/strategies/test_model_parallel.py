@@ -23,7 +23,7 @@ from shared_fixtures import make_tokenizer, record_cell
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
-from turns import EVERY_CASE, in_turn, of_today
+from turns import EVERY_CASE, in_turn
 
 from benchmarks.parallel.parallel_bytes import ranks_of
 from lit_ft import CausalLM, ExactMatch, TextDataModule
@@ -321,7 +321,7 @@ MORE: dict[str, tuple[str, Run, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", of_today(MORE))
+@pytest.mark.parametrize("case", MORE)
 def test_same_numbers_in_other_ways(
     check_same: Any,
     make_trainer: Any,

@@ -19,7 +19,6 @@ from peft.tuners.lora import LoraModel, ParamWrapper
 from ranks import LiveRanks
 from shared_fixtures import make_rows
 from transformers import AutoModelForCausalLM
-from turns import of_today
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.packed_batch import PackedBatch, as_packed_batch
@@ -86,7 +85,7 @@ def kept() -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", of_today(STRATEGIES))
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_compute_what_one_process_computes(
     make_trainer: Any,
     write_rows: Any,

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tuning_methods import CAUSAL, LAYERS, METHODS, ON_QUANTIZED_ONLY, works
-from turns import in_turn, of_today
+from turns import in_turn
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import saved_start
@@ -125,8 +125,7 @@ def train_once(tmp_path_factory: pytest.TempPathFactory, model_folder: str, rows
     return train
 
 
-TODAY = of_today(METHODS)
-GROUPS = [TODAY[::2], TODAY[1::2]]
+GROUPS = [list(METHODS)[::2], list(METHODS)[1::2]]
 """Methods whose tests one worker of ``pytest -n`` runs, as they compare with the same fits."""
 
 
@@ -134,7 +133,7 @@ def group_of(method: str) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group(f"methods, {int(method in GROUPS[1])}")
 
 
-EACH = [pytest.param(method, marks=group_of(method)) for method in TODAY]
+EACH = [pytest.param(method, marks=group_of(method)) for method in METHODS]
 
 
 @pytest.fixture(params=EACH)
@@ -239,7 +238,7 @@ def runs(method: str, way: str) -> bool:
 
 def cases_of(*ways: str) -> list[tuple[str, str]]:
     """Each method with one of the ways in turn, or with those in which it works."""
-    found = in_turn(TODAY, ways, takes_all=lambda method: not all(runs(method, way) for way in ways))
+    found = in_turn(METHODS, ways, takes_all=lambda method: not all(runs(method, way) for way in ways))
     return [(method, way) for method, way in found if runs(method, way)]
 
 
@@ -267,7 +266,7 @@ def test_two_ranks_equal_one_process(
 
 def test_each_way_is_compared_with_one_process() -> None:
     assert {way for _, way in ON_RANKS} == set(WAYS)
-    assert {method for method, way in ON_RANKS if way in ("ddp", "fsdp")} == set(TODAY)
+    assert {method for method, way in ON_RANKS if way in ("ddp", "fsdp")} == set(METHODS)
 
 
 @pytest.mark.parametrize("method", ["prompt tuning", "P-tuning", "prefix tuning"])
@@ -296,7 +295,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2)
 
 
-@pytest.mark.parametrize("method", TODAY)
+@pytest.mark.parametrize("method", METHODS)
 def test_it_trains_in_bf16_with_gradient_checkpointing(
     make_trainer: Any, model_folder: str, write_rows: Any, method: str
 ) -> None:
@@ -310,7 +309,7 @@ def test_it_trains_in_bf16_with_gradient_checkpointing(
     train(make_trainer, module(not is_prefix), write_rows())
 
 
-@pytest.mark.parametrize("method", [name for name in (*TODAY, *ON_QUANTIZED_ONLY) if works(name, "bitsandbytes")])
+@pytest.mark.parametrize("method", [name for name in (*METHODS, *ON_QUANTIZED_ONLY) if works(name, "bitsandbytes")])
 def test_on_a_quantized_base_it_computes_what_it_does_on_the_dequantized_one(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, method: str
 ) -> None:
