@@ -316,7 +316,7 @@ MORE: dict[str, tuple[str, Run, bool]] = {
     "NF4 base, dp2xpp2": ("dp2xpp2", Run({"peft": LORA, "quantization": NF4}), True),
     "NF4 base, cp2": ("cp2", Run({"peft": LORA, "quantization": NF4}), True),
     "rsLoRA, tp2": ("tp2", Run({"peft": LoraConfig(r=4, target_modules="all-linear", use_rslora=True)}), True),
-    # 20 s on each rank; every day tests/model/test_packed_attention.py has what differs from tp2.
+    # Takes 20 s on each rank; tests/model/test_packed_attention.py compares in any run what differs from tp2.
     **({"compiled, cp2": ("cp2", Run({"compile": "eager"}), True)} if EVERY_CASE else {}),
 }
 
