@@ -214,13 +214,7 @@ def judge_repetition(train: Samples, validation: Samples | None, shared: list[st
 
 
 def show_example(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> ShownSample:
-    """Texts of a sample's tokens, with which of them are supervised.
-
-    Args:
-        ids: token ids, ``(T,)``.
-        labels: labels, ``(T,)``, unshifted.
-        tokenizer: tokenizer of the data.
-    """
+    """Texts of a sample's tokens, with which of them are supervised; ids and unshifted labels are ``(T,)``."""
     return show_sample(tokenizer, SampleTokens(ids.tolist(), (labels != IGNORE_INDEX).tolist()), END_TOKENS)
 
 

@@ -24,12 +24,7 @@ _TURNS = {
 
 
 def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] | None = None) -> list[Question]:
-    """Read the rows of a source as questions; rows of raw text or tokens have none, and are counted in a message.
-
-    Args:
-        preparation: tokenizer, and treatment of rows that cannot be used.
-        source: source of the rows.
-        rows: numbers of the rows to read; None reads all.
+    """Read rows of a source as questions: those of some numbers, or all; a message counts those that ask none.
 
     Raises:
         RecipeError: a file cannot be read, or a row cannot be used.
@@ -99,12 +94,7 @@ def _question(
 
 
 def without_answer(row: RawRow, form: str) -> RawRow | None:
-    """A row that has no answer, with one put in its place; None for a row that has one.
-
-    Args:
-        row: row with the columns of its format.
-        form: name of the format.
-    """
+    """A row that has no answer, with one put in its place; None for a row that has one."""
     if form == "alpaca":
         return {**row, "output": _OPEN} if _is_empty(row.get("output")) else None
     if form == "prompt_completion":

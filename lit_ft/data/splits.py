@@ -156,11 +156,7 @@ class DataSplits(Mapping[str, Samples]):
         return [{**question, "row": number} for number, question in enumerate(questions)]
 
     def prompts(self, split: str) -> list[dict[str, str]]:
-        """Prompt, question and expected answer of each conversation of a split.
-
-        Args:
-            split: name of the split: train, val or test.
-        """
+        """Prompt, question and expected answer of each conversation of a split (train, val, test)."""
         samples, prompts = self[split], []
         for number, prepared in enumerate(self.prepared[split]):
             if prepared.source.index_prefix is not None:

@@ -140,12 +140,8 @@ class StreamLoader:
         """
         self.sources, self.preparation, self.plan = sources, preparation, plan
         self.names, self.buffer_rows, self.replica = names, buffer_rows, replica
-        self._accumulate, self._epoch_batches, self._repeats, self._workers = (
-            accumulate,
-            epoch_batches,
-            repeats,
-            workers,
-        )
+        self._accumulate, self._epoch_batches = accumulate, epoch_batches
+        self._repeats, self._workers = repeats, workers
         self.notes: Counter[str] = Counter()
         """Counts by the names of ``tokenization.NOTES``, and of rows read and skipped."""
         self._state: LoaderState = start_of_pass(0)

@@ -179,12 +179,7 @@ def _is_answer(chat: Chat, i: int) -> bool:
 
 
 def with_tools(chat: Chat, template: ChatTemplate, notes: list[str]) -> Chat:
-    """Conversation that the template renders in full: tools that it would leave out are written as text.
-
-    Args:
-        chat: conversation; returned as it is where the template renders its tools, or it has none.
-        template: chat template.
-        notes: list that the name of a note is appended to.
+    """Conversation that the template renders in full: tools that it would leave out are text, with a note in ``notes``.
 
     Raises:
         BadRow: the tools cannot be written as text.

@@ -89,11 +89,8 @@ class Source:
     @property
     def title(self) -> str:
         """Name for loss curves and reports, on one line and without control characters."""
-        return printable(self._own_name, one_line=True)
-
-    @property
-    def _own_name(self) -> str:
-        return self.name or Path(self.path.rstrip("/")).name.split(".")[0].replace("*", "") or "data"
+        name = self.name or Path(self.path.rstrip("/")).name.split(".")[0].replace("*", "") or "data"
+        return printable(name, one_line=True)
 
     @property
     def index_prefix(self) -> Path | None:
@@ -377,21 +374,14 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
 def _json_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
     """Read a JSON list, or one object per line; the first character tells which, not the suffix."""
     with _open(file) as stream:
-        start = stream.read(2**12).lstrip()[:1]
-    if start == b"[":
-        return _list_rows(file)
+        is_list = stream.read(2**12).lstrip()[:1] == b"["
+    if is_list:
+        with _open(file) as stream:
+            for number, row in enumerate(items_of_list(file, stream), 1):
+                yield f"{file}, row {number}", _checked(row)
+        return
     with _open(file) as stream:
         refuse_one_object(file, stream)
-    return _line_rows(file)
-
-
-def _list_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
-    with _open(file) as stream:
-        for number, row in enumerate(items_of_list(file, stream), 1):
-            yield f"{file}, row {number}", _checked(row)
-
-
-def _line_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
     with _open(file) as stream:
         for number, line in _lines(file, stream):
             if line.strip():

@@ -15,11 +15,6 @@ class RowCount:
     """Context that shows how many rows of a source are done."""
 
     def __init__(self, path: str) -> None:
-        """Set the name of the source.
-
-        Args:
-            path: path of the source.
-        """
         self.path, self.rows = path, 0
         self._said_at = time.monotonic()
         self._is_shown = sys.stderr.isatty() and rank_zero_only.rank == 0  # type: ignore[attr-defined]
