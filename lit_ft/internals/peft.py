@@ -44,10 +44,6 @@ def around_each_layer(
     """Context in which a tuner creates the adapter of each layer within a context of that layer's.
 
     Tuners override ``_create_and_replace``, which PEFT asks new methods to do, and PEFT has no hook around its calls.
-
-    Args:
-        tuner: class that adds a method's adapters.
-        entered: function from a layer, before its adapter is created, to the context.
     """
     create = tuner._create_and_replace
 

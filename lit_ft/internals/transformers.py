@@ -14,6 +14,8 @@ from lit_callbacks.internals.transformers_internals import attention_implementat
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
+from lit_ft.internals.torch import with_submodules
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -100,8 +102,6 @@ def takes_any_attention(model: PreTrainedModel) -> bool:
 
 def with_decoder(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel:
     """Copy of a model with another decoder, so that its ``forward`` computes the rest from what that returns."""
-    from lit_ft.internals.torch import with_submodules
-
     return with_submodules(model, {model.base_model_prefix: decoder})
 
 

@@ -66,12 +66,6 @@ def check_stored(
 ) -> None:
     """Refuse recipes that do not work with a quantized checkpoint.
 
-    Args:
-        pretrained: name of the checkpoint, for the message.
-        config: config of the checkpoint.
-        quantization: quantization of the recipe.
-        peft: config of the tuning method.
-
     Raises:
         RecipeError: the message says what is missing.
     """
@@ -152,9 +146,7 @@ def _check_installed(where: str, quantization: QuantizationConfigMixin | dict[st
 def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMixin | None) -> dict[str, object]:
     """Keyword arguments of ``from_pretrained`` for a quantized base model; empty for a dense one.
 
-    Args:
-        config: config of the checkpoint, changed in place if its quantization is set up for inference.
-        quantization: quantization of the recipe.
+    The checkpoint's config is changed in place if its quantization is set up for inference.
     """
     if quantization is not None:
         return {"quantization_config": quantization, "device_map": _device_map(method_of(quantization))}

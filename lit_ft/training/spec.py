@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lit_ft import process
 from lit_ft.errors import RecipeError
+from lit_ft.internals import liger_kernel
 from lit_ft.internals.transformers import enable_checkpointing
 from lit_ft.model import liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
@@ -123,7 +124,7 @@ class TrainingSpec:
         torch.manual_seed(process.seed())
         base = self.base.build(self.tuning.attention(self.base.attn_implementation))
         if self.liger:
-            liger_kernels.apply_liger(base)
+            liger_kernel.apply_to_instance(base)
         if self.activation_offload and device is not None:
             activation_offload.warn_if_useless(device)
         if self.gradient_checkpointing:

@@ -86,19 +86,14 @@ def compile_layers(layers: Iterable[nn.Module], compiled: bool | str, checkpoint
 
 
 class _OneGraph:
-    """Compiled forward pass of a layer: one graph, or what is left from the first call on that cannot be one."""
+    """Compiled forward pass of a layer: one graph, or what is left from the first call on that cannot be one.
+
+    All layers of a model share ``reported``, the notices that were printed.
+    """
 
     def __init__(
         self, layer: nn.Module, options: dict[str, Any], checkpointing: Checkpointing, reported: set[str]
     ) -> None:
-        """Compile a layer's forward pass.
-
-        Args:
-            layer: decoder layer.
-            options: of torch.compile.
-            checkpointing: what the layer computes again in its backward pass.
-            reported: notices that were printed; all layers of a model share it.
-        """
         self._layer, self._plain, self._options = layer, layer.forward, options
         self._checkpointing, self._reported = checkpointing, reported
         self._compiled = torch.compile(self._plain, fullgraph=True, **options)
