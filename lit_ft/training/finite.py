@@ -29,7 +29,6 @@ class FiniteCheck:
     """
 
     def __init__(self) -> None:
-        """Start without pending values."""
         self._watched: list[_Watched] = []
 
     def watch(self, trainer: Trainer, what: str, value: Tensor) -> None:
@@ -73,11 +72,7 @@ class FiniteCheck:
 
 
 def check_trained_weights(trainer: Trainer, module: nn.Module) -> None:
-    """Refuse to save weights that are not finite; a collective.
-
-    Args:
-        trainer: trainer of the run.
-        module: LightningModule, of which each rank checks its part of the trainable parameters.
+    """Refuse to save weights that are not finite; a collective, in which each rank checks its part of them.
 
     Raises:
         NotFinite: a weight is not finite, on any rank.

@@ -145,12 +145,7 @@ class StepEvents(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write the metrics of a step; if one is not a number, Lightning's logger writes them one by one.
-
-        Args:
-            metrics: numbers or scalar tensors by name.
-            step: number of the step.
-        """
+        """Write the metrics of a step; if one is not a number, Lightning's logger writes them one by one."""
         with explain_failed_write(Path(self.log_dir)):
             self._write(metrics, step)
 
@@ -174,9 +169,6 @@ class StepEvents(TensorBoardLogger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Write the remaining events.
-
-        Args:
-            status: status with which the run has ended.
 
         Raises:
             RecipeError: they cannot be written, and no earlier error has ended the run.
@@ -274,11 +266,7 @@ def put_files_in(folder: Path, logger: object) -> None:
 def beside_defaults(given: object, run: RunFolder, resumed_step: int, is_logged: bool) -> list[Logger]:
     """Loggers of a run: ``metrics.csv`` and TensorBoard, each unless the recipe has one of its kind; then the recipe's.
 
-    Args:
-        given: ``trainer.logger`` of the recipe.
-        run: run folder.
-        resumed_step: number of optimizer steps of the checkpoint that the run resumes from; 0 for a new run.
-        is_logged: whether the metrics of the checkpoint's last step were logged before it was written.
+    ``given`` is the recipe's ``trainer.logger``; the other arguments are those of ``MetricsCSV``.
     """
     loggers = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Logger)]
     defaults: list[Logger] = []

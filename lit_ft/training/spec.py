@@ -165,12 +165,6 @@ def spec_of(module: nn.Module) -> TrainingSpec | None:
 def batches_for_init(trainer: Trainer | None, count: int, base: PreTrainedModel, init: str) -> list[PackedBatch]:
     """First packed batches of training, for an adapter init that reads data; the model moves to their device.
 
-    Args:
-        trainer: trainer of the run; None outside of one.
-        count: number of batches.
-        base: model that the init runs.
-        init: name of the init.
-
     Raises:
         RecipeError: there is no training data, or its data module does not hand it out.
     """

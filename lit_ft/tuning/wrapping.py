@@ -14,9 +14,7 @@ from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError, explained
 from lit_ft.internals.peft import around_each_layer
@@ -66,11 +64,7 @@ def add_peft(
 
 
 def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze all parameters except those whose names match a pattern.
-
-    Args:
-        model: model, changed in place.
-        patterns: regular expressions that are searched for in the names.
+    """Freeze all parameters except those in whose names a regular expression is found.
 
     Raises:
         RecipeError: a pattern is not a regular expression, or matches no name.
@@ -155,9 +149,7 @@ def linear_layers(model: nn.Module) -> list[str]:
 def give_values(skeleton: nn.Module, peft: PeftConfig) -> None:
     """Give a model on the meta device random weights, for methods that read weights when they are created.
 
-    Args:
-        skeleton: model, changed in place: it gets small random weights on the CPU, which are freed after the check.
-        peft: config of the tuning method.
+    The skeleton gets small random weights on the CPU, which are freed after the check.
     """
     is_velora = isinstance(peft, LoraConfig) and peft.velora_config is not None
     if peft.peft_type.value in _LOOK_AT_WEIGHTS or is_velora:
