@@ -69,9 +69,6 @@ def number_logged_steps(trainer: Trainer) -> None:
 
     Lightning counts logged steps separately from ``global_step``, and after a second resumption the count is sometimes
     one too low: two steps are then logged under one number.
-
-    Args:
-        trainer: trainer that is about to train on a micro-batch.
     """
     set_logged_steps(trainer, trainer.global_step)
 

@@ -1,7 +1,6 @@
 """Selection of the newest intact checkpoint in a folder, and of the best one."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,10 +42,20 @@ def candidates(folder: Path) -> tuple[list[Candidate], list[DamagedCheckpoint]]:
 
     A complete checkpoint that a killed process left under its temporary hidden name counts if its final name is unused.
     """
+    visible = [path for path in folder.glob("*.ckpt") if not path.name.startswith(".") and path.exists()]
+    return _readable([*visible, *replacement.interrupted(folder)])
+
+
+def newest_of(paths: Iterable[Path]) -> Path | None:
+    """Newest of some checkpoints that can be read and resumed from; checksums are not compared."""
+    readable, _ = _readable(paths)
+    return readable[0].path if readable else None
+
+
+def _readable(paths: Iterable[Path]) -> tuple[list[Candidate], list[DamagedCheckpoint]]:
     readable: list[Candidate] = []
     damaged: list[DamagedCheckpoint] = []
-    visible = [path for path in folder.glob("*.ckpt") if not path.name.startswith(".") and path.exists()]
-    for path in [*visible, *replacement.interrupted(folder)]:
+    for path in paths:
         try:
             position = position_of(path)
         except DamagedCheckpoint as error:
@@ -133,20 +142,6 @@ def best_of(folder: Path) -> Path:
 def _here(folder: Path, path: Path) -> Path:
     """Path of a checkpoint in a folder that may have been moved since."""
     return folder / path.name if (folder / path.name).exists() else path
-
-
-def newest_of(paths: Iterable[Path]) -> Path | None:
-    """Newest of some checkpoints that can be read and resumed from; checksums are not compared.
-
-    Args:
-        paths: paths of checkpoint files and folders.
-    """
-    readable: list[Candidate] = []
-    for path in paths:
-        with suppress(DamagedCheckpoint):
-            if (position := position_of(path)) is not None:
-                readable.append(Candidate(position, path))
-    return max(readable).path if readable else None
 
 
 def position_of(path: Path) -> Position | None:

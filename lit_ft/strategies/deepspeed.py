@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from lit_ft.checkpointing.storage import sharded
+from lit_ft.checkpointing.storage.checkpoint_io import mapped
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
-from lit_ft.internals.deepspeed import restore_linear, stop_gathering_in_calls
+from lit_ft.internals.deepspeed import restore_linear, stop_gathering_in_calls, zero_gradient_buffer
 from lit_ft.internals.torch import without_forward_hooks
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.loading import decoder_layers
@@ -52,10 +52,6 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept the arguments of Lightning's ``DeepSpeedStrategy``.
 
-        Args:
-            args: positional arguments of Lightning's ``DeepSpeedStrategy``.
-            kwargs: keyword arguments of Lightning's ``DeepSpeedStrategy``.
-
         Raises:
             RecipeError: a package is missing, or ``config`` comes together with arguments that it replaces.
         """
@@ -81,11 +77,6 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     def check(self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None) -> None:
         """Compare DeepSpeed's configuration with the recipe, before processes are started and weights are loaded.
-
-        Args:
-            trainer: trainer of the run.
-            module: LightningModule that is trained.
-            datamodule: data module of the run.
 
         Raises:
             RecipeError: the two disagree; the message names both values.
@@ -347,7 +338,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         assert self.lightning_module is not None
         if (norm := self.deepspeed_engine.get_global_grad_norm()) is not None:  # compute_grad_norm: false
             self.lightning_module.log("train/grad_norm", norm)
-        zero_state.forget_gradients(self.deepspeed_engine)
+        zero_gradient_buffer(self.deepspeed_engine)
         return result
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -388,6 +379,4 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """Read a checkpoint of any strategy; a file is memory-mapped, so each rank loads only its shards."""
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
-        if sharded.is_sharded_folder(path):
-            return sharded.read_full(path)
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return mapped(path)

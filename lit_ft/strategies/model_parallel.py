@@ -241,8 +241,8 @@ class ModelParallelStrategy(ShardedStrategy):
             self._shard_over_data(module, layers, stages)
         if stages:
             self._start_pipeline(module, base, stages)
-        else:
-            self._wrap_forward(module)
+        elif isinstance(module, SplitsForward) and self._multiple() > 1:
+            wrap_forward(module, self._on_local_tokens)
 
     def _make_stages(self, module: nn.Module, base: PreTrainedModel) -> list[StageModule]:
         assert isinstance(module, SplitsForward), "check_batches has refused it"
@@ -275,12 +275,9 @@ class ModelParallelStrategy(ShardedStrategy):
             map_hidden_states(decoder, parallel.gather_sequence)
         wrap_answer(module, parallel.as_one_process())
 
-    def _wrap_forward(self, module: nn.Module) -> None:
-        """Without a pipeline, pad packed batches to a divisible length and select this rank's tokens of them."""
-        if isinstance(module, SplitsForward) and self._multiple() > 1:
-            wrap_forward(module, self._on_local_tokens)
-
     def _on_local_tokens(self, forward: Forward) -> Forward:
+        """Without a pipeline, pad packed batches to a divisible length and select this rank's tokens of them."""
+
         def on_local_tokens(batch: PackedBatch) -> TokenLoss:
             batch = packed_batch.pad_to_multiple(batch, self._multiple())
             if self.context is None:

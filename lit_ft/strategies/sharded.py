@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lit_ft.checkpointing.storage import sharded, sharded_safetensors
-from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO, mapped
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
@@ -41,10 +41,6 @@ T = TypeVar("T")
 
 def check_shared(module: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Refuse a model that uses one weight in several layers, or in a layer and outside of it.
-
-    Args:
-        module: module whose layers are sharded one by one.
-        layers: the layers.
 
     Raises:
         RecipeError: there is such a weight.
@@ -344,7 +340,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
         if not sharded.is_sharded_folder(path):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            return mapped(path)
         assert self.model is not None
         names = [name for name, _ in self.model.named_parameters()]
         aliases = {name: self._saved_name(name) for name in names if self._saved_name(name) != name}

@@ -62,9 +62,6 @@ def recover(folder: Path) -> list[str]:
 
     No other process may write to the folder at the same time.
 
-    Args:
-        folder: folder of checkpoints.
-
     Returns:
         One line of text for each checkpoint that was recovered.
     """

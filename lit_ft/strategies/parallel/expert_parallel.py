@@ -81,11 +81,7 @@ def check(base: PreTrainedModel, size: int) -> None:
 
 
 class ExpertParallel:
-    """Distribution of experts over the ranks of a mesh dimension.
-
-    Args:
-        mesh: mesh of one dimension, whose ranks see different data.
-    """
+    """Distribution of experts over the ranks of a mesh of one dimension, which see different data."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.size, self.group = mesh, mesh.size(), mesh.get_group()

@@ -95,12 +95,7 @@ class ParallelDims:
             )
 
     def check_model(self, sizes: MeshSizes, module: nn.Module, skeleton: nn.Module) -> None:
-        """Refuse models that cannot be distributed over the mesh.
-
-        Args:
-            sizes: sizes of the mesh.
-            module: LightningModule.
-            skeleton: model of the LightningModule with its adapters, on the meta device.
+        """Refuse models that cannot be distributed over the mesh; the skeleton has its adapters, on the meta device.
 
         Raises:
             RecipeError: the model does not fit; the message names the value, the rule and what works.
@@ -196,10 +191,6 @@ class ParallelDims:
 
     def sizes(self, nodes: int, devices: int) -> MeshSizes:
         """Mesh sizes for the ranks of a run, with ``auto`` replaced by a number.
-
-        Args:
-            nodes: number of machines.
-            devices: number of ranks on each machine.
 
         Raises:
             RecipeError: the product of the sizes is not the number of ranks.

@@ -367,10 +367,7 @@ def _on_hidden(function: Callable[[Tensor], Tensor]) -> Before:
 
 
 def _compute_on_local(
-    module: nn.Module,
-    gradient: Placement,
-    factors: Mapping[str, float] | None = None,
-    call_of: nn.Module | None = None,
+    module: nn.Module, gradient: Placement, factors: Mapping[str, float] | None = None, call_of: nn.Module | None = None
 ) -> None:
     """Replace a module's own parameters by their local tensors during ``forward``.
 

@@ -94,11 +94,6 @@ def is_block(module: nn.Module) -> bool:
 def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = None) -> None:
     """Refuse models whose matrices cannot be sharded over ``size`` ranks, before weights are read.
 
-    Args:
-        base: Hugging Face model with its adapters, on the meta device.
-        size: number of tensor-parallel ranks.
-        given: plan of the recipe.
-
     Raises:
         RecipeError: the model does not fit; the message names the value, the rule and what fits.
     """

@@ -8,12 +8,7 @@ from lit_ft.gradient_norm import local
 
 
 class TiedEmbeddings:
-    """Two copies of a tied weight, kept equal, and counted and saved once.
-
-    Args:
-        module: LightningModule, with all of its layers.
-        base: Hugging Face model inside it.
-    """
+    """Two copies of a tied weight, kept equal, and counted and saved once."""
 
     def __init__(self, module: nn.Module, base: PreTrainedModel) -> None:
         edges = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
