@@ -172,8 +172,7 @@ class ModelParallelStrategy(ShardedStrategy):
         self._device_mesh = init_device_mesh(
             self.root_device.type, tuple(self.sizes()), mesh_dim_names=(PIPELINE, DATA, CONTEXT, TENSOR)
         )
-        assert self.lightning_module is not None
-        set_device_mesh(self.lightning_module, self._device_mesh)
+        set_device_mesh(self._module, self._device_mesh)
 
     def _mesh(self, name: str) -> DeviceMesh:
         return self.device_mesh[name]
@@ -182,18 +181,15 @@ class ModelParallelStrategy(ShardedStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Distribute the model, then build the optimizer on this rank's part."""
-        assert self.lightning_module is not None
-        self.check(trainer, self.lightning_module, datamodule_of(trainer))
+        self.check(trainer, self._module, datamodule_of(trainer))
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(self.describe())
 
     def describe(self) -> str:
         """Text of the mesh, the schedule with its bubble, and what each rank holds and sends; a collective."""
-        assert self.lightning_module is not None
-        assert self.model is not None
-        layout, step = self.layout(), step_of(self.lightning_module.trainer)
-        own = rank_contents(layout, self.model, step)
+        layout, step = self.layout(), step_of(self._module.trainer)
+        own = rank_contents(layout, self._module, step)
         shares = [own] * self.world_size
         dist.all_gather_object(shares, own)
         return format_layout(layout, shares, step)
@@ -404,9 +400,8 @@ class ModelParallelStrategy(ShardedStrategy):
         """Sum partial gradients over ranks, after the last micro-batch of an optimizer step."""
         if self._within_window:
             return
-        assert self.model is not None
         if self.tensor is not None:
-            self.tensor.sum_parts([p for p in self.model.parameters() if isinstance(p.grad, DTensor)])
+            self.tensor.sum_parts([p for p in self._module.parameters() if isinstance(p.grad, DTensor)])
         if self.edges is not None:
             self.edges.sum_gradients()
 

@@ -185,13 +185,7 @@ class StreamLoader:
 
     @staticmethod
     def rewind(state: LoaderState, micro_batch: int, ready: int) -> None:
-        """Set a saved position back to the first micro-batch of an optimizer step.
-
-        Args:
-            state: result of ``state_dict``, changed in place.
-            micro_batch: number of the micro-batch that trains next, as the trainer counts within the epoch.
-            ready: number of micro-batches of the epoch that the trainer had begun at the time of saving.
-        """
+        """Set a saved position back to the first micro-batch of an optimizer step, as ``PackedBatchLoader.rewind``."""
         begun = [window for window in state.get("windows", []) if window["batch"] <= micro_batch]
         if begun:
             state |= begun[-1]
