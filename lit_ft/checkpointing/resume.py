@@ -30,13 +30,9 @@ class Replay:
 
 
 def go_back_to_a_step(checkpoint: Checkpoint, trainer: Trainer) -> Replay | None:
-    """Set a checkpoint back to the start of the optimizer step in which it was written.
+    """Set a checkpoint back, in place, to the start of the optimizer step in which it was written.
 
     A data module may implement the protocols ``RewindsPosition``, ``ChecksOrder`` and ``RecountsMicroBatches``.
-
-    Args:
-        checkpoint: Lightning checkpoint, changed in place.
-        trainer: trainer of the resumed run.
 
     Returns:
         Replay of the micro-batches that are trained on again; None if there are none.

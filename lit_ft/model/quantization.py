@@ -205,9 +205,7 @@ def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 def check_gradient(module: Any, dtype: torch.dtype) -> None:
     """Compare a linear layer's gradient with its outputs: for its matrix J and an input v, <J'Jv, v> = |Jv|^2.
 
-    Args:
-        module: linear layer in training mode.
-        dtype: dtype of its inputs.
+    The layer is in training mode; ``dtype`` is that of its inputs.
 
     Raises:
         RecipeError: there is no gradient, or its error is above 5 %: rounding activations to 8 bits causes 1 %.

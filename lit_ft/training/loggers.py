@@ -155,10 +155,7 @@ class StepEvents(TensorBoardLogger):
     ) -> None:
         """Write options for TensorBoard's HPARAMS page, beside the last ``val/loss`` and ``train/loss`` of the run.
 
-        Args:
-            params: options by name; nested ones get names with slashes.
-            metrics: names of further metrics of the page.
-            step: number of the step.
+        Nested options get names with slashes; the names of ``metrics`` are those of further ones on the page.
         """
         self.hparams.update(params)  # hparams.yaml, which the first save writes
         if (file := self.experiment.file_writer) is not None:
@@ -221,11 +218,7 @@ def _flat(options: Mapping[str, object], prefix: str = "") -> dict[str, bool | i
 
 
 def put_files_in(folder: Path, logger: object) -> None:
-    """Let the recipe's loggers that name no folder write into the run folder.
-
-    Args:
-        folder: run folder.
-        logger: parsed ``trainer.logger``: classes with their arguments, changed in place.
+    """Let the recipe's loggers that name no folder write into the run folder; their arguments are changed in place.
 
     Raises:
         RecipeError: the package of a logger is not installed, or the logger would log nothing.

@@ -167,13 +167,8 @@ def wrap_in_final_dtype(
     """Wrap a base model whose weights are cast later, so that its adapter equals that of a model which is cast already.
 
     PEFT creates new weights in the dtype of the layer that they are added to, or computes them from its weights: each
-    layer temporarily gets its final dtype while its adapter is created.
-
-    Args:
-        base: base model whose final dtypes are stored (``deferred_cast.mark``).
-        peft: config of the tuning method.
-        wrap: function that creates the ``PeftModel``.
-        in_float32: whether ``wrap`` casts the adapter's weights to float32.
+    layer temporarily gets its final dtype, which ``deferred_cast.mark`` has stored, while its adapter is created.
+    ``in_float32`` says whether ``wrap`` casts the adapter's weights to float32.
     """
     tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(peft.peft_type)
     if peft.is_prompt_learning:

@@ -67,11 +67,6 @@ def compile_layers(layers: Iterable[nn.Module], compiled: bool | str, checkpoint
 
     A layer whose code cannot be one graph becomes several when it is first called, with activation checkpointing none,
     and a notice gives the reason.
-
-    Args:
-        layers: decoder layers.
-        compiled: true, or the name of a mode of inductor or of another backend.
-        checkpointing: what layers compute again in their backward pass.
     """
     raise_recompile_limit(VARIANTS)
     options: dict[str, Any] = {"dynamic": True}

@@ -66,11 +66,6 @@ class ParallelDims:
     def check_batches(self, sizes: MeshSizes, samples: int | None, module: nn.Module) -> None:
         """Check the number of pipeline micro-batches.
 
-        Args:
-            sizes: sizes of the mesh.
-            samples: number of samples in a packed batch; None if the data module does not define it.
-            module: LightningModule.
-
         Raises:
             RecipeError: the number does not fit; the message names the value, the rule and what works.
         """
