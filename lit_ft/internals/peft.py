@@ -62,8 +62,7 @@ def around_each_layer(
 
 def kasa_loss(model: PeftModel) -> Tensor:
     """KaSA's regularization term; PEFT's documentation tells training loops to call this method, private by name."""
-    loss: Tensor = model.base_model._get_kasa_loss()
-    return loss
+    return model.base_model._get_kasa_loss()
 
 
 def renamed_targets(model: PreTrainedModel) -> frozenset[str]:

@@ -32,8 +32,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], specia
                 "it out"
             )
     tokenizer.add_tokens(list(tokens), special_tokens=special)
-    ids: list[int] = tokenizer.convert_tokens_to_ids(list(tokens))
-    return ids
+    return tokenizer.convert_tokens_to_ids(list(tokens))
 
 
 def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, added: int) -> None:

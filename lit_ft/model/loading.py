@@ -354,8 +354,7 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Part of a causal LM from token ids to final hidden states."""
-    decoder: nn.Module = getattr(model, model.base_model_prefix)
-    return decoder
+    return getattr(model, model.base_model_prefix)
 
 
 def head_parameters(model: PreTrainedModel) -> list[Tensor]:

@@ -53,8 +53,7 @@ def gather(state: OptimizerState, keep: bool) -> OptimizerState:
         tensor = full_tensor(leaf)
         return tensor.cpu() if keep else None
 
-    gathered: OptimizerState = tree_map(whole, state)
-    return gathered
+    return tree_map(whole, state)
 
 
 def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:

@@ -82,8 +82,7 @@ class PackedForward:
                 input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **options
             )
         self.router_loss = router_loss.router_loss(self.base, output) if reads_router else None
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return output.last_hidden_state
 
     def _padded(self, batch: PackedBatch) -> PackedBatch:
         """The batch with a last sample that predicts nothing, if its number of tokens would be one of many."""
