@@ -416,7 +416,7 @@ class ModelParallelStrategy(ShardedStrategy):
     def _saved_name(self, name: str) -> str:
         return name if self.edges is None else self.edges.saved_name(name)
 
-    def _saved_elsewhere(self, base: PreTrainedModel) -> frozenset[str]:
+    def _saved_elsewhere(self) -> frozenset[str]:
         return frozenset() if self.edges is None else frozenset({self.edges.copy_in_base})
 
     def _order(self) -> list[str]:

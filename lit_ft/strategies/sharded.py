@@ -245,7 +245,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """
         self._reshard()
         folder, writers = Path(self.broadcast(str(folder))), self._ranks_per_stage()
-        own = sharded_safetensors.collect(base, writers, self.global_rank % writers, self._saved_elsewhere(base))
+        own = sharded_safetensors.collect(base, writers, self.global_rank % writers, self._saved_elsewhere())
         names: list[list[str]] = [[]] * self.world_size
         torch.distributed.all_gather_object(names, list(own))
         sharded_safetensors.check_complete(base, {name for part in names for name in part})
@@ -256,7 +256,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             sharded_safetensors.join_parts(base, folder)
         self.barrier()
 
-    def _saved_elsewhere(self, base: PreTrainedModel) -> frozenset[str]:
+    def _saved_elsewhere(self) -> frozenset[str]:
         return frozenset()
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:

@@ -89,9 +89,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -125,17 +123,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    ends: Tensor,
-    scaling: float | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

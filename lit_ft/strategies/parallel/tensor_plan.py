@@ -116,7 +116,7 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
             if width % size:
                 raise RecipeError(_must_divide(size, f"the width of {type(module).__name__}", width))
     for name, module in base.named_modules():
-        _check_adapter(name, module, plan)
+        _check_adapter(name, module)
 
 
 def _must_divide(size: int, name: str, count: int) -> str:
@@ -125,7 +125,7 @@ def _must_divide(size: int, name: str, count: int) -> str:
     return f"tensor_parallel_size={size} must divide {name}={count}; use {nearest}"
 
 
-def _check_adapter(name: str, module: nn.Module, plan: Plan) -> None:
+def _check_adapter(name: str, module: nn.Module) -> None:
     if not isinstance(module, LoraLayer):
         return
     why = None
