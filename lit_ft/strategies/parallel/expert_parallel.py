@@ -21,6 +21,7 @@ from lit_ft.internals.torch import all_to_all_single_autograd, own_parameters, w
 from lit_ft.internals.transformers import mark_expert_parallel
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.parameter_patterns import layers_by_wildcard
+from lit_ft.strategies.parallel.tensor_plan import must_divide
 from lit_ft.tuning.expert_lora import FusedExperts, obstacle
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -73,11 +74,7 @@ def check(base: PreTrainedModel, size: int) -> None:
                 "LoRA on gate_up_proj and down_proj (target_parameters) or on attention, or set it to 1"
             )
         if count % size:
-            fitting = [n for n in range(1, count + 1) if count % n == 0]
-            raise RecipeError(
-                f"expert_parallel_size={size} must divide the number of experts={count}; use "
-                f"{min(fitting, key=lambda n: (abs(n - size), n))}"
-            )
+            raise RecipeError(must_divide(size, "the number of experts", count, "expert_parallel_size"))
 
 
 class ExpertParallel:
