@@ -1,5 +1,6 @@
 """Rows as questions for ``predict``: with an answer that is known, or without one."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
         return []
     tokenization = _tokenization(preparation, source)
     questions: list[Question] = []
-    bad = without = read = 0
+    left_out, read = Counter[str](), 0
     for number, (location, row) in enumerate(source.rows()):
         if rows is not None and number not in rows:
             continue
@@ -45,10 +46,10 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
             question = _question(row, tokenization, source.columns)
         except BadRow as error:
             preparation.refuse(location, error)
-            bad += 1
+            left_out["cannot be used (data.on_bad_row=skip)"] += 1
             continue
         if question is None:
-            without += 1
+            left_out["hold text or tokens and no question"] += 1
             continue
         name = row.get("id")
         prompt, asked, expected = question
@@ -61,12 +62,8 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
                 "expected": expected,
             }
         )
-    for count, why in (
-        (bad, "cannot be used (data.on_bad_row=skip)"),
-        (without, "hold text or tokens and no question"),
-    ):
-        if count:
-            rank_zero_info(f"{source.path}: {count:,} of {read:,} rows {why}; they were left out")
+    for why, count in left_out.items():
+        rank_zero_info(f"{source.path}: {count:,} of {read:,} rows {why}; they were left out")
     return questions
 
 
