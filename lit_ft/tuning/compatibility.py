@@ -252,13 +252,9 @@ def rows_of(peft: PeftConfig) -> list[MethodSupport]:
 
 
 def refusal(peft: PeftConfig, name: str, value: str = "", option: str = "model.peft") -> str | None:
-    """Reason why a method does not work in a situation, and the fix; None where it works.
+    """Reason why a method does not work in a situation, a field of ``MethodSupport``, and the fix; None where it works.
 
-    Args:
-        peft: config of the tuning method.
-        name: field of ``MethodSupport``.
-        value: value of the recipe that makes the situation, e.g. ``tensor_parallel_size=2``.
-        option: option that gives the method, for the message.
+    The message has the ``value`` that makes the situation, e.g. ``tensor_parallel_size=2``, and the method's option.
     """
     if (first := first_refusal(rows_of(peft), name)) is None:
         return None
