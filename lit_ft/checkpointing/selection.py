@@ -150,10 +150,7 @@ def position_of(path: Path) -> Position | None:
     Raises:
         DamagedCheckpoint: the checkpoint cannot be read.
     """
-    header = _header(path)
-    if header.position is None:
-        return None
-    return Position(*header.position, path.name.lstrip(".").startswith("last"))
+    return _header(path).position
 
 
 def resumed_step(path: Path) -> tuple[int, bool]:
@@ -163,14 +160,14 @@ def resumed_step(path: Path) -> tuple[int, bool]:
         DamagedCheckpoint: the checkpoint cannot be read.
     """
     header = _header(path)
-    return (0, True) if header.position is None else (header.position[1], header.is_logged)
+    return (0, True) if header.position is None else (header.position.global_step, header.is_logged)
 
 
 class _Header(NamedTuple):
     """Metadata of a checkpoint, without tensors, which would keep its file mapped."""
 
-    position: tuple[int, int, int] | None
-    """Session, optimizer step and epoch; None for a checkpoint without loop state."""
+    position: Position | None
+    """None for a checkpoint without loop state."""
     is_logged: bool
     """Whether the metrics of its step had been logged."""
     best: dict[str, Best]
@@ -193,15 +190,16 @@ def _read_header(path: Path, identity: Identity) -> _Header:
         check_intact(path)  # its error describes the damage
         raise DamagedCheckpoint(path, f"it cannot be read ({type(error).__name__})") from error
     try:
-        return _Header(_position_in(content), UNLOGGED not in content, _best_in(content))
+        return _Header(_position_in(path, content), UNLOGGED not in content, _best_in(content))
     except (AttributeError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(path, f"it is no Lightning checkpoint ({type(error).__name__})") from error
 
 
-def _position_in(content: Checkpoint) -> tuple[int, int, int] | None:
+def _position_in(path: Path, content: Checkpoint) -> Position | None:
     if "loops" not in content:
         return None
-    return int(content.get(SESSION, 0)), int(content.get("global_step", 0)), int(content.get("epoch", 0))
+    session, step, epoch = (int(content.get(key, 0)) for key in (SESSION, "global_step", "epoch"))
+    return Position(session, step, epoch, is_last=path.name.lstrip(".").startswith("last"))
 
 
 def _best_in(content: Checkpoint) -> dict[str, Best]:

@@ -252,7 +252,7 @@ def rows_of(peft: PeftConfig) -> list[MethodSupport]:
 
 
 def refusal(peft: PeftConfig, name: str, value: str = "", option: str = "model.peft") -> str | None:
-    """Reason why a method does not work in a situation, a field of ``MethodSupport``, and the fix; None where it works.
+    """Reason why a method does not work in a situation (a field of ``MethodSupport``), and the fix; None if it works.
 
     The message has the ``value`` that makes the situation, e.g. ``tensor_parallel_size=2``, and the method's option.
     """

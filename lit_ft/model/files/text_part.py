@@ -8,7 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 def config_of_text(config: PretrainedConfig) -> PretrainedConfig:
     """Config of the text part of a model that transformers has a class of its own for; else the same config.
 
-    It is the ``text_config`` of the model's, changed in place.
+    It is the model's ``text_config``, changed in place.
     """
     if "text_config" not in config.sub_configs or _is_text_alone(config):
         return config

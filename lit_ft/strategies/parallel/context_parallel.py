@@ -51,7 +51,7 @@ class ContextParallel:
         }
 
     def full_loss(self, result: TokenLoss, batch: PackedBatch) -> TokenLoss:
-        """Loss of the full packed batch, from that of each rank's tokens, of ``local_tokens``; a collective."""
+        """Loss of the full packed batch, from that of this rank's tokens (``local_tokens``); a collective."""
         is_local = batch["is_local"]
         summed = result.per_token.new_zeros(1 + len(is_local))  # fp32, whatever precision makes the default
         summed[0] = result.correct
