@@ -156,10 +156,6 @@ class ModelParallelStrategy(ShardedStrategy):
         """Number of pipeline micro-batches that a packed batch is split into."""
         return self.placement.micro_batches(self.sizes(), micro_batch_size)
 
-    def layers_of_stages(self, base: PreTrainedModel) -> list[range]:
-        """Indices of each stage's decoder layers."""
-        return self.placement.layers_of_stages(self.sizes(), base)
-
     # --- processes and mesh ----------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
@@ -242,7 +238,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     def _make_stages(self, module: nn.Module, base: PreTrainedModel) -> list[StageModule]:
         assert isinstance(module, SplitsForward), "check_batches has refused it"
-        layers, size = self.layers_of_stages(base), self.sizes().pipeline
+        layers, size = self.placement.layers_of_stages(self.sizes(), base), self.sizes().pipeline
         embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
         dtype = final_dtype(embedding.weight) or embedding.weight.dtype
         like_embedding = self.precision_plugin.convert_module(nn.Embedding(1, 1, dtype=dtype))
@@ -347,7 +343,7 @@ class ModelParallelStrategy(ShardedStrategy):
         width = base.config.get_text_config().hidden_size
         self.pipeline = Pipeline(
             stages,
-            self.sizes().pipeline * pipeline_parallel.stages_per_rank(self.schedule),
+            sizes.pipeline * pipeline_parallel.stages_per_rank(self.schedule),
             self._mesh(PIPELINE),
             self.schedule,
             self.micro_batches(micro_batch_size(datamodule_of(module.trainer))),
