@@ -457,11 +457,7 @@ class TextDataModule(LightningDataModule):
 
 
 def _steps_within(limit: int | float, trainer: Trainer) -> int:
-    """Micro-batches per optimizer step, in an epoch of ``limit`` micro-batches.
-
-    Raises:
-        RecipeError: the epoch ends within an optimizer step.
-    """
+    """Micro-batches per optimizer step; an epoch of ``limit`` micro-batches that ends within one is refused."""
     accumulate = accumulation(trainer)
     if isinstance(limit, int) and limit % accumulate:
         name = "overfit_batches" if _overfits(trainer) else "limit_train_batches"

@@ -309,11 +309,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return self._cpu_group
 
     def _finish_writing(self) -> None:
-        """Wait for a checkpoint that is still being written in the background.
-
-        Raises:
-            Exception: the checkpoint could not be written.
-        """
+        """Wait for a checkpoint that is still being written in the background; its error is raised here."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

@@ -219,13 +219,7 @@ class StreamLoader:
         self._is_over = True
 
     def _rescaled(self, state: LoaderState, then: dict[str, int] | None, now: dict[str, int]) -> LoaderState:
-        """Convert a position between optimizer steps to another ``batch_geometry``.
-
-        Args:
-            state: saved position.
-            then: ``batch_geometry`` of the run that saved it; None or empty leaves the position as it is.
-            now: ``batch_geometry`` of this run.
-        """
+        """Convert a position between optimizer steps to another ``batch_geometry``; it stays without ``then``."""
         state = {name: state[name] for name in start_of_pass(0)}
         if not then or then == now:
             return state
@@ -235,11 +229,7 @@ class StreamLoader:
         return {**state, "skip": state["skip"] + taken, "position": 0, "batch": trained // now["units"]}
 
     def _one_pass(self, start: LoaderState) -> Iterator[PackedBatch]:
-        """Micro-batches of the rest of a pass over all rows, from a position on.
-
-        Raises:
-            RecipeError: a full pass gives none.
-        """
+        """Micro-batches of the rest of a pass over all rows; a full pass that gives none is refused."""
         position, accumulate = start["position"], self._geometry["accumulate"]
         gives_none = start["rows"] is None  # unless it turns out to give some
         for number, buffer in enumerate(self._buffers(start), start["buffer"]):

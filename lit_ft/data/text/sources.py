@@ -234,11 +234,7 @@ def _is_data(name: str) -> bool:
 
 
 def _check_one_split(folder: Path, files: list[Path]) -> None:
-    """Refuse a folder that holds the files of several splits, as a downloaded hub data set does.
-
-    Raises:
-        RecipeError: the names of its files, or of folders in it, say so.
-    """
+    """Refuse a folder that holds the files of several splits by their names, as a downloaded hub data set does."""
     splits: dict[str, tuple[Path, str]] = {}  # by split: its first file, and what names its files alone
     for file in files:
         parts = file.relative_to(folder).parts

@@ -112,15 +112,10 @@ class ExpertParallel:
     def _exchange(
         self, experts: nn.Module, forward: Forward, total: int, hidden: Tensor, index: Tensor, weights: Tensor
     ) -> Tensor:
-        """Outputs of the experts for this rank's N tokens, ``(N, H)``.
+        """Outputs of the experts for this rank's N tokens, ``(N, H)``, from hidden states of that shape.
 
-        Args:
-            experts: module that holds this rank's experts, or PEFT's wrapper around it.
-            forward: function that computes the experts that are here.
-            total: number of experts on all ranks.
-            hidden: hidden states of this rank's tokens, ``(N, H)``.
-            index: indices of the k experts of each token, ``(N, k)``.
-            weights: router weights of the k outputs of each token, ``(N, k)``.
+        Each token has k experts: ``index`` and ``weights``, those of the router, are ``(N, k)``. ``forward`` computes
+        the experts that are here, of ``total`` on all ranks.
         """
         chosen = index.flatten()
         order = chosen.argsort(stable=True)
