@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_callbacks import SpikeGuard
 from lit_callbacks.distributed.host_copy import HostCopy
+from lit_callbacks.internals.lightning_internals import attributes_of
 from torch import Tensor, nn
 
 from lit_ft.checkpointing.selection import newest_of
@@ -43,8 +44,7 @@ class FiniteCheck:
         Raises:
             NotFinite: this value, or an earlier one, is not finite.
         """
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, SpikeGuard) for callback in callbacks):
+        if any(isinstance(callback, SpikeGuard) for callback in attributes_of(trainer).callbacks):
             return
         step = trainer.global_step + 1
         self._look(trainer, [one for one in self._watched if one.step < step])

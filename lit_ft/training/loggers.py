@@ -25,6 +25,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from lit_ft.checkpointing.storage.failures import explain_failed_write
 from lit_ft.errors import RecipeError, explained
+from lit_ft.internals.lightning import rank
 from lit_ft.run.folder import RunFolder
 
 
@@ -50,7 +51,7 @@ class MetricsCSV(CSVLogger):
     @property
     def experiment(self) -> ExperimentWriter:
         """Writer of the file; the first access removes lines of steps after the checkpoint that is resumed."""
-        if self._experiment is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        if self._experiment is None and rank() == 0:
             self._experiment = _MetricsFile(self.log_dir, self.resumed_step, self.is_logged)
         return super().experiment
 

@@ -4,9 +4,11 @@ import sys
 import time
 from types import TracebackType
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lit_ft.internals.lightning import rank
 
 SECONDS_BETWEEN_LINES = 30
 
@@ -17,7 +19,7 @@ class RowCount:
     def __init__(self, path: str) -> None:
         self.path, self.rows = path, 0
         self._said_at = time.monotonic()
-        self._is_shown = sys.stderr.isatty() and rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        self._is_shown = sys.stderr.isatty() and rank() == 0
         # No thread that refreshes it: the processes that tokenize are forks.
         self._bar = Progress(
             SpinnerColumn(),
