@@ -94,7 +94,7 @@ class _OneGraph:
         self._compiled = torch.compile(self._plain, fullgraph=True, **options)
         self._is_whole = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         try:
             return self._compiled(*args, **kwargs)
         except graph_breaks() as reason:  # found while the code is read, before any of it is computed
