@@ -110,26 +110,32 @@ def record_difference(losses: list[tuple[float, float]], weights: list[tuple[tor
     differences[name] = max(before[0], loss), max(before[1], weight)
 
 
-def make_model(folder: Path) -> str:
-    """Write a Qwen2 of 60 thousand parameters with random fp32 weights, tied embeddings and grouped-query attention."""
+def tiny_qwen2(**changes: Any) -> tuple[Qwen2ForCausalLM, Any]:
+    """A Qwen2 of 60 thousand parameters (random, fp32, tied, grouped queries), with changes, and its tokenizer."""
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=384,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        dtype="float32",
-        initializer_range=0.2,  # logits far from uniform, so that a wrong mask or position changes the loss
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    values = {
+        "vocab_size": 384,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 512,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "dtype": "float32",
+        "initializer_range": 0.2,  # logits far from uniform, so that a wrong mask or position changes the loss
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**(values | changes))), tokenizer
+
+
+def make_model(folder: Path) -> str:
+    """Write the model of most tests."""
+    model, tokenizer = tiny_qwen2()
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -7,22 +7,16 @@ from torch import Tensor, nn
 
 
 class BufferWatch:
-    """Copies of a model's floating-point persistent buffers, to compare with those after training."""
+    """Copies of a model's floating-point persistent buffers before training, to compare with those after it."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Copy the buffers.
-
-        Args:
-            model: model as it was built, before training.
-        """
         self._built = {name: _on_cpu(buffer) for name, buffer in persistent_buffers(model) if _can_train(buffer)}
         self._has_warned = False
 
     def warn_of_changes(self, model: nn.Module) -> None:
         """Warn once of buffers that training has changed and a checkpoint does not hold.
 
-        Args:
-            model: the same model, or this rank's part of it.
+        The model is the same, or this rank's part of it.
         """
         here = dict(persistent_buffers(model))
         changed = [

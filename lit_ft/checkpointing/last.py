@@ -18,11 +18,6 @@ class LastCheckpoint(Checkpoint):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Set the folder.
-
-        Args:
-            folder: folder of the run's checkpoints.
-        """
         self.folder = folder
         self._saved_step: int | None = None
 

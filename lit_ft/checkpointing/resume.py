@@ -30,13 +30,9 @@ class Replay:
 
 
 def go_back_to_a_step(checkpoint: Checkpoint, trainer: Trainer) -> Replay | None:
-    """Set a checkpoint back to the start of the optimizer step in which it was written.
+    """Set a checkpoint back, in place, to the start of the optimizer step in which it was written.
 
     A data module may implement the protocols ``RewindsPosition``, ``ChecksOrder`` and ``RecountsMicroBatches``.
-
-    Args:
-        checkpoint: Lightning checkpoint, changed in place.
-        trainer: trainer of the resumed run.
 
     Returns:
         Replay of the micro-batches that are trained on again; None if there are none.
@@ -69,9 +65,6 @@ def number_logged_steps(trainer: Trainer) -> None:
 
     Lightning counts logged steps separately from ``global_step``, and after a second resumption the count is sometimes
     one too low: two steps are then logged under one number.
-
-    Args:
-        trainer: trainer that is about to train on a micro-batch.
     """
     set_logged_steps(trainer, trainer.global_step)
 

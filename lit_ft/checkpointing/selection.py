@@ -1,7 +1,6 @@
 """Selection of the newest intact checkpoint in a folder, and of the best one."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,10 +42,20 @@ def candidates(folder: Path) -> tuple[list[Candidate], list[DamagedCheckpoint]]:
 
     A complete checkpoint that a killed process left under its temporary hidden name counts if its final name is unused.
     """
+    visible = [path for path in folder.glob("*.ckpt") if not path.name.startswith(".") and path.exists()]
+    return _readable([*visible, *replacement.interrupted(folder)])
+
+
+def newest_of(paths: Iterable[Path]) -> Path | None:
+    """Newest of some checkpoints that can be read and resumed from; checksums are not compared."""
+    readable, _ = _readable(paths)
+    return readable[0].path if readable else None
+
+
+def _readable(paths: Iterable[Path]) -> tuple[list[Candidate], list[DamagedCheckpoint]]:
     readable: list[Candidate] = []
     damaged: list[DamagedCheckpoint] = []
-    visible = [path for path in folder.glob("*.ckpt") if not path.name.startswith(".") and path.exists()]
-    for path in [*visible, *replacement.interrupted(folder)]:
+    for path in paths:
         try:
             position = position_of(path)
         except DamagedCheckpoint as error:
@@ -135,30 +144,13 @@ def _here(folder: Path, path: Path) -> Path:
     return folder / path.name if (folder / path.name).exists() else path
 
 
-def newest_of(paths: Iterable[Path]) -> Path | None:
-    """Newest of some checkpoints that can be read and resumed from; checksums are not compared.
-
-    Args:
-        paths: paths of checkpoint files and folders.
-    """
-    readable: list[Candidate] = []
-    for path in paths:
-        with suppress(DamagedCheckpoint):
-            if (position := position_of(path)) is not None:
-                readable.append(Candidate(position, path))
-    return max(readable).path if readable else None
-
-
 def position_of(path: Path) -> Position | None:
     """Position in its run at which a checkpoint was written; None for one without loop state, which cannot be resumed.
 
     Raises:
         DamagedCheckpoint: the checkpoint cannot be read.
     """
-    header = _header(path)
-    if header.position is None:
-        return None
-    return Position(*header.position, path.name.lstrip(".").startswith("last"))
+    return _header(path).position
 
 
 def resumed_step(path: Path) -> tuple[int, bool]:
@@ -168,14 +160,14 @@ def resumed_step(path: Path) -> tuple[int, bool]:
         DamagedCheckpoint: the checkpoint cannot be read.
     """
     header = _header(path)
-    return (0, True) if header.position is None else (header.position[1], header.is_logged)
+    return (0, True) if header.position is None else (header.position.global_step, header.is_logged)
 
 
 class _Header(NamedTuple):
     """Metadata of a checkpoint, without tensors, which would keep its file mapped."""
 
-    position: tuple[int, int, int] | None
-    """Session, optimizer step and epoch; None for a checkpoint without loop state."""
+    position: Position | None
+    """None for a checkpoint without loop state."""
     is_logged: bool
     """Whether the metrics of its step had been logged."""
     best: dict[str, Best]
@@ -198,15 +190,16 @@ def _read_header(path: Path, identity: Identity) -> _Header:
         check_intact(path)  # its error describes the damage
         raise DamagedCheckpoint(path, f"it cannot be read ({type(error).__name__})") from error
     try:
-        return _Header(_position_in(content), UNLOGGED not in content, _best_in(content))
+        return _Header(_position_in(path, content), UNLOGGED not in content, _best_in(content))
     except (AttributeError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(path, f"it is no Lightning checkpoint ({type(error).__name__})") from error
 
 
-def _position_in(content: Checkpoint) -> tuple[int, int, int] | None:
+def _position_in(path: Path, content: Checkpoint) -> Position | None:
     if "loops" not in content:
         return None
-    return int(content.get(SESSION, 0)), int(content.get("global_step", 0)), int(content.get("epoch", 0))
+    session, step, epoch = (int(content.get(key, 0)) for key in (SESSION, "global_step", "epoch"))
+    return Position(session, step, epoch, is_last=path.name.lstrip(".").startswith("last"))
 
 
 def _best_in(content: Checkpoint) -> dict[str, Best]:

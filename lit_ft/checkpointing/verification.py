@@ -31,14 +31,8 @@ def verify(path: Path) -> list[Finding]:
         raise RecipeError(f"{str(path)!r} does not exist; name a checkpoint, a run's folder, or an exported folder")
     if path.is_file() or _is_checkpoint_folder(path):
         return [_of_checkpoint(path)]
-    findings = [
-        _of_checkpoint(checkpoint)
-        for checkpoint in sorted(path.glob("checkpoints/*.ckpt"))
-        if not checkpoint.is_symlink()
-    ]
-    findings += [
-        _of_checkpoint(checkpoint) for checkpoint in sorted(path.glob("*.ckpt")) if not checkpoint.is_symlink()
-    ]
+    checkpoints = [*sorted(path.glob("checkpoints/*.ckpt")), *sorted(path.glob("*.ckpt"))]
+    findings = [_of_checkpoint(checkpoint) for checkpoint in checkpoints if not checkpoint.is_symlink()]
     findings += [_of_export(folder) for folder in _exports(path)]
     if not findings:
         raise RecipeError(f"{str(path)!r} holds no checkpoint and no exported model")

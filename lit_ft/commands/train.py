@@ -35,11 +35,8 @@ from lit_ft.checkpointing.storage import replacement
 from lit_ft.checkpointing.storage.checkpoint_io import (
     AnyCheckpointIO,
     check_fit,
-    saved_base,
-    saved_data,
     saved_shapes,
-    saved_start,
-    saved_threads,
+    saved_value,
     trainable_shapes,
 )
 from lit_ft.data.text_data import TextDataModule
@@ -387,9 +384,9 @@ class TrainingCLI(LightningCLI):
         if isinstance(self.model, CausalLM):
             self._check_base(self.model)
             if self.options.ckpt_path is not None:
-                self.model.start = saved_start(self.options.ckpt_path)
+                self.model.start = saved_value(self.options.ckpt_path, "adapter_start")
                 if stage == "fit" and self.trainer.world_size == 1:
-                    resume_threads(saved_threads(self.options.ckpt_path))
+                    resume_threads(saved_value(self.options.ckpt_path, "threads"))
             with without_repetitions():
                 skeleton = self.model.check()
             self._try_optimizer(skeleton)
@@ -398,7 +395,8 @@ class TrainingCLI(LightningCLI):
             if self.options.ckpt_path is not None:
                 shapes = {f"model.{name}": shape for name, shape in trainable_shapes(skeleton).items()}
                 check_fit(saved_shapes(self.options.ckpt_path), shapes)
-                check_same_base(saved_base(self.options.ckpt_path), self.model.base_fingerprint, "the checkpoint")
+                base = saved_value(self.options.ckpt_path, "base")
+                check_same_base(base, self.model.base_fingerprint, "the checkpoint")
             if self.options.get("merge"):
                 check_situation(self.model.spec.tuning.peft, "merge", "merge=true")
             if self.options.get("merge") and self.model.spec.base.is_quantized:
@@ -420,7 +418,8 @@ class TrainingCLI(LightningCLI):
             self._check_positions("the longest sample", self.datamodule.splits.longest_sample)
             if stage == "fit" and self.options.ckpt_path is not None:
                 self.datamodule.resume_data = self.options.resume_data
-                self.datamodule.check_order(saved_data(self.options.ckpt_path, type(self.datamodule).__qualname__))
+                data_state = saved_value(self.options.ckpt_path, type(self.datamodule).__qualname__)
+                self.datamodule.check_order(data_state or {})
 
     @staticmethod
     def _check_base(model: CausalLM) -> None:

@@ -185,14 +185,7 @@ def _first_placeholder(prepared: Prepared, tokenization: Tokenization) -> tuple[
 
 
 def judge_repetition(train: Samples, validation: Samples | None, shared: list[str], report: Report) -> None:
-    """Add to a report what is in the training data more than once, and in the validation data as well.
-
-    Args:
-        train: samples to train on.
-        validation: samples to validate on; None without validation.
-        shared: files that both are read from.
-        report: report, which has its sources already.
-    """
+    """Add to a report with its sources what is in the training data more than once, or in the validation data too."""
     digests = train.digests()
     within = sum(source.duplicates for source in report.sources["train"])
     if across := len(digests) - len(np.unique(digests)) - within:
@@ -214,13 +207,7 @@ def judge_repetition(train: Samples, validation: Samples | None, shared: list[st
 
 
 def show_example(ids: np.ndarray, labels: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> ShownSample:
-    """Texts of a sample's tokens, with which of them are supervised.
-
-    Args:
-        ids: token ids, ``(T,)``.
-        labels: labels, ``(T,)``, unshifted.
-        tokenizer: tokenizer of the data.
-    """
+    """Texts of a sample's tokens, with which of them are supervised; ids and unshifted labels are ``(T,)``."""
     return show_sample(tokenizer, SampleTokens(ids.tolist(), (labels != IGNORE_INDEX).tolist()), END_TOKENS)
 
 

@@ -24,15 +24,6 @@ def check_numbers(
 ) -> None:
     """Refuse numbers out of range.
 
-    Args:
-        val_fraction: fraction of the rows that is held out.
-        max_length: maximum length of a sample, in tokens.
-        packing: token budget of a packed sequence, or off.
-        micro_batch_size: samples per device and forward pass.
-        shuffle_buffer: rows that streaming shuffles at a time.
-        num_workers: processes that build packed batches.
-        tokenize_workers: processes that tokenize.
-
     Raises:
         RecipeError: a number is out of range; the message names its key.
     """

@@ -1,5 +1,6 @@
 """Rows as questions for ``predict``: with an answer that is known, or without one."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -24,12 +25,7 @@ _TURNS = {
 
 
 def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] | None = None) -> list[Question]:
-    """Read the rows of a source as questions; rows of raw text or tokens have none, and are counted in a message.
-
-    Args:
-        preparation: tokenizer, and treatment of rows that cannot be used.
-        source: source of the rows.
-        rows: numbers of the rows to read; None reads all.
+    """Read rows of a source as questions: those of some numbers, or all; a message counts those that ask none.
 
     Raises:
         RecipeError: a file cannot be read, or a row cannot be used.
@@ -39,7 +35,7 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
         return []
     tokenization = _tokenization(preparation, source)
     questions: list[Question] = []
-    bad = without = read = 0
+    left_out, read = Counter[str](), 0
     for number, (location, row) in enumerate(source.rows()):
         if rows is not None and number not in rows:
             continue
@@ -50,10 +46,10 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
             question = _question(row, tokenization, source.columns)
         except BadRow as error:
             preparation.refuse(location, error)
-            bad += 1
+            left_out["cannot be used (data.on_bad_row=skip)"] += 1
             continue
         if question is None:
-            without += 1
+            left_out["hold text or tokens and no question"] += 1
             continue
         name = row.get("id")
         prompt, asked, expected = question
@@ -66,12 +62,8 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
                 "expected": expected,
             }
         )
-    for count, why in (
-        (bad, "cannot be used (data.on_bad_row=skip)"),
-        (without, "hold text or tokens and no question"),
-    ):
-        if count:
-            rank_zero_info(f"{source.path}: {count:,} of {read:,} rows {why}; they were left out")
+    for why, count in left_out.items():
+        rank_zero_info(f"{source.path}: {count:,} of {read:,} rows {why}; they were left out")
     return questions
 
 
@@ -99,12 +91,7 @@ def _question(
 
 
 def without_answer(row: RawRow, form: str) -> RawRow | None:
-    """A row that has no answer, with one put in its place; None for a row that has one.
-
-    Args:
-        row: row with the columns of its format.
-        form: name of the format.
-    """
+    """A row that has no answer, with one put in its place; None for a row that has one."""
     if form == "alpaca":
         return {**row, "output": _OPEN} if _is_empty(row.get("output")) else None
     if form == "prompt_completion":

@@ -1,6 +1,7 @@
 """Data sets of training, validation and test, which are read, checked and tokenized when a stage needs them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -18,7 +19,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.protocols import Question
 
 
-class DataSplits(Mapping[str, Samples]):
+class DataSplits(UserDict[str, Samples]):
     """Tokenized samples by split (train, val, test), of those splits that were read."""
 
     def __init__(
@@ -38,20 +39,11 @@ class DataSplits(Mapping[str, Samples]):
             preparation: treatment of rows; it gets its tokenizer by ``use``.
             chat_template: replacement for the tokenizer's chat template; None keeps that.
         """
+        super().__init__()
         self.sources, self.preparation = sources, preparation
         self.prepared: dict[str, list[Prepared]] = {}
         """Tokenized sources by split."""
         self._named, self._val_fraction, self._chat_template = named, val_fraction, chat_template
-        self._samples: dict[str, Samples] = {}
-
-    def __getitem__(self, split: str) -> Samples:
-        return self._samples[split]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._samples)
-
-    def __len__(self) -> int:
-        return len(self._samples)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -98,7 +90,7 @@ class DataSplits(Mapping[str, Samples]):
         self.prepared[split] = [self.preparation.prepare(source) for source in sources]
         for line in (line for prepared in self.prepared[split] for line in prepared.lines):
             rank_zero_info(line)
-        self._samples[split] = join([prepared.arrays for prepared in self.prepared[split]], self.names(split))
+        self[split] = join([prepared.arrays for prepared in self.prepared[split]], self.names(split))
 
     def hold_out(self) -> None:
         """Take a fraction of the rows out of the training data for validation, and print how many."""
@@ -106,9 +98,9 @@ class DataSplits(Mapping[str, Samples]):
         held_out, counts = held_out_samples(train, self._val_fraction, process.seed(), paths)
         for path, (count, rows) in zip(paths, counts, strict=True):
             rank_zero_info(f"{path}: {count:,} of {rows:,} rows are for validation")
-        self._samples["val"] = replace(train.take(held_out), names=self.names("val"))
+        self["val"] = replace(train.take(held_out), names=self.names("val"))
         self.prepared["val"] = self.prepared["train"]
-        self._samples["train"] = train.take(~held_out)
+        self["train"] = train.take(~held_out)
 
     def say_what_is_shared(self) -> None:
         """Print a notice if training and validation read the same data."""
@@ -156,11 +148,7 @@ class DataSplits(Mapping[str, Samples]):
         return [{**question, "row": number} for number, question in enumerate(questions)]
 
     def prompts(self, split: str) -> list[dict[str, str]]:
-        """Prompt, question and expected answer of each conversation of a split.
-
-        Args:
-            split: name of the split: train, val or test.
-        """
+        """Prompt, question and expected answer of each conversation of a split (train, val, test)."""
         samples, prompts = self[split], []
         for number, prepared in enumerate(self.prepared[split]):
             if prepared.source.index_prefix is not None:

@@ -64,12 +64,7 @@ class TemplateComparison:
 def compare_with_template(
     tokenization: Tokenization, rows: Iterable[tuple[str, RawRow | BadRow]]
 ) -> TemplateComparison:
-    """Compare the first conversations of a source; other rows have no template.
-
-    Args:
-        tokenization: tokenization of the source.
-        rows: pairs of a location and a row.
-    """
+    """Compare the first conversations of a source; other rows have no template."""
     comparison, tokens = TemplateComparison(), 0
     for location, row in rows:
         try:

@@ -1,6 +1,7 @@
 """The LightningDataModule: it turns data sets of any known format into packed batches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import UserList
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
@@ -159,11 +160,7 @@ class TextDataModule(LightningDataModule):
     # --- reading ---------------------------------------------------------------------------------
 
     def load(self, tokenizer: PreTrainedTokenizerBase | None = None, stage: str = "fit") -> None:
-        """Read, check and tokenize the data of a stage; a second call does nothing.
-
-        Args:
-            tokenizer: tokenizer of the model.
-            stage: fit, validate, test or predict.
+        """Read, check and tokenize the data of a stage (fit, validate, test, predict); a second call does nothing.
 
         Raises:
             RecipeError: a file, a row or the tokenizer cannot be used.
@@ -213,8 +210,7 @@ class TextDataModule(LightningDataModule):
     def validation_rows(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Source, frozenset[int] | None]]:
         """Sources of the validation data, each with the numbers of its rows; None stands for all.
 
-        Args:
-            tokenizer: tokenizer of the model; with ``val_fraction`` the training data is read to choose the rows.
+        With ``val_fraction`` the training data is read to choose the rows.
         """
         if self.val_fraction:
             self.load(tokenizer, "validate")
@@ -250,12 +246,7 @@ class TextDataModule(LightningDataModule):
                 )
 
     def micro_batches_per_epoch(self, trainer: Trainer, replicas: int) -> int:
-        """Micro-batches of each rank in an epoch of the training data, which is read and not a stream.
-
-        Args:
-            trainer: trainer of the run, whose ``limit_train_batches`` counts.
-            replicas: number of data-parallel ranks.
-        """
+        """Micro-batches of each rank in an epoch of training data that is no stream, within ``limit_train_batches``."""
         return self._loader("train", self.plan(replicas), trainer.limit_train_batches).batches
 
     @property
@@ -344,9 +335,6 @@ class TextDataModule(LightningDataModule):
     def check_order(self, state: LoaderState) -> bool:
         """Compare the training data with the data that a checkpoint was written on.
 
-        Args:
-            state: saved result of ``state_dict``.
-
         Returns:
             Whether the data has changed, so that the saved position points to other samples now.
 
@@ -408,10 +396,7 @@ class TextDataModule(LightningDataModule):
         if not state or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         progress = FitProgress(checkpoint)
-        plan, accumulate = (
-            self.plan(process.data_parallel(trainer).size),
-            accumulation(trainer, progress.epoch),
-        )
+        plan, accumulate = self.plan(process.data_parallel(trainer).size), accumulation(trainer, progress.epoch)
         now = batch_geometry(plan, accumulate)
         if (then := state.get("deal", now)) == now:
             return
@@ -435,7 +420,7 @@ class TextDataModule(LightningDataModule):
         """Test data as packed batches of up to the token budget, each sample once."""
         return self._evaluation_loader("test")
 
-    def predict_dataloader(self) -> "_Batches":
+    def predict_dataloader(self) -> UserList[list[Question]]:
         """This rank's questions, ``micro_batch_size`` per batch.
 
         Every rank has the same number of batches, some of them empty: sharded weights need all ranks in each batch.
@@ -443,7 +428,9 @@ class TextDataModule(LightningDataModule):
         assert self.questions is not None, "they are read by setup"
         replicas, rank = process.data_parallel(self.trainer)
         share, size = self.questions[rank::replicas], self.micro_batch_size
-        return _Batches([share[start : start + size] for start in range(0, -(-len(self.questions) // replicas), size)])
+        starts = range(0, -(-len(self.questions) // replicas), size)
+        # No list, which Lightning reads as several loaders, and no DataLoader, which it shards once more.
+        return UserList(share[start : start + size] for start in starts)
 
     def _evaluation_loader(self, split: str) -> PackedBatchLoader:
         samples = self.splits[split]
@@ -469,25 +456,8 @@ class TextDataModule(LightningDataModule):
         )
 
 
-class _Batches:
-    """Loader of ready batches: Lightning reads a list as several loaders, and re-shards a ``DataLoader``."""
-
-    def __init__(self, batches: list[list[Question]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[Question]]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-
 def _steps_within(limit: int | float, trainer: Trainer) -> int:
-    """Micro-batches per optimizer step, in an epoch of ``limit`` micro-batches.
-
-    Raises:
-        RecipeError: the epoch ends within an optimizer step.
-    """
+    """Micro-batches per optimizer step; an epoch of ``limit`` micro-batches that ends within one is refused."""
     accumulate = accumulation(trainer)
     if isinstance(limit, int) and limit % accumulate:
         name = "overfit_batches" if _overfits(trainer) else "limit_train_batches"

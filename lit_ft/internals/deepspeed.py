@@ -50,7 +50,11 @@ def part_of(parameter: Any) -> PartitionSlice:
 
 
 def zero_gradient_buffer(engine: DeepSpeedEngine) -> None:
-    """Set the buffer of gradients to zero, which only stage 3 has."""
+    """Set the buffer of gradients to zero after an optimizer step; only stage 3 has one.
+
+    The first micro-batch of a step overwrites the buffer and later ones add to it: a parameter that the first does not
+    use would get the gradient of the previous step again.
+    """
     if (buffer := getattr(engine.optimizer, "grad_partitions_flat_buffer", None)) is not None:
         buffer.zero_()
 

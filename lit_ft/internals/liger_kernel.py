@@ -16,9 +16,10 @@ def supported_model_types() -> set[str]:
 
 
 def apply_to_instance(model: PreTrainedModel) -> None:
-    """Replace a model's norms, rotary embeddings and MLPs, and no loss.
+    """Replace a model's norms, rotary embeddings and MLPs, and no loss: ours does not hold all logits either.
 
-    No public function takes a model that exists: transformers' Trainer calls this one as well.
+    Rotary embeddings are replaced in the architecture's module, so for all its models in this process. No public
+    function takes a model that exists: transformers' Trainer calls this one as well.
     """
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 

@@ -12,8 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 def rank() -> int:
     """Rank of this process as Lightning knows it, also before a process group exists; type checkers do not see it."""
-    number: int = rank_zero_only.rank  # type: ignore[attr-defined]
-    return number
+    return rank_zero_only.rank  # type: ignore[attr-defined]
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:

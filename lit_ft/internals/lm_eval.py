@@ -12,8 +12,7 @@ def task_options(file: Path) -> dict[str, object]:
     """Options in a task's YAML file, and in those that it includes, without running code that it names."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    options: dict[str, object] = load_yaml(file, resolve_func=False)
-    return options
+    return load_yaml(file, resolve_func=False)
 
 
 def sandbox_templates() -> None:

@@ -44,10 +44,6 @@ def around_each_layer(
     """Context in which a tuner creates the adapter of each layer within a context of that layer's.
 
     Tuners override ``_create_and_replace``, which PEFT asks new methods to do, and PEFT has no hook around its calls.
-
-    Args:
-        tuner: class that adds a method's adapters.
-        entered: function from a layer, before its adapter is created, to the context.
     """
     create = tuner._create_and_replace
 
@@ -66,8 +62,7 @@ def around_each_layer(
 
 def kasa_loss(model: PeftModel) -> Tensor:
     """KaSA's regularization term; PEFT's documentation tells training loops to call this method, private by name."""
-    loss: Tensor = model.base_model._get_kasa_loss()
-    return loss
+    return model.base_model._get_kasa_loss()
 
 
 def renamed_targets(model: PreTrainedModel) -> frozenset[str]:

@@ -9,35 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed import Store
-from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd as all_to_all_single_autograd
+from torch.distributed._functional_collectives import wait_tensor as wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.utils._pytree import tree_map
-
-__all__ = [
-    "OpOverload",
-    "all_to_all_single_autograd",
-    "attention_backward_for_cpu",
-    "attention_for_cpu",
-    "clear_mesh_caches",
-    "compile_modes",
-    "fake_store",
-    "flatten_mesh",
-    "forward_hooks",
-    "graph_breaks",
-    "is_weight",
-    "norms",
-    "operators_of_attention",
-    "own_parameters",
-    "raise_recompile_limit",
-    "scale",
-    "tree_map",
-    "version_of",
-    "wait_tensor",
-    "with_submodules",
-    "without_forward_hooks",
-]
+from torch.utils._pytree import tree_map as tree_map
 
 FLOAT8_ON_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 """Whether a CPU multiplies float8 matrices; with torch 2.11 it does not."""

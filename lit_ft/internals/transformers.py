@@ -14,6 +14,8 @@ from lit_callbacks.internals.transformers_internals import attention_implementat
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
+from lit_ft.internals.torch import with_submodules
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -67,8 +69,7 @@ def global_value(config: PretrainedConfig, name: str) -> int | None:
     try:
         return getattr(config, name, None)
     except AmbiguousGlobalPerLayerAttributeError:
-        value: int | None = config.to_dict()[name]
-        return value
+        return config.to_dict()[name]
 
 
 def attention_functions(config: PretrainedConfig) -> set[str]:
@@ -100,8 +101,6 @@ def takes_any_attention(model: PreTrainedModel) -> bool:
 
 def with_decoder(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel:
     """Copy of a model with another decoder, so that its ``forward`` computes the rest from what that returns."""
-    from lit_ft.internals.torch import with_submodules
-
     return with_submodules(model, {model.base_model_prefix: decoder})
 
 
@@ -116,8 +115,7 @@ def as_published(base: PreTrainedModel, skeleton: PreTrainedModel, weights: dict
     skeleton._weight_conversions = getattr(base, "_weight_conversions", None)
     from transformers.core_model_loading import revert_weight_conversion
 
-    reverted: dict[str, Tensor] = revert_weight_conversion(skeleton, weights)
-    return reverted
+    return revert_weight_conversion(skeleton, weights)
 
 
 @contextmanager
@@ -170,8 +168,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, is_transposed: bo
     """
     from transformers.integrations.moe import _grouped_linear
 
-    product: Tensor = _grouped_linear(rows, weight, ends, is_transposed=is_transposed)
-    return product
+    return _grouped_linear(rows, weight, ends, is_transposed=is_transposed)
 
 
 def gated(experts: GroupedExperts, gate_and_up: Tensor) -> Tensor:

@@ -8,16 +8,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_ft.errors import RecipeError
 
 
-def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], special: bool) -> list[int]:
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], special: bool) -> None:
     """Add tokens to a tokenizer.
 
     Args:
         tokenizer: tokenizer, changed in place.
         tokens: texts that each become one token, wherever they occur.
         special: whether they are special tokens, which are left out when answers are decoded.
-
-    Returns:
-        Ids of the tokens.
 
     Raises:
         RecipeError: a token is empty, given twice, or already in the vocabulary.
@@ -32,8 +29,6 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], specia
                 "it out"
             )
     tokenizer.add_tokens(list(tokens), special_tokens=special)
-    ids: list[int] = tokenizer.convert_tokens_to_ids(list(tokens))
-    return ids
 
 
 def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, added: int) -> None:

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from lit_ft.errors import RecipeError
 from lit_ft.internals import liger_kernel
@@ -11,10 +11,6 @@ from lit_ft.internals import liger_kernel
 
 def check(config: PretrainedConfig, device: torch.device) -> None:
     """Refuse devices and architectures that Liger does not support.
-
-    Args:
-        config: config of the base model.
-        device: device of the training.
 
     Raises:
         RecipeError: the device is not CUDA, the package is missing, or it has no kernels for the architecture.
@@ -32,12 +28,3 @@ def check(config: PretrainedConfig, device: torch.device) -> None:
             f"model.liger=true: Liger has no kernels for {config.model_type!r}, but for {', '.join(sorted(served))}; "
             "set it to false"
         )
-
-
-def apply_liger(base: PreTrainedModel) -> None:
-    """Replace the model's norms, rotary embeddings and MLPs by Liger's kernels.
-
-    Rotary embeddings are replaced in the architecture's module, so for all its models in this process. The loss stays
-    ``training.token_cross_entropy``, which does not hold all logits either.
-    """
-    liger_kernel.apply_to_instance(base)

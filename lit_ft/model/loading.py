@@ -82,10 +82,6 @@ def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
 def load_config(pretrained: str, overrides: Overrides | None = None) -> PretrainedConfig:
     """Load the model config of a folder or hub id; of a model for images and text, the part for text.
 
-    Args:
-        pretrained: folder or hub id.
-        overrides: values in place of those of config.json.
-
     Raises:
         RecipeError: there is no config, it does not parse, the hub cannot be reached, or the overrides do not fit.
     """
@@ -199,10 +195,6 @@ def pick_attention(config: PretrainedConfig, requested: str) -> str:
 
 def check_attention(requested: str, config: PretrainedConfig) -> None:
     """Refuse a name of no attention function, and one that the model lacks or whose package is not installed.
-
-    Args:
-        requested: name of an attention function, or ``auto``.
-        config: config of the model.
 
     Raises:
         RecipeError: it cannot be used.
@@ -362,8 +354,7 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Part of a causal LM from token ids to final hidden states."""
-    decoder: nn.Module = getattr(model, model.base_model_prefix)
-    return decoder
+    return getattr(model, model.base_model_prefix)
 
 
 def head_parameters(model: PreTrainedModel) -> list[Tensor]:

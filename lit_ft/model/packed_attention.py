@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lit_callbacks.distributed.host_copy import queued_copy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -150,13 +151,9 @@ def attend_to_all_ranks(
     """Attention of this rank's tokens of a packed batch to the tokens of all ranks (context parallelism).
 
     Args:
-        query: queries of this rank's tokens, in the order of ``local_ranges``.
-        key: keys of this rank's tokens, in the same order.
-        value: values of this rank's tokens, in the same order.
+        query: queries of this rank's tokens, in the order of ``local_ranges``; so are keys and values.
         mesh: mesh of the context-parallel ranks.
         lengths: lengths of the segments of the full packed batch.
-        dropout: dropout probability of attention weights.
-        scaling: factor on attention logits.
         window: number of tokens that a position attends to, itself included; None for its full segment.
     """
     tokens, ranks = sum(lengths), mesh.size()
@@ -175,9 +172,8 @@ def attend_to_all_ranks(
         joined_q, joined_k, joined_v = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
         own_lengths, key_lengths = [q.shape[2] for q, _, _ in pieces], [k.shape[2] for _, k, _ in pieces]
         return attend_to_segments(joined_q, joined_k, joined_v, own_lengths, scaling, window, key_lengths)
-    return (
-        torch.cat([_segment(*piece, dropout, scaling, window) for piece in pieces], dim=2).transpose(1, 2).contiguous()
-    )
+    outputs = [_segment(*piece, dropout, scaling, window) for piece in pieces]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
@@ -214,10 +210,7 @@ def _has_flash_attention(device: torch.device) -> bool:
 def local_ranges(tokens: int, ranks: int, rank: int) -> list[range]:
     """Positions in a packed batch that a rank computes: a chunk from the front, and its mirror image from the end.
 
-    Args:
-        tokens: number of tokens of the packed batch, a multiple of twice the number of ranks.
-        ranks: number of ranks that the packed batch is distributed over.
-        rank: index of the rank.
+    The number of tokens is a multiple of twice the number of ranks.
     """
     size = tokens // (2 * ranks)
     return [range(size * piece, size * (piece + 1)) for piece in (rank, 2 * ranks - 1 - rank)]
@@ -248,14 +241,7 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
         back = torch.arange(length, device=q.device)[:, None] + before - torch.arange(k.shape[2], device=q.device)
         mask = back >= 0 if window is None else (back >= 0) & (back < window)
     out = scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=groups > 1,
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
     )
     return out.to(dtype)
 
@@ -272,11 +258,7 @@ def attend_to_segments(
     """Causal attention within each segment by one variable-length call, ``(1, T, heads, head_dim)``.
 
     Args:
-        q: queries of the segments.
-        k: keys of the segments.
-        v: values of the segments.
         lengths: numbers of queries of the segments, each at its segment's end.
-        scaling: factor on attention logits.
         window: number of tokens that a position attends to, itself included; None for its full segment.
         key_lengths: lengths of the segments, where it is not those of the queries.
     """
@@ -309,8 +291,7 @@ def _varlen(
 @lru_cache(maxsize=4)  # once for all layers and both passes of a batch
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Cumulative lengths of segments, 0 first, ``(segments + 1,)``, int32."""
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return (ends.pin_memory() if device.type == "cuda" else ends).to(device, non_blocking=True)
+    return queued_copy(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
 AttentionInterface.register(PACKED, packed_attention)

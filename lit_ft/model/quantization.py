@@ -66,12 +66,6 @@ def check_stored(
 ) -> None:
     """Refuse recipes that do not work with a quantized checkpoint.
 
-    Args:
-        pretrained: name of the checkpoint, for the message.
-        config: config of the checkpoint.
-        quantization: quantization of the recipe.
-        peft: config of the tuning method.
-
     Raises:
         RecipeError: the message says what is missing.
     """
@@ -152,9 +146,7 @@ def _check_installed(where: str, quantization: QuantizationConfigMixin | dict[st
 def reading_options(config: PretrainedConfig, quantization: QuantizationConfigMixin | None) -> dict[str, object]:
     """Keyword arguments of ``from_pretrained`` for a quantized base model; empty for a dense one.
 
-    Args:
-        config: config of the checkpoint, changed in place if its quantization is set up for inference.
-        quantization: quantization of the recipe.
+    The checkpoint's config is changed in place if its quantization is set up for inference.
     """
     if quantization is not None:
         return {"quantization_config": quantization, "device_map": _device_map(method_of(quantization))}
@@ -213,9 +205,7 @@ def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 def check_gradient(module: Any, dtype: torch.dtype) -> None:
     """Compare a linear layer's gradient with its outputs: for its matrix J and an input v, <J'Jv, v> = |Jv|^2.
 
-    Args:
-        module: linear layer in training mode.
-        dtype: dtype of its inputs.
+    The layer is in training mode; ``dtype`` is that of its inputs.
 
     Raises:
         RecipeError: there is no gradient, or its error is above 5 %: rounding activations to 8 bits causes 1 %.

@@ -1,6 +1,7 @@
 """Limits on the time and memory of a chat template, which comes with a model and may contain endless loops.
 
 The sandbox of transformers protects files and code from a template, but does not limit its time and memory.
+In what follows, ``template`` is the name of a template for errors.
 """
 
 import resource
@@ -46,9 +47,6 @@ def limited(template: str) -> Iterator[None]:
     One context may span many renderings; entering it costs as much as a few of them. The limits apply on Linux, in the
     main thread, which receives signals.
 
-    Args:
-        template: description of the template for errors.
-
     Raises:
         RecipeError: a limit was exceeded; the message names it.
     """
@@ -83,11 +81,6 @@ class Rendering:
     """
 
     def __init__(self, template: str) -> None:
-        """Limit exponents in Jinja, as no signal interrupts the computation of a power.
-
-        Args:
-            template: description of the template for errors.
-        """
         _bound_powers()
         self._template = template
         self._limits: AbstractContextManager[None] | None = None
@@ -110,11 +103,6 @@ class Rendering:
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool = False) -> str:
     """Render a conversation with a tokenizer's chat template, within the limits.
 
-    Args:
-        tokenizer: tokenizer with a chat template.
-        messages: turns, each with ``role`` and ``content``.
-        generation: whether to append the generation prompt.
-
     Raises:
         RecipeError: a limit was exceeded; the message names it.
     """
@@ -126,12 +114,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], gen
 
 
 def check_length(template: str, text: str, contents: int) -> None:
-    """Refuse a rendered text that is far longer than its conversation.
-
-    Args:
-        template: description of the template for errors.
-        text: rendered text.
-        contents: number of characters of the conversation.
+    """Refuse a rendered text that is far longer than its conversation, of ``contents`` characters.
 
     Raises:
         RecipeError: the text is too long.

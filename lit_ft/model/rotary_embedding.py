@@ -33,11 +33,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def keep_samples_apart(model: nn.Module) -> None:
-    """Make the model's rotary embeddings compute each sample of a packed batch with the frequencies that it has alone.
-
-    Args:
-        model: model, changed in place.
-    """
+    """Make a model's rotary embeddings compute each sample of a packed batch with the frequencies that it has alone."""
     for module in model.modules():
         if depends_on_length(module):
             module.forward = partial(_sample_by_sample, module, module.forward)

@@ -130,11 +130,7 @@ class ModelSpec:
         return text_part.describe_unused(BaseFiles.in_folder(folder) if folder.is_dir() else BaseFiles.of(model), model)
 
     def build(self, attn_implementation: str | None = None) -> PreTrainedModel:
-        """Model with its weights, in training mode.
-
-        Args:
-            attn_implementation: in place of the spec's own.
-        """
+        """Model with its weights, in training mode; ``attn_implementation`` takes the place of the spec's own."""
         attention = attn_implementation or self.attn_implementation
         if self.loaded is None:
             base = self._load(attention)

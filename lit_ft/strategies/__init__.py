@@ -8,11 +8,7 @@ if TYPE_CHECKING:
     from lit_ft.strategies.fsdp import FSDPStrategy
     from lit_ft.strategies.model_parallel import ModelParallelStrategy
 
-_HOMES = {
-    "DeepSpeedStrategy": "deepspeed",
-    "FSDPStrategy": "fsdp",
-    "ModelParallelStrategy": "model_parallel",
-}
+_HOMES = {"DeepSpeedStrategy": "deepspeed", "FSDPStrategy": "fsdp", "ModelParallelStrategy": "model_parallel"}
 __all__ = ["DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"]
 
 

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from lit_ft.checkpointing.storage import sharded
+from lit_ft.checkpointing.storage.checkpoint_io import mapped
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
-from lit_ft.internals.deepspeed import restore_linear, stop_gathering_in_calls
+from lit_ft.internals.deepspeed import restore_linear, stop_gathering_in_calls, zero_gradient_buffer
 from lit_ft.internals.torch import without_forward_hooks
 from lit_ft.model.isolation import token_mixers
 from lit_ft.model.loading import decoder_layers
@@ -49,12 +49,10 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     configuration and replaces all other arguments; the value ``"auto"`` in it stands for what the recipe sets.
     """
 
+    config: dict[str, Any]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept the arguments of Lightning's ``DeepSpeedStrategy``.
-
-        Args:
-            args: positional arguments of Lightning's ``DeepSpeedStrategy``.
-            kwargs: keyword arguments of Lightning's ``DeepSpeedStrategy``.
 
         Raises:
             RecipeError: a package is missing, or ``config`` comes together with arguments that it replaces.
@@ -62,12 +60,16 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         zero_config.check_packages()
         zero_config.check_arguments(lightning_strategies.DeepSpeedStrategy, args, kwargs)
         super().__init__(*args, **kwargs)
-        assert isinstance(self.config, dict)
         self.config = zero_config.with_explicit_values(self.config)
         self._forward_redirection: Any = self._run_in_engine
         self._is_in_step, self._has_gradients = False, True
         self._order: list[list[nn.Parameter]] = []
         """Parameters of the optimizer by group, in the order that they had before ZeRO flattened each group."""
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     # --- checks of the recipe --------------------------------------------------------------------
 
@@ -82,15 +84,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def check(self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None) -> None:
         """Compare DeepSpeed's configuration with the recipe, before processes are started and weights are loaded.
 
-        Args:
-            trainer: trainer of the run.
-            module: LightningModule that is trained.
-            datamodule: data module of the run.
-
         Raises:
             RecipeError: the two disagree; the message names both values.
         """
-        assert isinstance(self.config, dict)
         zero_config.check_recipe(self._given_config, trainer, datamodule)
         zero_config.check_method(zero_config.stage_of(self.config), module)
 
@@ -104,7 +100,6 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     def _configure_launcher(self) -> None:
         # Checked before processes are started, so that an error is reported once.
-        assert isinstance(self.config, dict)
         self._given_config = dict(self.config)
         on_cpu = isinstance(self.accelerator, CPUAccelerator)
         zero_config.check_devices(self.config, ranks=self.num_nodes * self.num_processes, on_cpu=on_cpu)
@@ -114,8 +109,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group, also on CPU, which Lightning's own method refuses."""
-        assert self.lightning_module is not None
-        self.check(self.lightning_module.trainer, self.lightning_module, datamodule_of(self.lightning_module.trainer))
+        self.check(self._module.trainer, self._module, datamodule_of(self._module.trainer))
         if not isinstance(self.accelerator, CPUAccelerator):
             super().setup_environment()
             return
@@ -130,12 +124,10 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def _format_batch_size_and_grad_accum_config(self) -> None:
         # Lightning counts the micro-batches of each optimizer step, also of the shorter last step of an epoch, and
         # divides by their number. The batch size is for DeepSpeed's throughput log only.
-        assert isinstance(self.config, dict)
-        assert self.lightning_module is not None
         self.config = {key: value for key, value in self.config.items() if key not in zero_config.SET_BY_THE_RECIPE}
         self.config["gradient_accumulation_steps"] = 1
         self.config["train_micro_batch_size_per_gpu"] = 1
-        self.config["gradient_clipping"] = float(self.lightning_module.trainer.gradient_clip_val or 0)
+        self.config["gradient_clipping"] = float(self._module.trainer.gradient_clip_val or 0)
 
     # --- model -----------------------------------------------------------------------------------
 
@@ -163,7 +155,6 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     def _reading_config(self) -> zero_config.Config:
         """Configuration with the dtype that ``zero.Init`` gives weights: the base model's, unless precision casts."""
-        assert isinstance(self.config, dict)
         base = self._base()
         if self.precision_plugin.precision != "32-true" or base is None:
             return self.config
@@ -172,8 +163,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         return self.config if key is None else {**self.config, key: {"enabled": True}}
 
     def _base(self) -> ModelSpec | None:
-        assert self.lightning_module is not None
-        spec = spec_of(self.lightning_module)
+        spec = spec_of(self._module)
         return None if spec is None else spec.base
 
     def setup(self, trainer: Trainer) -> None:
@@ -194,16 +184,14 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         if self.zero_stage_3:
             self._keep_head_whole()
             self._gather_mixers_with_layers()
-            assert self.lightning_module is not None
-            wrap_answer(self.lightning_module, self._answer_in_engine)
+            wrap_answer(self._module, self._answer_in_engine)
         self.barrier()
 
     def _answer_in_engine(self, answer: Answer) -> Answer:
         def run(prompts: Sequence[str], max_new_tokens: int) -> Sequence[str]:
-            engine, module = self.model, self.lightning_module  # a trainer that fits and then tests has two engines
+            engine = self.model  # a trainer that fits and then tests has two engines
             assert engine is not None
-            assert module is not None
-            return self._run_in_engine(engine, module, answer, prompts, max_new_tokens)
+            return self._run_in_engine(engine, self._module, answer, prompts, max_new_tokens)
 
         return run
 
@@ -228,7 +216,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         The loss calls the head once per chunk of tokens, so a rank with more tokens calls it more often, and computes
         its gradient at once; ranks that gather at different times would deadlock. It costs the memory of the head.
         """
-        module, base = self.lightning_module, self._model_of_run()
+        module, base = self._module, self._model_of_run()
         if base is None:
             return
         import deepspeed
@@ -258,12 +246,10 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
                     deepspeed.zero.register_external_parameter(layer, parameter)
 
     def _model_of_run(self) -> PreTrainedModel | None:
-        assert self.lightning_module is not None
-        return next((m for m in self.lightning_module.modules() if isinstance(m, PreTrainedModel)), None)
+        return next((m for m in self._module.modules() if isinstance(m, PreTrainedModel)), None)
 
     def replication(self) -> Replication:
         """Numbers of ranks that each part is split over, from DeepSpeed's configuration."""
-        assert isinstance(self.config, dict)
         zero, ranks = self.config.get("zero_optimization", {}), self.num_nodes * self.num_processes
         stage = zero_config.stage_of(self.config)
         half = {"bf16": torch.bfloat16, "16": torch.float16}.get(str(self.precision_plugin.precision).split("-")[0])
@@ -344,10 +330,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     ) -> object:
         """Take the step and log the gradient norm before clipping."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self.lightning_module is not None
         if (norm := self.deepspeed_engine.get_global_grad_norm()) is not None:  # compute_grad_norm: false
-            self.lightning_module.log("train/grad_norm", norm)
-        zero_state.forget_gradients(self.deepspeed_engine)
+            self._module.log("train/grad_norm", norm)
+        zero_gradient_buffer(self.deepspeed_engine)
         return result
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -359,10 +344,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Full trainable parameters on rank 0, in fp32 if DeepSpeed keeps an fp32 copy of them."""
-        assert self.lightning_module is not None
         if self._order:
-            return zero_state.weights(self.lightning_module, keep=self.is_global_zero)
-        return full_weights(self.lightning_module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
+            return zero_state.weights(self._module, keep=self.is_global_zero)
+        return full_weights(self._module, lambda _, p: p.requires_grad, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """Full optimizer state on rank 0, in the layout that it has without ZeRO."""
@@ -370,8 +354,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load saved weights; each rank loads its shards of those that are sharded."""
-        assert self.lightning_module is not None
-        zero_state.load_weights(self.lightning_module, checkpoint["state_dict"], self.deepspeed_engine)
+        zero_state.load_weights(self._module, checkpoint["state_dict"], self.deepspeed_engine)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's shards of the saved optimizer states."""
@@ -388,6 +371,4 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         """Read a checkpoint of any strategy; a file is memory-mapped, so each rank loads only its shards."""
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
-        if sharded.is_sharded_folder(path):
-            return sharded.read_full(path)
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return mapped(path)

@@ -105,8 +105,7 @@ class FSDPStrategy(ShardedStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, then build the optimizer on the shards."""
-        assert self.lightning_module is not None
-        self.check(trainer, self.lightning_module)
+        self.check(trainer, self._module)
         super().setup(trainer)
 
     def _place(self) -> None:
@@ -134,9 +133,8 @@ class FSDPStrategy(ShardedStrategy):
 
     def layout(self) -> Layout:
         """Layout of the model: all ranks are data-parallel."""
-        assert self.lightning_module is not None
         return Layout(
-            base_of(self.lightning_module),
+            base_of(self._module),
             MeshSizes(1, self.world_size, 1, 1),
             self._precision_policy(),
             self.reshard_after_forward,

@@ -156,10 +156,6 @@ class ModelParallelStrategy(ShardedStrategy):
         """Number of pipeline micro-batches that a packed batch is split into."""
         return self.placement.micro_batches(self.sizes(), micro_batch_size)
 
-    def layers_of_stages(self, base: PreTrainedModel) -> list[range]:
-        """Indices of each stage's decoder layers."""
-        return self.placement.layers_of_stages(self.sizes(), base)
-
     # --- processes and mesh ----------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
@@ -172,8 +168,7 @@ class ModelParallelStrategy(ShardedStrategy):
         self._device_mesh = init_device_mesh(
             self.root_device.type, tuple(self.sizes()), mesh_dim_names=(PIPELINE, DATA, CONTEXT, TENSOR)
         )
-        assert self.lightning_module is not None
-        set_device_mesh(self.lightning_module, self._device_mesh)
+        set_device_mesh(self._module, self._device_mesh)
 
     def _mesh(self, name: str) -> DeviceMesh:
         return self.device_mesh[name]
@@ -182,18 +177,15 @@ class ModelParallelStrategy(ShardedStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Distribute the model, then build the optimizer on this rank's part."""
-        assert self.lightning_module is not None
-        self.check(trainer, self.lightning_module, datamodule_of(trainer))
+        self.check(trainer, self._module, datamodule_of(trainer))
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(self.describe())
 
     def describe(self) -> str:
         """Text of the mesh, the schedule with its bubble, and what each rank holds and sends; a collective."""
-        assert self.lightning_module is not None
-        assert self.model is not None
-        layout, step = self.layout(), step_of(self.lightning_module.trainer)
-        own = rank_contents(layout, self.model, step)
+        layout, step = self.layout(), step_of(self._module.trainer)
+        own = rank_contents(layout, self._module, step)
         shares = [own] * self.world_size
         dist.all_gather_object(shares, own)
         return format_layout(layout, shares, step)
@@ -241,12 +233,12 @@ class ModelParallelStrategy(ShardedStrategy):
             self._shard_over_data(module, layers, stages)
         if stages:
             self._start_pipeline(module, base, stages)
-        else:
-            self._wrap_forward(module)
+        elif isinstance(module, SplitsForward) and self._multiple() > 1:
+            wrap_forward(module, self._on_local_tokens)
 
     def _make_stages(self, module: nn.Module, base: PreTrainedModel) -> list[StageModule]:
         assert isinstance(module, SplitsForward), "check_batches has refused it"
-        layers, size = self.layers_of_stages(base), self.sizes().pipeline
+        layers, size = self.placement.layers_of_stages(self.sizes(), base), self.sizes().pipeline
         embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
         dtype = final_dtype(embedding.weight) or embedding.weight.dtype
         like_embedding = self.precision_plugin.convert_module(nn.Embedding(1, 1, dtype=dtype))
@@ -275,12 +267,9 @@ class ModelParallelStrategy(ShardedStrategy):
             map_hidden_states(decoder, parallel.gather_sequence)
         wrap_answer(module, parallel.as_one_process())
 
-    def _wrap_forward(self, module: nn.Module) -> None:
-        """Without a pipeline, pad packed batches to a divisible length and select this rank's tokens of them."""
-        if isinstance(module, SplitsForward) and self._multiple() > 1:
-            wrap_forward(module, self._on_local_tokens)
-
     def _on_local_tokens(self, forward: Forward) -> Forward:
+        """Without a pipeline, pad packed batches to a divisible length and select this rank's tokens of them."""
+
         def on_local_tokens(batch: PackedBatch) -> TokenLoss:
             batch = packed_batch.pad_to_multiple(batch, self._multiple())
             if self.context is None:
@@ -354,7 +343,7 @@ class ModelParallelStrategy(ShardedStrategy):
         width = base.config.get_text_config().hidden_size
         self.pipeline = Pipeline(
             stages,
-            self.sizes().pipeline * pipeline_parallel.stages_per_rank(self.schedule),
+            sizes.pipeline * pipeline_parallel.stages_per_rank(self.schedule),
             self._mesh(PIPELINE),
             self.schedule,
             self.micro_batches(micro_batch_size(datamodule_of(module.trainer))),
@@ -407,9 +396,8 @@ class ModelParallelStrategy(ShardedStrategy):
         """Sum partial gradients over ranks, after the last micro-batch of an optimizer step."""
         if self._within_window:
             return
-        assert self.model is not None
         if self.tensor is not None:
-            self.tensor.sum_parts([p for p in self.model.parameters() if isinstance(p.grad, DTensor)])
+            self.tensor.sum_parts([p for p in self._module.parameters() if isinstance(p.grad, DTensor)])
         if self.edges is not None:
             self.edges.sum_gradients()
 
@@ -424,7 +412,7 @@ class ModelParallelStrategy(ShardedStrategy):
     def _saved_name(self, name: str) -> str:
         return name if self.edges is None else self.edges.saved_name(name)
 
-    def _saved_elsewhere(self, base: PreTrainedModel) -> frozenset[str]:
+    def _saved_elsewhere(self) -> frozenset[str]:
         return frozenset() if self.edges is None else frozenset({self.edges.copy_in_base})
 
     def _order(self) -> list[str]:

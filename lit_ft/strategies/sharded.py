@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lit_ft.checkpointing.storage import sharded, sharded_safetensors
-from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
+from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO, mapped
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.checkpointing.storage.sharded import OptimizerState
 from lit_ft.errors import RecipeError
@@ -41,10 +41,6 @@ T = TypeVar("T")
 
 def check_shared(module: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Refuse a model that uses one weight in several layers, or in a layer and outside of it.
-
-    Args:
-        module: module whose layers are sharded one by one.
-        layers: the layers.
 
     Raises:
         RecipeError: there is such a weight.
@@ -91,6 +87,11 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def layout(self) -> Layout:
         """Layout of the model, once it is sharded, as seen from this rank."""
 
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     # --- set-up ----------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
@@ -121,15 +122,13 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, then build the optimizer on the shards."""
         assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        if self.model is None or not getattr(self.model, "_is_sharded", False):
-            self.model = self.lightning_module
-            self.shard(self.lightning_module)
-            self.model._is_sharded = True  # type: ignore[assignment]
+        if not getattr(self._module, "_is_sharded", False):
+            self.shard(self._module)
+            self._module._is_sharded = True  # type: ignore[assignment]
         self._place()
-        spec = spec_of(self.lightning_module)
-        finite_weights.check_split_base(self, self.model, "" if spec is None else spec.base.pretrained)
+        spec = spec_of(self._module)
+        finite_weights.check_split_base(self, self._module, "" if spec is None else spec.base.pretrained)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -216,10 +215,9 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Trainable parameters by name: full tensors on rank 0, or each rank's shards."""
         self._reshard()
-        assert self.model is not None
         if self._saves_sharded():
-            return {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        return self.full_weights(self.model, lambda _, p: p.requires_grad, keep=self.global_rank == 0)
+            return {n: p for n, p in self._module.named_parameters(remove_duplicate=False) if p.requires_grad}
+        return self.full_weights(self._module, lambda _, p: p.requires_grad, keep=self.global_rank == 0)
 
     def full_weights(
         self, module: nn.Module, selected: WeightFilter = lambda *_: True, keep: bool = True
@@ -247,7 +245,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         """
         self._reshard()
         folder, writers = Path(self.broadcast(str(folder))), self._ranks_per_stage()
-        own = sharded_safetensors.collect(base, writers, self.global_rank % writers, self._saved_elsewhere(base))
+        own = sharded_safetensors.collect(base, writers, self.global_rank % writers, self._saved_elsewhere())
         names: list[list[str]] = [[]] * self.world_size
         torch.distributed.all_gather_object(names, list(own))
         sharded_safetensors.check_complete(base, {name for part in names for name in part})
@@ -258,7 +256,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
             sharded_safetensors.join_parts(base, folder)
         self.barrier()
 
-    def _saved_elsewhere(self, base: PreTrainedModel) -> frozenset[str]:
+    def _saved_elsewhere(self) -> frozenset[str]:
         return frozenset()
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
@@ -277,9 +275,8 @@ class ShardedStrategy(LightningModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's shards of the saved weights."""
         self._reshard()
-        assert self.model is not None
         with torch.no_grad():
-            for name, own in self.model.named_parameters(remove_duplicate=False):
+            for name, own in self._module.named_parameters(remove_duplicate=False):
                 if (saved := checkpoint["state_dict"].get(name)) is not None:
                     own.copy_(sharded.split_like(own, saved))
 
@@ -312,11 +309,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         return self._cpu_group
 
     def _finish_writing(self) -> None:
-        """Wait for a checkpoint that is still being written in the background.
-
-        Raises:
-            Exception: the checkpoint could not be written.
-        """
+        """Wait for a checkpoint that is still being written in the background; its error is raised here."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -344,17 +337,15 @@ class ShardedStrategy(LightningModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
         if not sharded.is_sharded_folder(path):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        assert self.model is not None
-        names = [name for name, _ in self.model.named_parameters()]
+            return mapped(path)
+        names = [name for name, _ in self._module.named_parameters()]
         aliases = {name: self._saved_name(name) for name in names if self._saved_name(name) != name}
-        return sharded.load_sharded(path, self.model, self._names_in_optimizers(), aliases)
+        return sharded.load_sharded(path, self._module, self._names_in_optimizers(), aliases)
 
     def _saves_sharded(self) -> bool:
         if self.save_in_shares is not None:
             return self.save_in_shares
-        assert self.lightning_module is not None
-        spec = spec_of(self.lightning_module)
+        spec = spec_of(self._module)
         return spec is None or spec.tuning.peft is None
 
     def _reshard(self) -> None:
@@ -367,13 +358,11 @@ class ShardedStrategy(LightningModelParallelStrategy):
             yield from (module for module in root.modules() if isinstance(module, FSDPModule))
 
     def _fsdp_roots(self) -> Sequence[nn.Module]:
-        assert self.model is not None
-        return [self.model]
+        return [self._module]
 
     def _names_in_optimizers(self) -> list[list[list[str]]]:
         self._reshard()
-        assert self.model is not None
-        name_of = {id(p): self._saved_name(name) for name, p in self.model.named_parameters()}
+        name_of = {id(p): self._saved_name(name) for name, p in self._module.named_parameters()}
         return [
             [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             for optimizer in self.optimizers
@@ -386,8 +375,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
 
     def _order(self) -> list[str]:
         """Names of the trainable parameters of the full model, in order."""
-        assert self.model is not None
-        return [name for name, p in self.model.named_parameters() if p.requires_grad]
+        return [name for name, p in self._module.named_parameters() if p.requires_grad]
 
     def _leads_stage(self) -> bool:
         """Whether this rank collects the tensors of its pipeline stage."""

@@ -280,9 +280,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
     def save_adapter(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write the adapter for ``PeftModel.from_pretrained`` on the base as it is published.
 
-        Args:
-            folder: path of the adapter's folder.
-            state_dict: the weights that train, by their names in ``model``; None takes them from there.
+        ``state_dict`` has the weights that train, by their names in ``model``; None takes them from there.
 
         Raises:
             NotFinite: a weight is not finite.

@@ -27,15 +27,12 @@ SECONDS_BETWEEN_LINES = 30
 
 
 class ConsoleSummary(Callback):
-    """Lines about model, devices and length when training starts, and about its result when it ends."""
+    """Lines about model, devices and length when training starts, and about its result when it ends.
+
+    ``options`` are those that every further command of the run needs, with a space before.
+    """
 
     def __init__(self, run: RunFolder, options: str = "") -> None:
-        """Store the run folder.
-
-        Args:
-            run: run folder, which the lines name.
-            options: options that every further command of the run needs, with a space before.
-        """
         self.run, self.options = run, options
         self._times: StepTimes | None = None
         self._said = 0

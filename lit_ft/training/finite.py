@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_callbacks import SpikeGuard
 from lit_callbacks.distributed.host_copy import HostCopy
+from lit_callbacks.internals.lightning_internals import attributes_of
 from torch import Tensor, nn
 
 from lit_ft.checkpointing.selection import newest_of
@@ -29,7 +30,6 @@ class FiniteCheck:
     """
 
     def __init__(self) -> None:
-        """Start without pending values."""
         self._watched: list[_Watched] = []
 
     def watch(self, trainer: Trainer, what: str, value: Tensor) -> None:
@@ -44,8 +44,7 @@ class FiniteCheck:
         Raises:
             NotFinite: this value, or an earlier one, is not finite.
         """
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, SpikeGuard) for callback in callbacks):
+        if any(isinstance(callback, SpikeGuard) for callback in attributes_of(trainer).callbacks):
             return
         step = trainer.global_step + 1
         self._look(trainer, [one for one in self._watched if one.step < step])
@@ -73,11 +72,7 @@ class FiniteCheck:
 
 
 def check_trained_weights(trainer: Trainer, module: nn.Module) -> None:
-    """Refuse to save weights that are not finite; a collective.
-
-    Args:
-        trainer: trainer of the run.
-        module: LightningModule, of which each rank checks its part of the trainable parameters.
+    """Refuse to save weights that are not finite; a collective, in which each rank checks its part of them.
 
     Raises:
         NotFinite: a weight is not finite, on any rank.

@@ -16,7 +16,6 @@ class Fp32BuffersModule(LightningModule):
     model: nn.Module | None
 
     def __init__(self) -> None:
-        """Start without buffers."""
         super().__init__()
         self._fp32_buffers: dict[str, Tensor] = {}
 

@@ -25,6 +25,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from lit_ft.checkpointing.storage.failures import explain_failed_write
 from lit_ft.errors import RecipeError, explained
+from lit_ft.internals.lightning import rank
 from lit_ft.run.folder import RunFolder
 
 
@@ -50,7 +51,7 @@ class MetricsCSV(CSVLogger):
     @property
     def experiment(self) -> ExperimentWriter:
         """Writer of the file; the first access removes lines of steps after the checkpoint that is resumed."""
-        if self._experiment is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        if self._experiment is None and rank() == 0:
             self._experiment = _MetricsFile(self.log_dir, self.resumed_step, self.is_logged)
         return super().experiment
 
@@ -145,12 +146,7 @@ class StepEvents(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write the metrics of a step; if one is not a number, Lightning's logger writes them one by one.
-
-        Args:
-            metrics: numbers or scalar tensors by name.
-            step: number of the step.
-        """
+        """Write the metrics of a step; if one is not a number, Lightning's logger writes them one by one."""
         with explain_failed_write(Path(self.log_dir)):
             self._write(metrics, step)
 
@@ -160,10 +156,7 @@ class StepEvents(TensorBoardLogger):
     ) -> None:
         """Write options for TensorBoard's HPARAMS page, beside the last ``val/loss`` and ``train/loss`` of the run.
 
-        Args:
-            params: options by name; nested ones get names with slashes.
-            metrics: names of further metrics of the page.
-            step: number of the step.
+        Nested options get names with slashes; the names of ``metrics`` are those of further ones on the page.
         """
         self.hparams.update(params)  # hparams.yaml, which the first save writes
         if (file := self.experiment.file_writer) is not None:
@@ -174,9 +167,6 @@ class StepEvents(TensorBoardLogger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Write the remaining events.
-
-        Args:
-            status: status with which the run has ended.
 
         Raises:
             RecipeError: they cannot be written, and no earlier error has ended the run.
@@ -229,11 +219,7 @@ def _flat(options: Mapping[str, object], prefix: str = "") -> dict[str, bool | i
 
 
 def put_files_in(folder: Path, logger: object) -> None:
-    """Let the recipe's loggers that name no folder write into the run folder.
-
-    Args:
-        folder: run folder.
-        logger: parsed ``trainer.logger``: classes with their arguments, changed in place.
+    """Let the recipe's loggers that name no folder write into the run folder; their arguments are changed in place.
 
     Raises:
         RecipeError: the package of a logger is not installed, or the logger would log nothing.
@@ -274,11 +260,7 @@ def put_files_in(folder: Path, logger: object) -> None:
 def beside_defaults(given: object, run: RunFolder, resumed_step: int, is_logged: bool) -> list[Logger]:
     """Loggers of a run: ``metrics.csv`` and TensorBoard, each unless the recipe has one of its kind; then the recipe's.
 
-    Args:
-        given: ``trainer.logger`` of the recipe.
-        run: run folder.
-        resumed_step: number of optimizer steps of the checkpoint that the run resumes from; 0 for a new run.
-        is_logged: whether the metrics of the checkpoint's last step were logged before it was written.
+    ``given`` is the recipe's ``trainer.logger``; the other arguments are those of ``MetricsCSV``.
     """
     loggers = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Logger)]
     defaults: list[Logger] = []

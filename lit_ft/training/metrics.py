@@ -78,11 +78,6 @@ class SourceMeans(TokenMean):
     """Mean of a quantity per token for each of several sources, reduced over ranks together."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Start with zero tokens.
-
-        Args:
-            names: names of the sources.
-        """
         Metric.__init__(self, dist_sync_fn=gather)
         self.names = tuple(names)
         self._add_states((len(names),))
@@ -117,7 +112,6 @@ class BarMetrics:
     """
 
     def __init__(self) -> None:
-        """Start without a step."""
         self._before: dict[str, HostCopy] = {}
 
     def show(self, trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
@@ -140,11 +134,6 @@ class ExpertLoad(Metric):
     counts: Tensor
 
     def __init__(self, layers: Sequence[ExpertLayer]) -> None:
-        """Start counting.
-
-        Args:
-            layers: layers whose experts are called with the indices of each token's experts.
-        """
         super().__init__(dist_sync_fn=gather)
         self.names = [f"layer_{re.findall(r'[0-9]+', layer.name)[0]}" for layer in layers]
         experts = max(layer.count for layer in layers)
@@ -166,12 +155,7 @@ class ExpertLoad(Metric):
             self.update(layer_index, (*args, *kwargs.values())[1])
 
     def update(self, layer_index: int, index: Tensor) -> None:
-        """Count the tokens of a layer.
-
-        Args:
-            place: index of the layer.
-            index: indices of each token's experts, ``(tokens, k)``.
-        """
+        """Count the tokens of a layer, by the indices of each token's experts, ``(tokens, k)``."""
         chosen = index.flatten()
         self.counts[layer_index].scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for CUDA
 
@@ -186,11 +170,6 @@ class StageMetrics(nn.Module):
     """Loss and token accuracy over the supervised tokens of a stage, losses of the data's sources, load of experts."""
 
     def __init__(self, has_router_loss: bool = False) -> None:
-        """Start with zero tokens.
-
-        Args:
-            has_router_loss: whether the router's auxiliary loss is averaged too.
-        """
         super().__init__()
         self.loss, self.token_accuracy = TokenMean(), TokenMean()
         self.router_aux_loss = TokenMean() if has_router_loss else None

@@ -79,10 +79,7 @@ class Float8Precision(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Round frozen weights; Lightning calls it after it has moved the model to the device.
 
-        Args:
-            model: model, in its strategy's wrapper.
-            optimizers: optimizers of a fit; none in evaluation, which computes with the weights in their own dtype.
-            lr_schedulers: schedules of a fit.
+        In evaluation, which computes with the weights in their own dtype, there are no optimizers.
         """
         if self.keep_rounded and optimizers:
             kept = sum(part.round_frozen() for part in model.modules() if isinstance(part, Float8Linear))
@@ -142,12 +139,7 @@ class Rounded(NamedTuple):
 
 
 class Float8Linear(nn.Linear):
-    """Linear layer whose matrix products are computed in 8-bit floats during training.
-
-    Args:
-        layer: linear layer whose weight and bias it uses.
-        scaling: scaling of tensors, see :class:`Float8Precision`.
-    """
+    """Linear layer over the weight and bias of another one, whose products are in 8-bit floats during training."""
 
     def __init__(self, layer: nn.Linear, scaling: Scaling) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -238,13 +230,7 @@ def float8_product(left: Tensor, right: Tensor | Rounded, scaling: Scaling, *, i
 
 
 def to_float8(tensor: Tensor, dtype: torch.dtype, by_row: bool) -> Rounded:
-    """Round a matrix to 8-bit floats, one scale for all of it or for each row.
-
-    Args:
-        tensor: matrix ``(M, K)``.
-        dtype: one of torch's float8 dtypes.
-        by_row: whether each matrix row has its own scale.
-    """
+    """Round a matrix ``(M, K)`` to 8-bit floats, with one scale for all of it, or ``by_row`` for each row."""
     peak = tensor.abs().amax(-1, keepdim=True) if by_row else tensor.abs().amax()
     scale = peak.float().clamp(min=1e-12) / torch.finfo(dtype).max
     return Rounded((tensor.float() / scale).to(dtype).contiguous(), scale)

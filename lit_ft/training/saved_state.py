@@ -22,19 +22,14 @@ _NO_OPTIONS = frozenset(("params", "param_names", "initial_lr"))
 
 
 class SavedState:
-    """State that a module adds to checkpoints and reads from them; the frozen base stays in its own files."""
+    """State that a module adds to checkpoints and reads from them; the frozen base stays in its own files.
+
+    It is made once the model is built, before it is sharded; ``base`` is None where all weights train.
+    """
 
     def __init__(
         self, module: LightningModule, forward: PackedForward, start: LoraInitState | None, base: Fingerprint | None
     ) -> None:
-        """Describe a module whose model was built, and is not sharded yet.
-
-        Args:
-            module: module, by whose parameter names weights are saved.
-            forward: forward pass of its model.
-            start: state of the adapter's init.
-            base: fingerprint of the frozen base; None where all weights train.
-        """
         self.module, self.forward, self.start, self.base = module, forward, start, base
         self.shapes = trainable_shapes(module)
         self.buffers = BufferWatch(forward.base)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from lightning.pytorch import Trainer
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lit_ft import process
 from lit_ft.errors import RecipeError
+from lit_ft.internals import liger_kernel
 from lit_ft.internals.transformers import enable_checkpointing
 from lit_ft.model import liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
@@ -123,7 +124,7 @@ class TrainingSpec:
         torch.manual_seed(process.seed())
         base = self.base.build(self.tuning.attention(self.base.attn_implementation))
         if self.liger:
-            liger_kernels.apply_liger(base)
+            liger_kernel.apply_to_instance(base)
         if self.activation_offload and device is not None:
             activation_offload.warn_if_useless(device)
         if self.gradient_checkpointing:
@@ -148,27 +149,14 @@ class TrainingSpec:
         return forward, start
 
 
-@runtime_checkable
-class TrainsFromSpec(Protocol):
-    """Module that describes what it trains, as ``lit_ft.CausalLM`` does."""
-
-    spec: TrainingSpec
-
-
 def spec_of(module: nn.Module) -> TrainingSpec | None:
-    """Description of what a module trains; None for modules that have none."""
-    # Another module's attribute of that name may be anything.
-    return module.spec if isinstance(module, TrainsFromSpec) and isinstance(module.spec, TrainingSpec) else None
+    """Description of what a module trains, as ``lit_ft.CausalLM`` has; None for modules that have none."""
+    spec = vars(module).get("spec")  # another module's attribute of that name may be anything
+    return spec if isinstance(spec, TrainingSpec) else None
 
 
 def batches_for_init(trainer: Trainer | None, count: int, base: PreTrainedModel, init: str) -> list[PackedBatch]:
     """First packed batches of training, for an adapter init that reads data; the model moves to their device.
-
-    Args:
-        trainer: trainer of the run; None outside of one.
-        count: number of batches.
-        base: model that the init runs.
-        init: name of the init.
 
     Raises:
         RecipeError: there is no training data, or its data module does not hand it out.

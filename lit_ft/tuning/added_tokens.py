@@ -15,10 +15,7 @@ from lit_ft.tuning.compatibility import check_situation
 def with_added_rows(peft: PeftConfig, model: PreTrainedModel, ids: Sequence[int]) -> PeftConfig:
     """Config of a tuning method that also trains the embeddings of added tokens, and their rows in the head's weight.
 
-    Args:
-        peft: config of the recipe, which is not changed.
-        model: base model.
-        ids: ids of the added tokens; without any, ``peft`` is returned.
+    ``peft`` is not changed, and returned as it is where there are no ``ids``.
 
     Raises:
         RecipeError: the method cannot train them.
@@ -29,7 +26,8 @@ def with_added_rows(peft: PeftConfig, model: PreTrainedModel, ids: Sequence[int]
     config = copy.deepcopy(peft)
     options = peft.to_dict()
     sides = [_name_of(model, model.get_input_embeddings())]
-    if not _is_tied(model):
+    is_tied = Architecture.of(model.config).is_tied
+    if not is_tied:
         sides.append(_name_of(model, model.get_output_embeddings()))
     in_full = {name for name in options.get("modules_to_save") or [] if _is_side(model, name)}
     if in_full:
@@ -37,7 +35,7 @@ def with_added_rows(peft: PeftConfig, model: PreTrainedModel, ids: Sequence[int]
             raise RecipeError(
                 f"model.peft: modules_to_save has {', '.join(in_full)} without the other side, so that added tokens "
                 "would be read and never written, or the other way; take it out (their rows train without it)"
-                + (", or set ensure_weight_tying" if _is_tied(model) else "")
+                + (", or set ensure_weight_tying" if is_tied else "")
             )
         return config
     check_situation(config, "added_tokens", "model.added_tokens")
@@ -81,10 +79,6 @@ def _check_tying(peft: PeftConfig, model: PreTrainedModel) -> None:
 def _union(by_side: dict[str, list[int]], name: str, ids: Sequence[int]) -> list[int]:
     given = next((rows for key, rows in by_side.items() if name.endswith(key)), [])
     return sorted({*given, *ids})
-
-
-def _is_tied(model: PreTrainedModel) -> bool:
-    return Architecture.of(model.config).is_tied
 
 
 def _is_side(model: PreTrainedModel, name: str) -> bool:

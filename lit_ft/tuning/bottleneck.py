@@ -9,6 +9,7 @@ Importing this module registers the method with PEFT, so that ``PeftModel.from_p
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import ClassVar
 
 import torch
@@ -21,17 +22,13 @@ from transformers.activations import ACT2FN
 from lit_ft.model.quantization import LinearLayer
 
 
-class _Type(str):
-    """PEFT type outside PEFT's enumeration, which cannot be extended; like its members it is a string."""
+class _Type(str, Enum):
+    """PEFT type outside PEFT's enumeration, which cannot be extended."""
 
-    @property
-    def value(self) -> str:
-        """Name of the type, as enumeration members have it."""
-        return str(self)
+    BOTTLENECK = "BOTTLENECK"
 
 
-BOTTLENECK = _Type("BOTTLENECK")
-"""Value of ``peft_type`` in ``adapter_config.json``."""
+BOTTLENECK = _Type.BOTTLENECK
 
 
 @dataclass

@@ -113,11 +113,7 @@ _NOT_LORA: Reasons = {"combined": _NO_SUM, "added_tokens": _NO_ROWS}
 _ADAPTER: Reasons = {**_NOT_LORA, "tensor": _NOT_COMPARED, "otherwise_quantized": _NOT_ON_THIS_BASE}
 _NOT_GPTQ: Reasons = {**_ADAPTER, "gptqmodel": _NOT_ON_THIS_BASE}
 _DENSE: Reasons = {**_ADAPTER, **_on_quantized(_OWN_WEIGHTS)}
-_PROMPT: Reasons = {
-    **_ADAPTER,
-    **dict.fromkeys(("tensor", "pipeline", "context"), _VIRTUAL),
-    "merge": _NOT_MERGED,
-}
+_PROMPT: Reasons = {**_ADAPTER, **dict.fromkeys(("tensor", "pipeline", "context"), _VIRTUAL), "merge": _NOT_MERGED}
 _TOKENS: Reasons = {
     "combined": "trains rows of the embeddings, which do not add up",
     "tensor": _NOT_COMPARED,
@@ -256,13 +252,9 @@ def rows_of(peft: PeftConfig) -> list[MethodSupport]:
 
 
 def refusal(peft: PeftConfig, name: str, value: str = "", option: str = "model.peft") -> str | None:
-    """Reason why a method does not work in a situation, and the fix; None where it works.
+    """Reason why a method does not work in a situation (a field of ``MethodSupport``), and the fix; None if it works.
 
-    Args:
-        peft: config of the tuning method.
-        name: field of ``MethodSupport``.
-        value: value of the recipe that makes the situation, e.g. ``tensor_parallel_size=2``.
-        option: option that gives the method, for the message.
+    The message has the ``value`` that makes the situation, e.g. ``tensor_parallel_size=2``, and the method's option.
     """
     if (first := first_refusal(rows_of(peft), name)) is None:
         return None
@@ -299,9 +291,7 @@ def check_method(peft: PeftConfig) -> None:
 def check_quantized(peft: PeftConfig | None, quantization: str) -> None:
     """Refuse methods whose results on a quantized base model differ from those on the dequantized one.
 
-    Args:
-        peft: config of the tuning method.
-        quantization: transformers' name for the quantization of the base model, e.g. ``gptq``.
+    ``quantization`` is transformers' name for it, e.g. ``gptq``.
 
     Raises:
         RecipeError: the method is one of them; the message names one that works.

@@ -35,12 +35,7 @@ def wrapped_parameters(layer: nn.Module) -> Iterator[ParamWrapper]:
 
 
 def bytes_of_sums(model: nn.Module, is_fused: bool) -> int:
-    """Bytes of the experts that PEFT makes anew in a forward pass, where it computes them itself.
-
-    Args:
-        model: model with its adapter.
-        is_fused: whether ``FusedExperts`` computes what it can.
-    """
+    """Bytes of the experts that PEFT makes anew in a forward pass: all, or those ``FusedExperts`` cannot do."""
     by_peft = [outer for outer in outer_wrappers(model) if not is_fused or obstacle(outer) is not None]
     sums = [layer.get_param() for outer in by_peft for layer in wrapped_parameters(outer)]
     return sum(weight.numel() * weight.element_size() for weight in sums)
@@ -53,13 +48,7 @@ class FusedExperts(ParamWrapper):
     """Index of the first expert that is here, where ranks hold different experts."""
 
     def forward(self, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """Outputs of the experts for tokens ``(tokens, I)``; the arguments are those of the experts themselves.
-
-        Args:
-            x: hidden states.
-            args: indices of each token's experts and weights of their outputs, ``(tokens, k)`` both.
-            kwargs: the same by name.
-        """
+        """Outputs of the experts for tokens ``(tokens, I)``; the arguments are those of the experts themselves."""
         wrappers = list(wrapped_parameters(self))
         if self.disable_adapters or any(layer.merged or len(layer.active_adapters) != 1 for layer in wrappers):
             return super().forward(x, *args, **kwargs)

@@ -109,8 +109,7 @@ class FusedLinear(lora.Linear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         dropped = dropout(x) if dropout.training and isinstance(dropout, nn.Dropout) else None
         inputs = x, dropped, base.weight, bias, down.weight, up.weight
-        output: Tensor = _LoraProducts.apply(*inputs, scaling, self.keeps_products)
-        return output
+        return _LoraProducts.apply(*inputs, scaling, self.keeps_products)
 
 
 class _LoraProducts(torch.autograd.Function):

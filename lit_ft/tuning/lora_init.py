@@ -170,7 +170,7 @@ def restore(model: PeftModel, start: LoraInitState) -> PeftModel:
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in start["taken"].items():
-            own[_with_adapter_name(name)].copy_(tensor)
+            own[name.removesuffix(".weight") + ".default.weight"].copy_(tensor)
     _subtract_initial_product(model, start["taken"])
     return model
 
@@ -299,7 +299,3 @@ def save_as_plain_lora(
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "adapter_model.safetensors")
-
-
-def _with_adapter_name(name: str) -> str:
-    return name.removesuffix(".weight") + ".default.weight"

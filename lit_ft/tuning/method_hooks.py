@@ -57,11 +57,7 @@ def after_optimizer_step(model: nn.Module | None, steps: int) -> None:
     """Update AdaLoRA's rank allocation from the gradients of the last step, which must not have been freed.
 
     A step that was skipped, by ``SpikeGuard`` (no gradients) or by a gradient scaler (infinite ones), does not change
-    the importance statistics; the schedule of ranks continues.
-
-    Args:
-        model: model with any tuning method, or none.
-        steps: number of optimizer steps taken, this one included.
+    the importance statistics; the schedule of ranks continues. ``steps`` counts this step too.
     """
     if not _is_adalora(model):
         return

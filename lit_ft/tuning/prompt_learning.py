@@ -53,14 +53,7 @@ def virtual_lengths(model: PreTrainedModel | PeftModel, lengths: list[int]) -> l
 
 
 def hidden_states(model: PeftModel, decoder: Decoder, batch: PackedBatch, **options: object) -> Tensor:
-    """Final hidden states of a packed batch without its virtual tokens, ``(1, T, H)``.
-
-    Args:
-        model: ``PeftModel`` of a prompt-learning method.
-        decoder: decoder of the base model.
-        batch: packed batch of T tokens.
-        options: further keyword arguments of the decoder.
-    """
+    """Final hidden states of a packed batch without its virtual tokens, ``(1, T, H)``."""
     if method_of(model) == PREFIX:
         return _with_prefix(model, decoder, batch)
     lengths, virtual = batch["segment_lengths"], model.active_peft_config.num_virtual_tokens

@@ -49,8 +49,6 @@ class TuningSpec:
         quantization.check_stored(base.pretrained, config, base.quantization, self.peft)
         if (method := quantization.packed_method(config)) is not None:
             compatibility.check_quantized(self.peft, method)
-        if self.peft is not None:
-            lora_init.check_init(self.peft, is_quantized=base.is_quantized)
 
     def attention(self, requested: str) -> str:
         """Attention function to use where the recipe requests ``requested``."""
@@ -61,11 +59,6 @@ class TuningSpec:
         self, skeleton: PreTrainedModel, added_ids: Sequence[int], start: LoraInitState | None
     ) -> PreTrainedModel | PeftModel:
         """Apply the method to a model without weights.
-
-        Args:
-            skeleton: model on the meta device, changed in place.
-            added_ids: ids of the tokens that the recipe adds.
-            start: init state of an earlier run; None in a new run.
 
         Raises:
             RecipeError: the method does not fit the model.

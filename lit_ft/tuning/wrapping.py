@@ -14,9 +14,7 @@ from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from lit_ft.errors import RecipeError, explained
 from lit_ft.internals.peft import around_each_layer
@@ -66,11 +64,7 @@ def add_peft(
 
 
 def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze all parameters except those whose names match a pattern.
-
-    Args:
-        model: model, changed in place.
-        patterns: regular expressions that are searched for in the names.
+    """Freeze all parameters except those in whose names a regular expression is found.
 
     Raises:
         RecipeError: a pattern is not a regular expression, or matches no name.
@@ -155,9 +149,7 @@ def linear_layers(model: nn.Module) -> list[str]:
 def give_values(skeleton: nn.Module, peft: PeftConfig) -> None:
     """Give a model on the meta device random weights, for methods that read weights when they are created.
 
-    Args:
-        skeleton: model, changed in place: it gets small random weights on the CPU, which are freed after the check.
-        peft: config of the tuning method.
+    The skeleton gets small random weights on the CPU, which are freed after the check.
     """
     is_velora = isinstance(peft, LoraConfig) and peft.velora_config is not None
     if peft.peft_type.value in _LOOK_AT_WEIGHTS or is_velora:
@@ -175,13 +167,8 @@ def wrap_in_final_dtype(
     """Wrap a base model whose weights are cast later, so that its adapter equals that of a model which is cast already.
 
     PEFT creates new weights in the dtype of the layer that they are added to, or computes them from its weights: each
-    layer temporarily gets its final dtype while its adapter is created.
-
-    Args:
-        base: base model whose final dtypes are stored (``deferred_cast.mark``).
-        peft: config of the tuning method.
-        wrap: function that creates the ``PeftModel``.
-        in_float32: whether ``wrap`` casts the adapter's weights to float32.
+    layer temporarily gets its final dtype, which ``deferred_cast.mark`` has stored, while its adapter is created.
+    ``in_float32`` says whether ``wrap`` casts the adapter's weights to float32.
     """
     tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(peft.peft_type)
     if peft.is_prompt_learning:

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from benchmarks.speed.scaling import measure_curve
 from benchmarks.speed.scaling_pictures import draw
 from lit_ft import CausalLM, RecipeError, TextDataModule
+from lit_ft.internals import liger_kernel
 from lit_ft.model import liger_kernels
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ def test_liger_takes_the_place_of_norms_and_mlps(model_folder: str) -> None:
     base = module.base_model
     forward = base.forward
     try:
-        liger_kernels.apply_liger(base)
+        liger_kernel.apply_to_instance(base)
         assert modeling_qwen2.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
     finally:  # it replaces them for the whole process
         modeling_qwen2.apply_rotary_pos_emb = rotate

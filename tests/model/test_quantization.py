@@ -12,15 +12,13 @@ from one_process import Losses
 from peft import LoraConfig
 from quantized_checkpoints import dense_of, give_adapter
 from safetensors.torch import load_file, save_file
-from shared_fixtures import make_tokenizer
+from shared_fixtures import make_tokenizer, tiny_qwen2
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     GPTQConfig,
     QuantoConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -83,23 +81,7 @@ REQUESTED: dict[str, Any] = {
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen2 as in ``model_folder``, with layers as wide as quantized groups want."""
     folder = tmp_path_factory.mktemp("models") / "wide-qwen2"
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        dtype="float32",
-        initializer_range=0.1,
-    )
-    model = Qwen2ForCausalLM(config)
+    model, tokenizer = tiny_qwen2(hidden_size=64, intermediate_size=128, initializer_range=0.1)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)

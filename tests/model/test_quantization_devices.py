@@ -8,10 +8,10 @@ import pytest
 import torch
 from lit_callbacks.memory.storage_ledger import local_bytes
 from peft import LoraConfig
-from shared_fixtures import make_tokenizer
+from shared_fixtures import tiny_qwen2
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.model.loading import load_base
@@ -31,20 +31,10 @@ LAYERS, WIDTH = 2, 128
 @pytest.fixture(scope="module")
 def deep_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen2 whose linear layers are far larger than its embeddings."""
-    folder, tokenizer = tmp_path_factory.mktemp("models") / "deep-qwen2", make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=384,
-        hidden_size=WIDTH,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        dtype="float32",
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("models") / "deep-qwen2"
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 512, "num_hidden_layers": LAYERS, "num_key_value_heads": 4}
+    model, tokenizer = tiny_qwen2(**sizes, tie_word_embeddings=False, initializer_range=0.02)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -19,10 +19,10 @@ from lit_callbacks import AdapterMerger, SpikeGuard, ThroughputMonitor
 from lit_callbacks.distributed.gather import full_tensor, full_weights
 from peft import LoraConfig
 from ranks import LiveRanks, on_ranks
-from shared_fixtures import make_tokenizer, record_cell
+from shared_fixtures import make_tokenizer, record_cell, tiny_qwen2
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 from turns import EVERY_CASE, in_turn
 
 from benchmarks.parallel.parallel_bytes import ranks_of
@@ -174,24 +174,8 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         folder = tmp_path_factory.getbasetemp() / f"qwen2-{layers}-{tied}"
         if folder.exists():
             return str(folder)
-        tokenizer = make_tokenizer()
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=383,  # odd: ranks have unequal parts of it
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=tied,
-            max_position_embeddings=512,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            dtype="float32",
-            initializer_range=0.2,
-        )
-        model = Qwen2ForCausalLM(config)
+        # An odd vocabulary: ranks have unequal parts of it.
+        model, tokenizer = tiny_qwen2(vocab_size=383, num_hidden_layers=layers, tie_word_embeddings=tied)
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn(parameter.shape)

@@ -26,7 +26,7 @@ from tuning_methods import CAUSAL, LAYERS, METHODS, ON_QUANTIZED_ONLY, works
 from turns import in_turn
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.checkpointing.storage.checkpoint_io import saved_start
+from lit_ft.checkpointing.storage.checkpoint_io import saved_value
 from lit_ft.cli import main
 from lit_ft.model.files import deferred_cast
 from lit_ft.packed_batch import pack_samples
@@ -480,7 +480,7 @@ def test_eva_deals_ranks_out_and_the_run_goes_on_without_looking_again(
     ranks = {tuple(p.shape) for name, p in module.trainable_parameters().items() if "lora_A" in name}
     assert len(ranks) > 1
     again = CausalLM(model_folder, peft=EVA, optimizer=sgd)
-    again.start = saved_start(str(tmp_path / "eva.ckpt"))
+    again.start = saved_value(str(tmp_path / "eva.ckpt"), "adapter_start")
     again._rows_for_init = lambda base: pytest.fail("looked at the data again")  # type: ignore[method-assign]
     make_trainer(max_steps=1).fit(again, TextDataModule(data), ckpt_path=tmp_path / "eva.ckpt")
     for name, weight in module.trainable_parameters().items():

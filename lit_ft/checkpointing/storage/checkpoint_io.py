@@ -13,7 +13,7 @@ from lit_ft.checkpointing.storage import checksum, replacement, sharded
 from lit_ft.checkpointing.storage.failures import explain_failed_save
 from lit_ft.checkpointing.storage.integrity import check_on_rank_zero
 from lit_ft.errors import RecipeError
-from lit_ft.protocols import Checkpoint, LoaderState
+from lit_ft.protocols import Checkpoint
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -104,41 +104,13 @@ def saved_shapes(ckpt_path: str) -> Shapes:
     return shapes_of(_read(ckpt_path)["state_dict"])
 
 
-def saved_start(ckpt_path: str) -> Any:
-    """State that the adapter's init computed (``LoraInitState``); None if the init computes none.
+def saved_value(ckpt_path: str, key: str) -> Any:
+    """Entry of a checkpoint by its key, as ``SavedState`` or Lightning wrote it; None where there is none.
 
     Raises:
         RecipeError: the file is no Lightning checkpoint.
     """
-    return _read(ckpt_path).get("adapter_start")
-
-
-def saved_base(ckpt_path: str) -> Any:
-    """Fingerprint of the base model that a checkpoint was trained on; None if the checkpoint has none.
-
-    Raises:
-        RecipeError: the file is no Lightning checkpoint.
-    """
-    return _read(ckpt_path).get("base")
-
-
-def saved_threads(ckpt_path: str) -> int | None:
-    """Number of CPU threads that a checkpoint was computed with; None if it does not say, as on other devices.
-
-    Raises:
-        RecipeError: the file is no Lightning checkpoint.
-    """
-    threads: int | None = _read(ckpt_path).get("threads")
-    return threads
-
-
-def saved_data(ckpt_path: str, data_class: str) -> LoaderState:
-    """State of a data module in a checkpoint; empty if it saved none.
-
-    Raises:
-        RecipeError: the file is no Lightning checkpoint.
-    """
-    return _read(ckpt_path).get(data_class) or {}
+    return _read(ckpt_path).get(key)
 
 
 def mapped(path: Path) -> Checkpoint:

@@ -12,11 +12,7 @@ from lit_ft.errors import RecipeError
 
 @contextmanager
 def explain_failed_save(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Turn system errors on any rank into one line, and remove what was written so far.
-
-    Args:
-        path: path of the checkpoint.
-        temporary: temporary file or folder to which it is written.
+    """Turn system errors on any rank into one line, and remove what was written so far to ``temporary``.
 
     Raises:
         RecipeError: the checkpoint could not be written; the message names it.
@@ -51,9 +47,6 @@ def explain_failed_load(path: Path) -> Iterator[None]:
 @contextmanager
 def explain_failed_write(path: Path) -> Iterator[None]:
     """Turn system errors into one line that names the file or folder.
-
-    Args:
-        path: file or folder that is written in the run folder.
 
     Raises:
         RecipeError: the disk is full or read-only, or the folder was removed while the run ran.

@@ -16,8 +16,6 @@ META = "meta.pt"
 """File in a checkpoint folder with everything that is not a tensor."""
 HAS_MANIFEST = "has_manifest"
 """Key in the ``meta.pt`` of a folder that has a manifest, so that a missing manifest is noticed."""
-
-
 Identity = tuple[tuple[str, int, int], ...]
 """Name, size in bytes and time of modification in ns of each file of a checkpoint."""
 
@@ -26,12 +24,6 @@ class DamagedCheckpoint(RecipeError):
     """Error for a checkpoint whose bytes are not those that were written."""
 
     def __init__(self, path: Path, damage: str) -> None:
-        """Build the message, and keep its two parts as attributes.
-
-        Args:
-            path: path of the checkpoint.
-            damage: description of the damage.
-        """
         super().__init__(
             f"checkpoint {str(path)!r} cannot be used: {damage}; --ckpt_path last takes the newest good one"
         )

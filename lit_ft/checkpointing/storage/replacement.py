@@ -30,12 +30,8 @@ def temporary_folder(path: Path) -> Path:
 def replace(temporary: Path, path: Path) -> None:
     """Rename a complete checkpoint to its final name; an earlier one, file or folder, is removed afterwards."""
     old = path.with_name(f".{path.name}.old")
-    if path.is_dir() and not path.is_symlink():
-        _remove(old)
-        path.rename(old)
-        temporary.rename(path)
-    elif temporary.is_dir():
-        # A folder cannot be renamed to the name of a file: the file, or a link to another checkpoint, is renamed first.
+    if temporary.is_dir() or (path.is_dir() and not path.is_symlink()):
+        # No folder can be renamed to a name in use, nor a file to that of a folder: the earlier one is renamed first.
         _remove(old)
         if path.is_symlink() or path.exists():
             path.rename(old)
@@ -61,9 +57,6 @@ def recover(folder: Path) -> list[str]:
     """Finish replacements that a kill interrupted, and remove leftover files.
 
     No other process may write to the folder at the same time.
-
-    Args:
-        folder: folder of checkpoints.
 
     Returns:
         One line of text for each checkpoint that was recovered.

@@ -53,8 +53,7 @@ def gather(state: OptimizerState, keep: bool) -> OptimizerState:
         tensor = full_tensor(leaf)
         return tensor.cpu() if keep else None
 
-    gathered: OptimizerState = tree_map(whole, state)
-    return gathered
+    return tree_map(whole, state)
 
 
 def split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
@@ -112,11 +111,8 @@ def select_optimizer_state(
         )
     settings = {index: group for group in saved["param_groups"] for index in group["params"]}
     order = [name for group in groups for name in group]
-    start = 0
-    own_groups = []
-    for group in groups:
-        own_groups.append({**settings[index_of[group[0]]], "params": list(range(start, start + len(group)))})
-        start += len(group)
+    numbers = iter(range(len(order)))
+    own_groups = [{**settings[index_of[group[0]]], "params": [next(numbers) for _ in group]} for group in groups]
     state = {i: saved["state"][index_of[name]] for i, name in enumerate(order) if index_of[name] in saved["state"]}
     return {"state": state, "param_groups": own_groups}
 

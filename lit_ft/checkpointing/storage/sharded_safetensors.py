@@ -60,11 +60,7 @@ def write_part(base: PreTrainedModel, weights: dict[str, Tensor], file: Path) ->
 
 
 def check_complete(base: PreTrainedModel, names: set[str]) -> None:
-    """Check that all parameters and persistent buffers are written.
-
-    Args:
-        base: Hugging Face model, or this rank's part of it.
-        names: names of the tensors that all ranks together write.
+    """Check that all parameters and persistent buffers of the full model are written, under ``names``.
 
     Raises:
         MergeFailed: a tensor is missing.
@@ -82,12 +78,7 @@ def _skeleton(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def join_parts(base: PreTrainedModel, folder: Path) -> None:
-    """Rename the files of all ranks, and write index and configs; called on one rank.
-
-    Args:
-        base: Hugging Face model, or this rank's part of it.
-        folder: folder with the files.
-    """
+    """Rename the files of all ranks, and write index and configs; called on one rank."""
     number(folder)
     config = copy.deepcopy(base.config)
     config.architectures, config.dtype = [type(base).__name__], base.dtype

@@ -26,11 +26,7 @@ class Mixing:
     """Weight of each source, relative to the sum of all; None weights by number of samples."""
 
     def draws(self, sizes: Sequence[int]) -> list[int]:
-        """Number of samples that an epoch draws from each source.
-
-        Args:
-            sizes: number of samples of each source.
-        """
+        """Number of samples that an epoch draws from each source."""
         if self.strategy == "concatenate" or self.weights is None:
             return list(sizes)
         shares = np.array(self.weights) / sum(self.weights)

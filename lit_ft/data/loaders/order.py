@@ -48,14 +48,7 @@ def _differences(then: Facts, now: Facts) -> list[str]:
 
 
 def order_of_samples(samples: Samples, preparation: Preparation, mixing: Mixing, **options: object) -> Order:
-    """Order of samples that were tokenized before training.
-
-    Args:
-        samples: training samples.
-        preparation: settings that turned rows into samples.
-        mixing: mixing of the sources.
-        options: seed, shuffle, packing and all other options that decide the order.
-    """
+    """Order of samples that were tokenized before training; ``options`` are all that decide it, e.g. the seed."""
     split = xxhash.xxh3_64()
     for array in (samples.source, samples.index):
         split.update(_bytes_of(array))
@@ -66,14 +59,7 @@ def order_of_samples(samples: Samples, preparation: Preparation, mixing: Mixing,
 
 
 def order_of_stream(sources: Sequence[Source], preparation: Preparation, mixing: Mixing, **options: object) -> Order:
-    """Order of rows that are streamed; the settings that turn rows into samples are part of it.
-
-    Args:
-        sources: streamed sources.
-        preparation: settings that turn rows into samples.
-        mixing: mixing of the sources.
-        options: seed, shuffle, packing, buffer size and all other options that decide the order.
-    """
+    """Order of rows that are streamed; the settings that turn rows into samples are part of it."""
     decides = _options({**options, **_settings(preparation), "data.mixing": (mixing.strategy, mixing.weights)})
     for number, source in enumerate(sources, 1):
         reading = (source.format, source.columns, source.system, source.max_rows, source.split, source.subset)

@@ -140,12 +140,8 @@ class StreamLoader:
         """
         self.sources, self.preparation, self.plan = sources, preparation, plan
         self.names, self.buffer_rows, self.replica = names, buffer_rows, replica
-        self._accumulate, self._epoch_batches, self._repeats, self._workers = (
-            accumulate,
-            epoch_batches,
-            repeats,
-            workers,
-        )
+        self._accumulate, self._epoch_batches = accumulate, epoch_batches
+        self._repeats, self._workers = repeats, workers
         self.notes: Counter[str] = Counter()
         """Counts by the names of ``tokenization.NOTES``, and of rows read and skipped."""
         self._state: LoaderState = start_of_pass(0)
@@ -189,13 +185,7 @@ class StreamLoader:
 
     @staticmethod
     def rewind(state: LoaderState, micro_batch: int, ready: int) -> None:
-        """Set a saved position back to the first micro-batch of an optimizer step.
-
-        Args:
-            state: result of ``state_dict``, changed in place.
-            micro_batch: number of the micro-batch that trains next, as the trainer counts within the epoch.
-            ready: number of micro-batches of the epoch that the trainer had begun at the time of saving.
-        """
+        """Set a saved position back to the first micro-batch of an optimizer step, as ``PackedBatchLoader.rewind``."""
         begun = [window for window in state.get("windows", []) if window["batch"] <= micro_batch]
         if begun:
             state |= begun[-1]
@@ -229,13 +219,7 @@ class StreamLoader:
         self._is_over = True
 
     def _rescaled(self, state: LoaderState, then: dict[str, int] | None, now: dict[str, int]) -> LoaderState:
-        """Convert a position between optimizer steps to another ``batch_geometry``.
-
-        Args:
-            state: saved position.
-            then: ``batch_geometry`` of the run that saved it; None or empty leaves the position as it is.
-            now: ``batch_geometry`` of this run.
-        """
+        """Convert a position between optimizer steps to another ``batch_geometry``; it stays without ``then``."""
         state = {name: state[name] for name in start_of_pass(0)}
         if not then or then == now:
             return state
@@ -245,11 +229,7 @@ class StreamLoader:
         return {**state, "skip": state["skip"] + taken, "position": 0, "batch": trained // now["units"]}
 
     def _one_pass(self, start: LoaderState) -> Iterator[PackedBatch]:
-        """Micro-batches of the rest of a pass over all rows, from a position on.
-
-        Raises:
-            RecipeError: a full pass gives none.
-        """
+        """Micro-batches of the rest of a pass over all rows; a full pass that gives none is refused."""
         position, accumulate = start["position"], self._geometry["accumulate"]
         gives_none = start["rows"] is None  # unless it turns out to give some
         for number, buffer in enumerate(self._buffers(start), start["buffer"]):

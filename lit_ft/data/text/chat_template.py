@@ -104,6 +104,7 @@ class ChatTemplate:
             ) from error
         given = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **self._options}
         self._variables = {**self._compiled.globals, **given}
+        self._variants: dict[str, ChatTemplate] = {}
         try:
             self.closing = self.render([_QUESTION, _ANSWER]).rpartition(_ANSWER["content"])[2]
         except RecipeError:
@@ -135,10 +136,6 @@ class ChatTemplate:
                 self._variants.clear()
             self._variants[key] = ChatTemplate(self._tokenizer, {**self._given, **options})
         return self._variants[key]
-
-    @cached_property
-    def _variants(self) -> dict[str, "ChatTemplate"]:
-        return {}
 
     def uses(self, name: str) -> bool:
         """Whether the template has a variable of this name."""

@@ -62,9 +62,7 @@ def _in_yaml(name: str) -> str:
 def refuse_preferences(row: RawRow, complete: str | None) -> None:
     """Refuse a row of preference data, whose better answer can be trained on.
 
-    Args:
-        row: any row.
-        complete: format whose columns are all in the row; None if there is none.
+    ``complete`` is the format whose columns are all in the row; None if there is none.
 
     Raises:
         BadRow: the row has a chosen and a rejected answer, or a mark whether its answer is a good one.

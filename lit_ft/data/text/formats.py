@@ -234,14 +234,7 @@ def columns_of(form: str) -> list[str]:
 
 
 def unread_columns(row: RawRow, example: Example, form: str, columns: Mapping[str, str] | None) -> list[str]:
-    """Columns of a row with a value that its format does not read; ``id`` names a row in ``predict``.
-
-    Args:
-        row: row as it was read.
-        example: what was read of it.
-        form: name of its format.
-        columns: column names of the row, by the format's.
-    """
+    """Columns of a row with a value that its format does not read; ``id`` names a row in ``predict``."""
     theirs = columns or {}
     known = FORMATS[form].columns | FORMATS[form].optional | {"id"}
     known |= _OF_CHATS if isinstance(example, Chat) else set()
@@ -313,7 +306,8 @@ def _begun(row: RawRow) -> Chat:
     """Conversation with the system prompt and the tools that columns of a row hold, before its first turn."""
     if (name := next((name for name in _MEDIA if row.get(name) not in EMPTY), None)) is not None:
         raise BadRow(f"has {name!r}; only text can be trained on; remove the row, or the column")
-    return Chat(_system(_text(row, "system", required=False)), _tools(row))
+    system = _text(row, "system", required=False)
+    return Chat([{"role": "system", "content": system}] if system else [], _tools(row))
 
 
 def _chat(raw: Sequence[object], row: RawRow, column: str) -> Chat:
@@ -440,10 +434,6 @@ def _tool_calls(value: object, where: str) -> list[JsonObject]:
         extra = {key: call[key] for key in ("id",) if call.get(key) is not None}
         result.append({"type": "function", **extra, "function": {"name": function["name"], "arguments": arguments}})
     return result
-
-
-def _system(text: str) -> list[Message]:
-    return [{"role": "system", "content": text}] if text else []
 
 
 def _turn(question: str, answer: str) -> list[Message]:

@@ -127,17 +127,11 @@ def _before(chat: Chat, i: int, template: ChatTemplate) -> str:
 
 
 def _thinking_put_back(message: Message, opener: str, turn: str) -> str:
-    """Restore the thinking of an answer, where the generation prompt opens it and the template leaves it out.
+    """Content of an answer after ``opener``, e.g. ``<think>``, which the generation prompt has and ``turn`` has not.
 
-    Templates drop the thinking of finished turns, including the last one, although the model has to generate it.
-
-    Args:
-        message: assistant message.
-        opener: text of the generation prompt that the rendered turn does not have, e.g. ``<think>\\n``.
-        turn: answer as the template renders it.
-
-    Returns:
-        Content of the answer after ``opener``; empty if it does not begin with it, or if nothing is left out.
+    ``turn`` is the answer as the template renders it. Empty if the answer does not begin with ``opener``, or if the
+    template leaves nothing out. Templates drop the thinking of finished turns, including the last one, although the
+    model has to generate it.
     """
     begin, content = opener.strip(), message["content"].lstrip()
     if not begin or not content.startswith(begin) or "tool_calls" in message or not _leaves_out(message, turn):
@@ -179,12 +173,7 @@ def _is_answer(chat: Chat, i: int) -> bool:
 
 
 def with_tools(chat: Chat, template: ChatTemplate, notes: list[str]) -> Chat:
-    """Conversation that the template renders in full: tools that it would leave out are written as text.
-
-    Args:
-        chat: conversation; returned as it is where the template renders its tools, or it has none.
-        template: chat template.
-        notes: list that the name of a note is appended to.
+    """Conversation that the template renders in full: tools that it would leave out are text, with a note in ``notes``.
 
     Raises:
         BadRow: the tools cannot be written as text.

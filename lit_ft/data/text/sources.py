@@ -89,11 +89,8 @@ class Source:
     @property
     def title(self) -> str:
         """Name for loss curves and reports, on one line and without control characters."""
-        return printable(self._own_name, one_line=True)
-
-    @property
-    def _own_name(self) -> str:
-        return self.name or Path(self.path.rstrip("/")).name.split(".")[0].replace("*", "") or "data"
+        name = self.name or Path(self.path.rstrip("/")).name.split(".")[0].replace("*", "") or "data"
+        return printable(name, one_line=True)
 
     @property
     def index_prefix(self) -> Path | None:
@@ -237,11 +234,7 @@ def _is_data(name: str) -> bool:
 
 
 def _check_one_split(folder: Path, files: list[Path]) -> None:
-    """Refuse a folder that holds the files of several splits, as a downloaded hub data set does.
-
-    Raises:
-        RecipeError: the names of its files, or of folders in it, say so.
-    """
+    """Refuse a folder that holds the files of several splits by their names, as a downloaded hub data set does."""
     splits: dict[str, tuple[Path, str]] = {}  # by split: its first file, and what names its files alone
     for file in files:
         parts = file.relative_to(folder).parts
@@ -377,21 +370,14 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
 def _json_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
     """Read a JSON list, or one object per line; the first character tells which, not the suffix."""
     with _open(file) as stream:
-        start = stream.read(2**12).lstrip()[:1]
-    if start == b"[":
-        return _list_rows(file)
+        is_list = stream.read(2**12).lstrip()[:1] == b"["
+    if is_list:
+        with _open(file) as stream:
+            for number, row in enumerate(items_of_list(file, stream), 1):
+                yield f"{file}, row {number}", _checked(row)
+        return
     with _open(file) as stream:
         refuse_one_object(file, stream)
-    return _line_rows(file)
-
-
-def _list_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
-    with _open(file) as stream:
-        for number, row in enumerate(items_of_list(file, stream), 1):
-            yield f"{file}, row {number}", _checked(row)
-
-
-def _line_rows(file: Path) -> Iterator[tuple[str, RawRow | BadRow]]:
     with _open(file) as stream:
         for number, line in _lines(file, stream):
             if line.strip():

@@ -91,11 +91,6 @@ def version_of(package: str) -> str:
 def entry(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
     """Folder of a cache entry; the first process that needs the entry writes it.
 
-    Args:
-        folder: folder of the cache.
-        key: fingerprint of the entry.
-        write: function that writes the entry's files into a folder.
-
     Raises:
         RecipeError: the cache cannot be written.
     """

@@ -4,9 +4,11 @@ import sys
 import time
 from types import TracebackType
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lit_ft.internals.lightning import rank
 
 SECONDS_BETWEEN_LINES = 30
 
@@ -15,14 +17,9 @@ class RowCount:
     """Context that shows how many rows of a source are done."""
 
     def __init__(self, path: str) -> None:
-        """Set the name of the source.
-
-        Args:
-            path: path of the source.
-        """
         self.path, self.rows = path, 0
         self._said_at = time.monotonic()
-        self._is_shown = sys.stderr.isatty() and rank_zero_only.rank == 0  # type: ignore[attr-defined]
+        self._is_shown = sys.stderr.isatty() and rank() == 0
         # No thread that refreshes it: the processes that tokenize are forks.
         self._bar = Progress(
             SpinnerColumn(),

@@ -50,12 +50,18 @@ def collect(ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray, rows: np.n
         lengths: tokens per sample, ``(samples,)``.
         rows: row number of each sample, ``(samples,)``; None numbers them from 0.
     """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    offsets = np.stack([ends - lengths, ends], axis=1)
+    rows = np.arange(len(lengths)) if rows is None else rows
+    return TokenArrays(ids, labels, offsets, rows, targets_of(labels, lengths))
+
+
+def targets_of(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Targets of each of some concatenated samples, ``(samples,)``, int64; a sample's first token is never one."""
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     is_target = np.asarray(labels) != IGNORE_INDEX
     is_target[ends[:-1][lengths > 0]] = False
-    supervised = np.diff(np.concatenate([[0], np.cumsum(is_target)])[ends])
-    offsets = np.stack([ends[:-1], ends[1:]], axis=1)
-    return TokenArrays(ids, labels, offsets, np.arange(len(lengths)) if rows is None else rows, supervised)
+    return np.diff(np.concatenate([[0], np.cumsum(is_target)])[ends])
 
 
 def write_arrays(folder: Path, arrays: TokenArrays) -> None:
@@ -143,13 +149,7 @@ def join(parts: Sequence[TokenArrays], names: Sequence[str]) -> Samples:
 def held_out_samples(
     samples: Samples, fraction: float, seed: int, paths: Sequence[str]
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Choose part of each source's distinct rows for validation; equal rows stay together.
-
-    Args:
-        samples: samples of all sources.
-        fraction: fraction of the distinct rows that is held out, at least one.
-        seed: seed of the choice.
-        paths: path of each source, for the error.
+    """Choose a fraction of each source's distinct rows, at least one, for validation; equal rows stay together.
 
     Returns:
         Mask of the samples held out, ``(samples,)``, bool; and of each source the rows held out and all its rows.

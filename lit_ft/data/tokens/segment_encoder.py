@@ -19,11 +19,7 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Switch off the tokenizer's padding and truncation, and find its special tokens.
-
-        Args:
-            tokenizer: fast tokenizer, changed in place.
-        """
+        """Switch off the tokenizer's padding and truncation, for all its users, and find its special tokens."""
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from lit_ft.data.tokens.samples import targets_of
 from lit_ft.packed_batch import IGNORE_INDEX
 
 Overlong = Literal["truncate", "truncate_left_prompt", "drop", "error"]
@@ -99,13 +100,9 @@ def _without_early_prompt(tokens: np.ndarray, encoded: Encoded, max_length: int,
 
 
 def _without_unsupervised(encoded: Encoded) -> Encoded:
-    starts = np.concatenate([[0], np.cumsum(encoded.lengths)]).astype(np.int64)
-    is_target = encoded.labels != IGNORE_INDEX
-    is_target[starts[:-1][encoded.lengths > 0]] = False
-    counts = np.diff(np.concatenate([[0], np.cumsum(is_target)])[starts])
-    if counts.all():
+    keep = targets_of(encoded.labels, encoded.lengths) > 0
+    if keep.all():
         return encoded
-    keep = counts > 0
     encoded.notes["nothing supervised"] += int((~keep).sum())
     of_token = np.repeat(keep, encoded.lengths)
     encoded.ids, encoded.labels = encoded.ids[of_token], encoded.labels[of_token]

@@ -41,14 +41,8 @@ def _kept() -> list[OpOverload]:
     return [*products, *operators_of_attention(), torch.ops.lit_ft.attend_to_segments.default]
 
 
-def _contexts(
-    kept: list[OpOverload],
-) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Contexts of a layer's first pass and of the second one, in which the packed batch is that of the first.
-
-    Args:
-        kept: operations whose results are kept.
-    """
+def _contexts(kept: list[OpOverload]) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Contexts of a layer's first pass and of the second one, in which the packed batch is that of the first."""
     first, again = create_selective_checkpoint_contexts(kept) if kept else (nullcontext(), nullcontext())
     return first, _Again(lengths.current(), again)
 

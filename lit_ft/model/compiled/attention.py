@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from lit_callbacks.distributed.host_copy import queued_copy
 from torch import Tensor
 
 from lit_ft.internals.torch import attention_backward_for_cpu, attention_for_cpu
@@ -34,8 +35,6 @@ def segments_of(lengths: Sequence[int], device: torch.device, has_few_shapes: bo
     """Boundaries of samples, on the device of the batch.
 
     Args:
-        lengths: lengths of the samples.
-        device: device of the batch.
         has_few_shapes: whether the number of samples and the longest one are raised to powers of two. Samples that are
             added are empty. CUDA graphs are recorded once for each shape and number.
     """
@@ -45,8 +44,7 @@ def segments_of(lengths: Sequence[int], device: torch.device, has_few_shapes: bo
         ends += ends[-1:] * (_power_of_two(len(lengths)) - len(lengths))
     elif len(lengths) == 1:
         return Segments(None, longest)
-    on_host = torch.tensor(ends, dtype=torch.int32)
-    return Segments((on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True), longest)
+    return Segments(queued_copy(torch.tensor(ends, dtype=torch.int32), device), longest)
 
 
 def _power_of_two(number: int) -> int:
@@ -63,9 +61,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None,
     """Causal attention within each segment, on a CPU.
 
     Args:
-        q: queries of the segments.
-        k: keys of the segments.
-        v: values of the segments.
         ends: ``Segments.ends``.
         scaling: factor on attention logits; None for 1 / sqrt(head_dim).
         window: number of tokens that a position attends to, itself included; None for its full segment.
@@ -94,9 +89,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scaling: float | None, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -130,17 +123,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    ends: Tensor,
-    scaling: float | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

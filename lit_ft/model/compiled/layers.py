@@ -67,11 +67,6 @@ def compile_layers(layers: Iterable[nn.Module], compiled: bool | str, checkpoint
 
     A layer whose code cannot be one graph becomes several when it is first called, with activation checkpointing none,
     and a notice gives the reason.
-
-    Args:
-        layers: decoder layers.
-        compiled: true, or the name of a mode of inductor or of another backend.
-        checkpointing: what layers compute again in their backward pass.
     """
     raise_recompile_limit(VARIANTS)
     options: dict[str, Any] = {"dynamic": True}
@@ -86,25 +81,20 @@ def compile_layers(layers: Iterable[nn.Module], compiled: bool | str, checkpoint
 
 
 class _OneGraph:
-    """Compiled forward pass of a layer: one graph, or what is left from the first call on that cannot be one."""
+    """Compiled forward pass of a layer: one graph, or what is left from the first call on that cannot be one.
+
+    All layers of a model share ``reported``, the notices that were printed.
+    """
 
     def __init__(
         self, layer: nn.Module, options: dict[str, Any], checkpointing: Checkpointing, reported: set[str]
     ) -> None:
-        """Compile a layer's forward pass.
-
-        Args:
-            layer: decoder layer.
-            options: of torch.compile.
-            checkpointing: what the layer computes again in its backward pass.
-            reported: notices that were printed; all layers of a model share it.
-        """
         self._layer, self._plain, self._options = layer, layer.forward, options
         self._checkpointing, self._reported = checkpointing, reported
         self._compiled = torch.compile(self._plain, fullgraph=True, **options)
         self._is_whole = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         try:
             return self._compiled(*args, **kwargs)
         except graph_breaks() as reason:  # found while the code is read, before any of it is computed

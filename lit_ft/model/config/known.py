@@ -8,11 +8,7 @@ from lit_ft.errors import LIBRARY_ERRORS
 
 
 def unknown_architecture(pretrained: str) -> str:
-    """Reason why a model's config cannot be read, with the fix; empty if its architecture is known or cannot be told.
-
-    Args:
-        pretrained: folder or hub id.
-    """
+    """Reason why a model's config cannot be read, with the fix; empty if its architecture is known or unclear."""
     try:
         values, _ = PretrainedConfig.get_config_dict(pretrained)
     except LIBRARY_ERRORS:

@@ -21,10 +21,6 @@ def with_overrides(config: PretrainedConfig, overrides: Overrides | None) -> Pre
     Where YaRN or Llama 3's scaling extends the positions, ``max_position_embeddings`` becomes their new number, unless
     it is given: inference engines read it.
 
-    Args:
-        config: config of a model.
-        overrides: values to replace; None or empty for none.
-
     Raises:
         RecipeError: a name is unknown, or the values do not fit together.
     """

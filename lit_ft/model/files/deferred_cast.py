@@ -39,8 +39,7 @@ def mark(model: nn.Module, dtype: torch.dtype) -> None:
 
 def final_dtype(tensor: Tensor) -> torch.dtype | None:
     """Dtype that a weight must be cast to later; None if it has its final dtype."""
-    dtype: torch.dtype | None = getattr(tensor, "cast_to", None)
-    return dtype
+    return getattr(tensor, "cast_to", None)
 
 
 def is_marked(model: nn.Module) -> bool:

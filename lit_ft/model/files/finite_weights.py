@@ -15,10 +15,6 @@ from lit_ft.gradient_norm import local
 def check_base(model: nn.Module, pretrained: str) -> None:
     """Refuse base weights that are not finite.
 
-    Args:
-        model: base model, as it was read.
-        pretrained: name of the base model, for the message.
-
     Raises:
         RecipeError: a tensor is not finite; the message names it.
     """
@@ -38,11 +34,6 @@ def _on_any_rank(is_so: bool, device: torch.device) -> bool:
 
 def check_split_base(strategy: Strategy, module: nn.Module, pretrained: str) -> None:
     """Refuse base weights that are not finite, if each rank has read its shards only; a collective.
-
-    Args:
-        strategy: strategy that has sharded the weights.
-        module: LightningModule.
-        pretrained: name of the base model, for the message.
 
     Raises:
         RecipeError: a tensor is not finite; the rank that holds it names it.

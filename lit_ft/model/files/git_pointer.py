@@ -8,11 +8,7 @@ _BEGINNING = b"version https://git-lfs"
 
 
 def refuse_pointer(file: Path, name: str) -> None:
-    """Refuse the small text that a clone without Git LFS holds in place of a large file.
-
-    Args:
-        file: path of an existing file.
-        name: its name for the message.
+    """Refuse the small text that a clone without Git LFS holds in place of a large file; ``name`` is for the message.
 
     Raises:
         RecipeError: it is such a text.

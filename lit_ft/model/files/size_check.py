@@ -1,4 +1,7 @@
-"""Comparison of the shapes in weight files with config.json, before any memory is allocated."""
+"""Comparison of the shapes in weight files with config.json, before any memory is allocated.
+
+Messages begin with ``where``, the name of the folder in the recipe.
+"""
 
 import json
 import os
@@ -32,10 +35,6 @@ LARGEST = {
 def check_sizes(path: Path, where: str) -> None:
     """Refuse a config with sizes that no model has, because some classes create lists of that length.
 
-    Args:
-        path: path of config.json.
-        where: name of the folder in the recipe, for the message.
-
     Raises:
         RecipeError: a size is out of bounds, or the file is not a JSON object.
     """
@@ -51,12 +50,7 @@ def check_sizes(path: Path, where: str) -> None:
 def check_weights(folder: Path, skeleton: PreTrainedModel, where: str) -> None:
     """Compare the weight files of a folder with the model that its config describes.
 
-    Weights that transformers splits or joins while it reads them are not compared.
-
-    Args:
-        folder: folder with safetensors files; files of other formats are not read.
-        skeleton: model on the meta device.
-        where: name of the folder in the recipe, for the message.
+    The model is on the meta device. Weights that transformers splits or joins while it reads them are not compared.
 
     Raises:
         RecipeError: a file is damaged or missing, or a weight has another shape.
@@ -74,11 +68,6 @@ def check_weights(folder: Path, skeleton: PreTrainedModel, where: str) -> None:
 
 def check_memory(skeleton: nn.Module, dtype: torch.dtype, where: str) -> None:
     """Refuse random weights that do not fit in this machine's memory.
-
-    Args:
-        skeleton: model on the meta device.
-        dtype: dtype of the weights.
-        where: name of the folder in the recipe, for the message.
 
     Raises:
         RecipeError: there is too little memory; the message gives both sizes in GiB.

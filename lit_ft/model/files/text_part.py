@@ -8,8 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 def config_of_text(config: PretrainedConfig) -> PretrainedConfig:
     """Config of the text part of a model that transformers has a class of its own for; else the same config.
 
-    Args:
-        config: config of a checkpoint; its ``text_config`` is changed in place.
+    It is the model's ``text_config``, changed in place.
     """
     if "text_config" not in config.sub_configs or _is_text_alone(config):
         return config
@@ -40,12 +39,7 @@ def text_class(pretrained: str) -> str | None:
 
 
 def describe_unused(files: BaseFiles | None, model: PreTrainedModel) -> str:
-    """Sentence on what a model's files hold that the model does not use; empty if it uses all of it.
-
-    Args:
-        files: files of the model.
-        model: model, which may be on the meta device.
-    """
+    """Sentence on what a model's files hold that the model does not use; empty if it uses all of it."""
     if files is None or not (unused := files.unused_parts(model)):
         return ""
     return (

@@ -30,21 +30,11 @@ _CACHES = {"cache", "past_key_values", "past_key_value", "layer_past", "cache_pa
 
 
 def keep_samples_apart(model: PreTrainedModel) -> None:
-    """Make a model's token mixers start anew with each sample of a packed batch.
-
-    Args:
-        model: model, changed in place.
+    """Make a model's token mixers start anew with each sample of a packed batch; it is changed in place.
 
     Raises:
         RecipeError: nothing that mixes tokens is found in an architecture that was compared.
     """
-    for mixer in _found(model):
-        if not isolates(model, mixer):
-            # Not a closure, which a copy of the model would share: it would compute with this model's weights.
-            mixer.forward = partial(_sample_by_sample, mixer, mixer.forward)
-
-
-def _found(model: PreTrainedModel) -> list[nn.Module]:
     of_model = list(mixers(model))
     if not of_model and model.config.model_type in architectures.COMPARED:
         raise RecipeError(
@@ -52,7 +42,10 @@ def _found(model: PreTrainedModel) -> list[nn.Module]:
             f"{transformers_version}), so that the samples of a packed batch could not be kept apart; install "
             "transformers 5.24"
         )
-    return of_model
+    for mixer in of_model:
+        if not isolates(model, mixer):
+            # Not a closure, which a copy of the model would share: it would compute with this model's weights.
+            mixer.forward = partial(_sample_by_sample, mixer, mixer.forward)
 
 
 def mixers(module: nn.Module, in_layer: bool = False) -> Iterator[nn.Module]:

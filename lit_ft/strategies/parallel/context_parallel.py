@@ -18,21 +18,13 @@ from lit_ft.packed_batch import PackedBatch, TokenLoss
 
 
 class ContextParallel:
-    """Distribution of a packed batch's tokens over the ranks of a mesh dimension.
-
-    Args:
-        mesh: mesh of one dimension.
-    """
+    """Distribution of a packed batch's tokens over the ranks of a mesh of one dimension."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.size, self.rank = mesh, mesh.size(), mesh.get_local_rank()
 
     def prepare(self, layers: Sequence[nn.Module]) -> None:
-        """Store the mesh in the attention layers, where ``lit_ft.model.packed_attention.packed_attention`` reads it.
-
-        Args:
-            layers: decoder layers of this rank.
-        """
+        """Store the mesh in the attention layers, where ``lit_ft.model.packed_attention.packed_attention`` reads it."""
         for layer in layers:
             for part in layer.modules():
                 part.context_mesh = self.mesh  # type: ignore[assignment]
@@ -40,8 +32,7 @@ class ContextParallel:
     def local_tokens(self, batch: PackedBatch) -> PackedBatch:
         """Select this rank's tokens of a packed batch; ``segment_lengths`` stay those of all tokens.
 
-        Args:
-            batch: packed batch of T tokens, where T is a multiple of twice the number of ranks.
+        Their number is a multiple of twice the number of ranks.
         """
         tokens = batch["input_ids"].shape[1]
         ranges = local_ranges(tokens, self.size, self.rank)
@@ -60,12 +51,7 @@ class ContextParallel:
         }
 
     def full_loss(self, result: TokenLoss, batch: PackedBatch) -> TokenLoss:
-        """Loss of the full packed batch, from that of each rank's tokens; a collective.
-
-        Args:
-            result: loss of this rank's tokens.
-            batch: this rank's tokens, as ``local_tokens`` returned them.
-        """
+        """Loss of the full packed batch, from that of this rank's tokens (``local_tokens``); a collective."""
         is_local = batch["is_local"]
         summed = result.per_token.new_zeros(1 + len(is_local))  # fp32, whatever precision makes the default
         summed[0] = result.correct

@@ -21,6 +21,7 @@ from lit_ft.internals.torch import all_to_all_single_autograd, own_parameters, w
 from lit_ft.internals.transformers import mark_expert_parallel
 from lit_ft.model.architecture import Architecture
 from lit_ft.model.parameter_patterns import layers_by_wildcard
+from lit_ft.strategies.parallel.tensor_plan import must_divide
 from lit_ft.tuning.expert_lora import FusedExperts, obstacle
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -73,19 +74,11 @@ def check(base: PreTrainedModel, size: int) -> None:
                 "LoRA on gate_up_proj and down_proj (target_parameters) or on attention, or set it to 1"
             )
         if count % size:
-            fitting = [n for n in range(1, count + 1) if count % n == 0]
-            raise RecipeError(
-                f"expert_parallel_size={size} must divide the number of experts={count}; use "
-                f"{min(fitting, key=lambda n: (abs(n - size), n))}"
-            )
+            raise RecipeError(must_divide(size, "the number of experts", count, "expert_parallel_size"))
 
 
 class ExpertParallel:
-    """Distribution of experts over the ranks of a mesh dimension.
-
-    Args:
-        mesh: mesh of one dimension, whose ranks see different data.
-    """
+    """Distribution of experts over the ranks of a mesh of one dimension, which see different data."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.size, self.group = mesh, mesh.size(), mesh.get_group()
@@ -119,15 +112,10 @@ class ExpertParallel:
     def _exchange(
         self, experts: nn.Module, forward: Forward, total: int, hidden: Tensor, index: Tensor, weights: Tensor
     ) -> Tensor:
-        """Outputs of the experts for this rank's N tokens, ``(N, H)``.
+        """Outputs of the experts for this rank's N tokens, ``(N, H)``, from hidden states of that shape.
 
-        Args:
-            experts: module that holds this rank's experts, or PEFT's wrapper around it.
-            forward: function that computes the experts that are here.
-            total: number of experts on all ranks.
-            hidden: hidden states of this rank's tokens, ``(N, H)``.
-            index: indices of the k experts of each token, ``(N, k)``.
-            weights: router weights of the k outputs of each token, ``(N, k)``.
+        Each token has k experts: ``index`` and ``weights``, those of the router, are ``(N, k)``. ``forward`` computes
+        the experts that are here, of ``total`` on all ranks.
         """
         chosen = index.flatten()
         order = chosen.argsort(stable=True)

@@ -66,11 +66,6 @@ class ParallelDims:
     def check_batches(self, sizes: MeshSizes, samples: int | None, module: nn.Module) -> None:
         """Check the number of pipeline micro-batches.
 
-        Args:
-            sizes: sizes of the mesh.
-            samples: number of samples in a packed batch; None if the data module does not define it.
-            module: LightningModule.
-
         Raises:
             RecipeError: the number does not fit; the message names the value, the rule and what works.
         """
@@ -95,12 +90,7 @@ class ParallelDims:
             )
 
     def check_model(self, sizes: MeshSizes, module: nn.Module, skeleton: nn.Module) -> None:
-        """Refuse models that cannot be distributed over the mesh.
-
-        Args:
-            sizes: sizes of the mesh.
-            module: LightningModule.
-            skeleton: model of the LightningModule with its adapters, on the meta device.
+        """Refuse models that cannot be distributed over the mesh; the skeleton has its adapters, on the meta device.
 
         Raises:
             RecipeError: the model does not fit; the message names the value, the rule and what works.
@@ -196,10 +186,6 @@ class ParallelDims:
 
     def sizes(self, nodes: int, devices: int) -> MeshSizes:
         """Mesh sizes for the ranks of a run, with ``auto`` replaced by a number.
-
-        Args:
-            nodes: number of machines.
-            devices: number of ranks on each machine.
 
         Raises:
             RecipeError: the product of the sizes is not the number of ranks.

@@ -32,15 +32,7 @@ from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.protocols import SplitsForward
 from lit_ft.training.loss import token_cross_entropy
 
-SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "LoopedBFS",
-    "Interleaved1F1B",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules that compute the gradients of inputs and of weights separately."""
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -336,11 +328,7 @@ class Pipeline:
         return result._replace(loss_sum=_Bridge.apply(self._anchor, result.loss_sum, self._put_in_place))
 
     def next_logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **_: object,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None, **_: object
     ) -> CausalLMOutput:
         """Logits of the next token for ``generate``, ``(B, 1, V)``, on every rank; no key-value cache is used."""
         here, group = {stage.index: stage for stage in self.stages}, self.mesh.get_group()

@@ -367,18 +367,12 @@ def _on_hidden(function: Callable[[Tensor], Tensor]) -> Before:
 
 
 def _compute_on_local(
-    module: nn.Module,
-    gradient: Placement,
-    factors: Mapping[str, float] | None = None,
-    call_of: nn.Module | None = None,
+    module: nn.Module, gradient: Placement, factors: Mapping[str, float] | None = None, call_of: nn.Module | None = None
 ) -> None:
-    """Replace a module's own parameters by their local tensors during ``forward``.
+    """Replace a module's own parameters, which are ``DTensor``, by their local tensors during ``forward``.
 
-    Args:
-        module: module whose parameters are ``DTensor``.
-        gradient: placement of the gradients of replicated parameters.
-        factors: factors that parameters are multiplied by, by name.
-        call_of: module whose ``forward`` it is, if not the module's own: a layer that reads its parts' weights.
+    That is the module's own, or that of ``call_of``, a layer that reads its parts' weights. ``gradient`` is the
+    placement of the gradients of replicated parameters; ``factors``, by name, multiply parameters.
     """
     called = module if call_of is None else call_of
     forward = called.forward

@@ -94,11 +94,6 @@ def is_block(module: nn.Module) -> bool:
 def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = None) -> None:
     """Refuse models whose matrices cannot be sharded over ``size`` ranks, before weights are read.
 
-    Args:
-        base: Hugging Face model with its adapters, on the meta device.
-        size: number of tensor-parallel ranks.
-        given: plan of the recipe.
-
     Raises:
         RecipeError: the model does not fit; the message names the value, the rule and what fits.
     """
@@ -111,26 +106,27 @@ def check(base: PreTrainedModel, size: int, given: Mapping[str, str] | None = No
     sizes["num_key_value_heads"] = Architecture.of(base.config).kv_heads
     for name, count in sizes.items():
         if COLUMNS in styles and isinstance(count, int) and count % size:
-            raise RecipeError(_must_divide(size, name, count))
+            raise RecipeError(must_divide(size, name, count))
     for module, style in plan.styles.items():
         if style == EXPERTS and module.num_experts % size:  # type: ignore[operator]
-            raise RecipeError(_must_divide(size, "the number of experts", int(module.num_experts)))  # type: ignore[arg-type]
+            raise RecipeError(must_divide(size, "the number of experts", int(module.num_experts)))  # type: ignore[arg-type]
         if style in (WHOLE_OUT, WHOLE_IN) and module is not base.get_output_embeddings():
             weight = next(module.parameters())
             width = weight.shape[0 if style == WHOLE_OUT else -1]
             if width % size:
-                raise RecipeError(_must_divide(size, f"the width of {type(module).__name__}", width))
+                raise RecipeError(must_divide(size, f"the width of {type(module).__name__}", width))
     for name, module in base.named_modules():
-        _check_adapter(name, module, plan)
+        _check_adapter(name, module)
 
 
-def _must_divide(size: int, name: str, count: int) -> str:
+def must_divide(size: int, name: str, count: int, option: str = "tensor_parallel_size") -> str:
+    """Message that an option does not divide a count, with the nearest value that does."""
     fitting = [n for n in range(1, count + 1) if count % n == 0]
     nearest = min(fitting, key=lambda n: (abs(n - size), n))
-    return f"tensor_parallel_size={size} must divide {name}={count}; use {nearest}"
+    return f"{option}={size} must divide {name}={count}; use {nearest}"
 
 
-def _check_adapter(name: str, module: nn.Module, plan: Plan) -> None:
+def _check_adapter(name: str, module: nn.Module) -> None:
     if not isinstance(module, LoraLayer):
         return
     why = None

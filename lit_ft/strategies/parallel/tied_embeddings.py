@@ -8,16 +8,12 @@ from lit_ft.gradient_norm import local
 
 
 class TiedEmbeddings:
-    """Two copies of a tied weight, kept equal, and counted and saved once.
-
-    Args:
-        module: LightningModule, with all of its layers.
-        base: Hugging Face model inside it.
-    """
+    """Two copies of a tied weight, kept equal, and counted and saved once."""
 
     def __init__(self, module: nn.Module, base: PreTrainedModel) -> None:
         edges = {"embedding": base.get_input_embeddings(), "head": base.get_output_embeddings()}
-        self._in_base = {which: _name_of_weight(base, edge) for which, edge in edges.items()}
+        self.copy_in_base = _name_of_weight(base, edges["head"])
+        """Name of the second copy in the Hugging Face model; it is not saved."""
         self.names = {which: _name_of_weight(module, edge) for which, edge in edges.items()}
         self.copies: dict[str, nn.Parameter] = {}
         """This rank's copies, by ``embedding`` and ``head``; empty unless they are trainable and there are two."""
@@ -57,11 +53,6 @@ class TiedEmbeddings:
     def saved_name(self, name: str) -> str:
         """Name under which a parameter's optimizer state is saved: the embedding's for both copies."""
         return self.names["embedding"] if self.copies and name == self.names["head"] else name
-
-    @property
-    def copy_in_base(self) -> str:
-        """Name of the second copy in the Hugging Face model; it is not saved."""
-        return self._in_base["head"]
 
 
 def _name_of_weight(model: nn.Module, edge: nn.Module) -> str:

@@ -200,9 +200,7 @@ def _at(config: Config, path: str) -> Any:
 def check_method(stage: int, module: nn.Module) -> None:
     """Refuse tuning methods that need weights or gradients which ZeRO has sharded, and other options of the model.
 
-    Args:
-        stage: stage of ZeRO.
-        module: ``CausalLM``, or another module with a ``TrainingSpec``; any other module passes.
+    Modules other than ``CausalLM`` pass, unless they have a ``TrainingSpec``.
 
     Raises:
         RecipeError: the tuning method or option does not work at this stage; the message names both.

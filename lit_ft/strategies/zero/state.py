@@ -50,15 +50,6 @@ class Piece(NamedTuple):
         return flat.narrow(0, self.start, self.numel)
 
 
-def forget_gradients(engine: DeepSpeedEngine) -> None:
-    """Set stage 3's gradient buffer to zero after an optimizer step.
-
-    The first micro-batch of a step overwrites the buffer and later ones add to it: a parameter that the first does not
-    use would get the gradient of the previous step again.
-    """
-    deepspeed_internals.zero_gradient_buffer(engine)
-
-
 # --- full states, for checkpoints ----------------------------------------------------------------
 
 

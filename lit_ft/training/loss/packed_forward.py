@@ -25,7 +25,10 @@ def base_model_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 
 
 class PackedForward:
-    """Forward pass of a model over packed batches; samples of a batch do not influence each other."""
+    """Forward pass of a model over packed batches; samples of a batch do not influence each other.
+
+    Its options are those of ``CausalLM``.
+    """
 
     def __init__(
         self,
@@ -35,15 +38,6 @@ class PackedForward:
         is_compiled: bool = False,
         pad_rows_to: int | None = None,
     ) -> None:
-        """Prepare the pass.
-
-        Args:
-            model: model that is trained.
-            activation_offload: keep activations in host memory until the backward pass.
-            router_aux_loss: coefficient of the router's auxiliary loss, or ``config``; None for none.
-            is_compiled: whether the layers are compiled.
-            pad_rows_to: number that the tokens of a computed batch are a multiple of; None for any number.
-        """
         self.is_compiled, self.pad_rows_to = is_compiled, pad_rows_to
         self.model, self.base = model, base_model_of(model)
         self.head = loading.head_of(self.base)
@@ -88,8 +82,7 @@ class PackedForward:
                 input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **options
             )
         self.router_loss = router_loss.router_loss(self.base, output) if reads_router else None
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return output.last_hidden_state
 
     def _padded(self, batch: PackedBatch) -> PackedBatch:
         """The batch with a last sample that predicts nothing, if its number of tokens would be one of many."""
@@ -124,12 +117,7 @@ class PackedForward:
         )
 
     def take_router_loss(self, tokens: int, metrics: StageMetrics) -> Tensor | float:
-        """The router's loss of the last batch times its coefficient, weighted by tokens as the mean over them is.
-
-        Args:
-            tokens: number of supervised tokens of the batch.
-            metrics: metrics that count the loss.
-        """
+        """The router's loss of the last batch times its coefficient, weighted by tokens as the mean over them is."""
         loss, self.router_loss = self.router_loss, None
         if loss is None:
             return 0.0

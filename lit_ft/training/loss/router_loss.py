@@ -60,11 +60,8 @@ class _RouterLogits(nn.Module):
 def router_loss(base: PreTrainedModel, decoder_output: MoeModelOutputWithPast) -> Tensor:
     """Auxiliary loss of the decoder's tokens, as the model itself computes it: a scalar without coefficient.
 
-    The model's ``forward`` runs on one token without its decoder, so that each architecture uses its own formula.
-
-    Args:
-        base: Hugging Face model.
-        decoder_output: output of its decoder, called with ``output_router_logits=True``.
+    The model's ``forward`` runs on one token without its decoder, so that each architecture uses its own formula. The
+    output of the decoder has router logits (``output_router_logits=True``).
     """
     token = decoder_output.last_hidden_state[:, :1].detach()
     model = with_decoder(base, _RouterLogits(token, decoder_output.router_logits))

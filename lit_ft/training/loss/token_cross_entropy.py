@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from lit_callbacks.distributed.gather import full_tensor
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Shard
@@ -162,7 +163,7 @@ def _split_loss(
     with torch.set_grad_enabled(bool(inputs)), loss_parallel():
         losses = cross_entropy(logits.float(), targets, reduction="none")
         grads = torch.autograd.grad(losses.sum(), inputs, allow_unused=True) if inputs else ()
-    return _full(losses.detach()), (_most_likely(logits) == targets).sum(), grads
+    return full_tensor(losses), (_most_likely(logits) == targets).sum(), grads
 
 
 def _most_likely(logits: DTensor) -> Tensor:
@@ -171,7 +172,3 @@ def _most_likely(logits: DTensor) -> Tensor:
     position = position + mesh.get_local_rank() * -(-vocabulary // mesh.size())
     best, position = (DTensor.from_local(t, mesh, [Shard(1)], run_check=False).full_tensor() for t in (best, position))
     return position.gather(1, best.argmax(1, keepdim=True))[:, 0]
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -26,19 +26,12 @@ class TokenWindow:
     """Number of supervised tokens, over all ranks, of the current optimizer step."""
 
     def __init__(self) -> None:
-        """Start outside of any step."""
         self.tokens: int | Tensor | None = None
         """None before the first micro-batch, and after a checkpoint was loaded. With several replicas a scalar on the
         device, int64: the host does not wait for their sum."""
 
     def enter(self, trainer: Trainer, batch: PackedBatch, batch_idx: int) -> None:
-        """Count the step's tokens at its first micro-batch; a collective.
-
-        Args:
-            trainer: trainer of the run.
-            batch: micro-batch.
-            batch_idx: index of the micro-batch in the epoch.
-        """
+        """Count the step's tokens at its first micro-batch; a collective."""
         accumulate = trainer.accumulate_grad_batches
         if batch_idx % accumulate == 0 or self.tokens is None or "window_tokens" not in batch:
             self.tokens = _count(trainer, batch, accumulate)

@@ -94,11 +94,7 @@ def _with_groups(optimizer: OptimizerCallable, module: nn.Module, factors: Mappi
 
 
 def _length(trainer: Trainer, schedule: str) -> int:
-    """Optimizer steps of a run.
-
-    Raises:
-        RecipeError: they are unknown.
-    """
+    """Optimizer steps of a run; one whose length is not known is refused."""
     # Lightning would open the training data to answer, before a resumed run has restored a stream's position.
     data = datamodule_of(trainer)
     is_stream = isinstance(data, MayStream) and data.streaming

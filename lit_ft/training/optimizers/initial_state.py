@@ -80,13 +80,12 @@ class InitialAdamState(Callback):
         files = weight_files(self.folder / moment, str(self.folder))
         places = {name: (file, shape) for file in files for name, shape in shapes_of(file, str(self.folder))}
         for name, parameter in trains.items():
-            _, shape = places.get(name, (None, None))
-            if shape != tuple(parameter.shape):
+            file, shape = places.get(name, (None, None))
+            if file is None or shape != tuple(parameter.shape):
                 difference = f"is {shape}" if shape else "is missing"
                 raise RecipeError(
                     f"InitialAdamState: {moment} of {name} {difference} in {self.folder}, and the weight is "
                     f"{tuple(parameter.shape)}; train all weights (peft: null) of the model that was converted with it"
                 )
-        for name, parameter in trains.items():
-            with safe_open(places[name][0], framework="pt") as opened:
+            with safe_open(file, framework="pt") as opened:
                 states[parameter][moment] = opened.get_tensor(name).to(parameter, copy=True)

@@ -24,7 +24,6 @@ class ScheduleFreeModule(LightningModule):
     """
 
     def __init__(self) -> None:
-        """Start with the training weights."""
         super().__init__()
         self._aside: dict[str, Tensor] = {}
         """Copy of the training weights by name, while the module holds the averaged weights."""

@@ -13,7 +13,6 @@ class EvaluationStepsModule(LightningModule):
     """LightningModule whose forward pass returns the loss of a packed batch; logs its means for each set."""
 
     def __init__(self) -> None:
-        """Start with zero tokens."""
         super().__init__()
         self.val_metrics, self.test_metrics = StageMetrics(), StageMetrics()
 

@@ -15,7 +15,6 @@ class GuardedStepsModule(LightningCallbacksModule):
     """LightningModule that logs the gradient norm, clips by it, and saves nothing that is NaN or infinite."""
 
     def __init__(self) -> None:
-        """Start without a measured norm."""
         super().__init__()
         self._gradient_norm = GradientNorm()
         self._finite = FiniteCheck()

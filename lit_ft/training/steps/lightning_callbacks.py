@@ -51,10 +51,6 @@ class LightningCallbacksModule(LightningModule):
 def check_lightning_callbacks(callbacks: Iterable[Callback], strategy: Strategy) -> None:
     """Refuse callbacks of Lightning that would do nothing, or not what they are for.
 
-    Args:
-        callbacks: callbacks of the trainer.
-        strategy: the trainer's strategy.
-
     Raises:
         RecipeError: there is one.
     """

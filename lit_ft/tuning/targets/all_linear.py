@@ -33,12 +33,8 @@ def grouped_layers(model: PreTrainedModel) -> list[str]:
 def leave_out(model: PreTrainedModel, peft: PeftConfig, shared: Mapping[str, str]) -> None:
     """Let ``target_modules: all-linear`` leave out layers that an adapter would not train, or not exactly.
 
-    A config without ``exclude_modules`` (VeRA's, say) gets the names of all other linear layers instead.
-
-    Args:
-        model: base model.
-        peft: config of the tuning method, changed in place.
-        shared: result of ``shared_layers`` for the model.
+    A config without ``exclude_modules`` (VeRA's, say) gets the names of all other linear layers instead. ``peft`` is
+    changed in place; ``shared`` is the result of ``shared_layers``.
     """
     options = peft.to_dict()
     if options.get("target_modules") != "all-linear":
@@ -105,11 +101,7 @@ def _example(shared: Mapping[str, str]) -> str:
 
 
 def check_shared(model: PeftModel, shared: Mapping[str, str]) -> None:
-    """Refuse adapters on layers that share their weight with another layer.
-
-    Args:
-        model: model with its adapter.
-        shared: result of ``shared_layers`` for its base model.
+    """Refuse adapters on layers that share their weight with another layer, by ``shared_layers`` of the base model.
 
     Raises:
         RecipeError: there are such adapters; the message names two of the layers.
@@ -141,12 +133,7 @@ def check_groups(model: PeftModel, method: str) -> None:
 
 
 def name_layers(model: PreTrainedModel, peft: PeftConfig) -> None:
-    """Replace ``target_modules: all-linear`` by the layers' names if PEFT would miss some: GPTQ's are no ``nn.Linear``.
-
-    Args:
-        model: base model.
-        peft: config of the tuning method, changed in place.
-    """
+    """Replace ``target_modules: all-linear`` by layers' names if PEFT would miss some: GPTQ's are no ``nn.Linear``."""
     modules, requested = linear_modules(model), peft.to_dict().get("target_modules")
     if requested == "all-linear" and not all(isinstance(module, nn.Linear) for module in modules.values()):
         peft.target_modules = set(modules)

@@ -5,7 +5,7 @@ does not reach it, ``target_parameters`` does.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lit_callbacks.distributed.gather import full_numel, full_shape
@@ -47,10 +47,7 @@ class ExpertLayer:
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """Layers of a model that have fused experts, in the order of the model."""
-    return list(_expert_layers(model))
-
-
-def _expert_layers(model: nn.Module) -> Iterator[ExpertLayer]:
+    layers = []
     for path, parent in model.named_modules():
         if isinstance(parent, BaseTunerLayer):
             continue
@@ -58,8 +55,9 @@ def _expert_layers(model: nn.Module) -> Iterator[ExpertLayer]:
             holder = child.get_base_layer() if isinstance(child, BaseTunerLayer) else child
             tensors = {key: p for key, p in holder.named_parameters(recurse=False) if _is_fused(holder, p)}
             if tensors:
-                count = full_shape(next(iter(tensors.values())))[0]
-                yield ExpertLayer(_join(path, name), child, holder, tensors, _router(path, parent, name, count))
+                router = _router(path, parent, name, full_shape(next(iter(tensors.values())))[0])
+                layers.append(ExpertLayer(_join(path, name), child, holder, tensors, router))
+    return layers
 
 
 def _is_fused(holder: nn.Module, parameter: nn.Parameter) -> bool:
@@ -144,10 +142,7 @@ def resolve_targets(model: PreTrainedModel, peft: PeftConfig) -> None:
     ``down_proj`` to the fused experts, away from the linear layers that still have these names (shared experts, dense
     layers), reads ``all-linear`` as experts and router too, and widens a pattern to all layers. Linear layers of these
     names are given as parameters here, which PEFT leaves alone; so are those that multiply groups of their inputs.
-
-    Args:
-        model: base model.
-        peft: config of the tuning method, changed in place.
+    ``peft`` is changed in place.
 
     Raises:
         RecipeError: nothing is targeted, or an option does not go together with parameters.
@@ -190,12 +185,7 @@ def _is_excluded(peft: LoraConfig, name: str) -> bool:
 
 
 def describe(base: PreTrainedModel, has_router_loss: bool) -> list[str]:
-    """Lines about experts and routers: their number, and which of them train; none for a dense model.
-
-    Args:
-        base: model with its adapter, inside PEFT's wrapper.
-        has_router_loss: whether the router's auxiliary loss is part of the loss.
-    """
+    """Lines about experts and routers: their number, and which of them train; none for a dense model."""
     if not (layers := expert_layers(base)):
         return []
     router_trains = any(p.requires_grad for layer in layers for p in layer.router.values())
