@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Trainer
@@ -149,10 +149,17 @@ class TrainingSpec:
         return forward, start
 
 
+@runtime_checkable
+class TrainsFromSpec(Protocol):
+    """Module that describes what it trains, as ``lit_ft.CausalLM`` does."""
+
+    spec: TrainingSpec
+
+
 def spec_of(module: nn.Module) -> TrainingSpec | None:
-    """Description of what a module trains, as ``lit_ft.CausalLM`` has; None for modules that have none."""
-    spec = vars(module).get("spec")  # another module's attribute of that name may be anything
-    return spec if isinstance(spec, TrainingSpec) else None
+    """Description of what a module trains; None for modules that have none."""
+    # Another module's attribute of that name may be anything.
+    return module.spec if isinstance(module, TrainsFromSpec) and isinstance(module.spec, TrainingSpec) else None
 
 
 def batches_for_init(trainer: Trainer | None, count: int, base: PreTrainedModel, init: str) -> list[PackedBatch]:
