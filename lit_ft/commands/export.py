@@ -22,6 +22,7 @@ from lit_ft.export.adapter_folders import (
     Combination,
     base_of,
     check_base_config,
+    check_combination,
     check_unchanged,
     describe_base,
     load_adapters,
@@ -119,6 +120,9 @@ def export(
     """
     _check_options(merge, run, base, dtype=dtype, quantized_base=quantized_base, text_only=text_only or None)
     _check_gguf(merge, gguf, gguf_adapter, dtype, quantized_base)
+    check_combination(combination, density)
+    if combination != "cat" and len(adapter or []) < 2:
+        raise RecipeError(f"combination={combination} is for several adapters; name them by --adapter, or leave it out")
     folder = _run_folder(run) if run is not None else None
     check = partial(_check_convertible, writes_adapter=gguf_adapter) if gguf or gguf_adapter else None
     if not adapter and folder is None:

@@ -166,7 +166,23 @@ def test_other_combinations(lit_ft: Any, base: Path, tmp_path: Path, combination
     wrong = ["--density", "0.5"] if not options else []
     said = lit_ft("export", *adapters, "--combination", combination, *wrong, "--out", tmp_path / "no", code=2)
     assert "ties, dare and magnitude_prune keep a share" in said
+    if options:
+        said = lit_ft("export", *adapters, "--combination", combination, "--density", "1.5", "--out", "no", code=2)
+        assert "density=1.5 must be over 0 and at most 1" in said
     assert not (tmp_path / "no").exists()
+
+
+def test_a_combination_of_one_adapter_and_weights_that_are_no_numbers(
+    lit_ft: Any, finished: Any, tmp_path: Path
+) -> None:
+    run, out = finished(), tmp_path / "out"
+    for adapters in (["--run", run], ["--adapter", run]):  # PEFT would take it for linear
+        prune = ["--combination", "magnitude_prune", "--density", "0.5"]
+        assert "is for several adapters" in lit_ft("export", *adapters, *prune, "--out", out, code=2)
+    for weight in ("nan", "inf"):
+        said = lit_ft("export", "--adapter", f"{run}={weight}", "--out", out, code=2)
+        assert f"the weight {weight} must be a finite number" in said
+    assert not out.exists()
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
