@@ -22,12 +22,20 @@ from lit_ft.export.adapter_folders import (
     Combination,
     base_of,
     check_base_config,
+    check_combination,
     check_unchanged,
     describe_base,
     load_adapters,
     resize_to_tokenizer,
 )
-from lit_ft.export.folder_texts import config_notes, describe_step, generation_texts, run_texts
+from lit_ft.export.folder_texts import (
+    describe_step,
+    dtype_to_name,
+    generation_texts,
+    has_more_tokens,
+    notes_on_base,
+    run_texts,
+)
 from lit_ft.export.model_card import Card
 from lit_ft.export.restore_run import module_of, rebuild
 from lit_ft.model.files.fingerprint import read_form, write_fingerprint
@@ -112,6 +120,9 @@ def export(
     """
     _check_options(merge, run, base, dtype=dtype, quantized_base=quantized_base, text_only=text_only or None)
     _check_gguf(merge, gguf, gguf_adapter, dtype, quantized_base)
+    check_combination(combination, density)
+    if combination != "cat" and len(adapter or []) < 2:
+        raise RecipeError(f"combination={combination} is for several adapters; name them by --adapter, or leave it out")
     folder = _run_folder(run) if run is not None else None
     check = partial(_check_convertible, writes_adapter=gguf_adapter) if gguf or gguf_adapter else None
     if not adapter and folder is None:
@@ -301,6 +312,7 @@ def _of_adapters(
     resize_to_tokenizer(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]
+    form = replace(read_form(adapters[0].folder), config_overrides=base.config_overrides or {})
 
     def texts(kind: Kind) -> Mapping[str, str]:
         card = Card(
@@ -312,15 +324,17 @@ def _of_adapters(
             method=wrapped.active_peft_config.peft_type.value,
             notes=[
                 *([f"Made of {', '.join(notes)} ({combination})."] if len(notes) > 1 else []),
-                *(config_notes(base) if kind == "adapter" else []),
+                *(notes_on_base(form) if kind == "adapter" else []),
             ],
+            dtype=dtype_to_name(form),
+            grows=has_more_tokens(tokenizer, base),
         )
         return {"README.md": str(card)} | (generation_texts(model, tokenizer) if kind == "merged" else {})
 
     def write(to: Path) -> None:
         rows = wrapped.active_peft_config.to_dict().get("trainable_token_indices")
         wrapped.save_pretrained(to, save_embedding_layers=False if rows else "auto")
-        write_fingerprint(now, to, replace(read_form(adapters[0].folder), config_overrides=base.config_overrides or {}))
+        write_fingerprint(now, to, form)
 
     return _Exported(wrapped, tokenizer, ", ".join(notes), base, texts, write)
 

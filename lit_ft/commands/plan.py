@@ -53,6 +53,9 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--draw", type=Path, metavar="FILE", help="also draw the pipeline's schedule (.png, .svg)")
     parser.add_argument("--memory_gib", type=positive, metavar="N", help="memory of a device: say whether a rank fits")
     options, rest = parser.parse_known_args(arguments[1:])
+    for name in ("devices", "num_nodes"):
+        if (count := getattr(options, name)) is not None and count < 1:
+            raise RecipeError(f"--{name} {count} must be 1 or more")
     PlanCLI(["fit", *rest], options.devices, options.num_nodes, options.draw, options.memory_gib)
 
 

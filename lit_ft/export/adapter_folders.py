@@ -1,6 +1,7 @@
 """Adapters in folders: selection, comparison with a base model, and combination by weights into one adapter."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -50,13 +51,15 @@ class Adapter:
         """Parse ``PATH`` or ``PATH=WEIGHT``; the path of a run folder means its adapter.
 
         Raises:
-            RecipeError: the path has no adapter.
+            RecipeError: the path has no adapter, or the weight is not finite.
         """
         path, _, number = text.rpartition("=")
         try:
             weight = float(number) if path else 1.0
         except ValueError:
             path, weight = "", 1.0
+        if not math.isfinite(weight):
+            raise RecipeError(f"adapter={text!r}: the weight {number} must be a finite number")
         named = Path(path or text)
         for folder in (named, named / "adapter"):
             put_back(folder)
@@ -234,11 +237,6 @@ def load_adapters(
         return PeftModel.from_pretrained(base, str(adapters[0].folder))
     for adapter in adapters:
         check_situation(adapter.config, "combined", option=f"adapter={str(adapter.folder)!r}")
-    if ("ties" in combination or "dare" in combination or "prune" in combination) != (density is not None):
-        raise RecipeError(
-            f"combination={combination} with density={density}: ties, dare and magnitude_prune keep a share of the "
-            "weights, e.g. density 0.5; the others take none"
-        )
     names = [f"given{number}" for number in range(len(adapters))]
     model = PeftModel.from_pretrained(base, str(adapters[0].folder), adapter_name=names[0])
     for name, adapter in zip(names[1:], adapters[1:], strict=True):
@@ -258,6 +256,21 @@ def load_adapters(
     exact = "the weighted sum exactly" if combination == "cat" else "not the weighted sum exactly, as cat is"
     rank_zero_info(f"{summands} -> one adapter of rank {rank} ({combination}: {exact})")
     return model
+
+
+def check_combination(combination: Combination, density: float | None) -> None:
+    """Refuse a density where a method of combination takes none, its lack where one does, and one that is no share.
+
+    Raises:
+        RecipeError: combination and density do not fit each other.
+    """
+    if ("ties" in combination or "dare" in combination or "prune" in combination) != (density is not None):
+        raise RecipeError(
+            f"combination={combination} with density={density}: ties, dare and magnitude_prune keep a share of the "
+            "weights, e.g. density 0.5; the others take none"
+        )
+    if density is not None and not 0 < density <= 1:
+        raise RecipeError(f"density={density:g} must be over 0 and at most 1: it is the share of weights that is kept")
 
 
 def _check_name(recorded: str | None, base: str, name: str) -> None:

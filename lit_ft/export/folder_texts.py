@@ -18,6 +18,7 @@ from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.export.model_card import Card
+from lit_ft.model.files.fingerprint import BaseForm
 from lit_ft.model.files.text_part import text_class
 from lit_ft.model.generation import end_of_call
 from lit_ft.model.spec import ModelSpec
@@ -62,11 +63,11 @@ def run_texts(
             of the run.
     """
     recipe = load_yaml(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
-    spec, base = module.spec, module.base_fingerprint
+    spec, base, form = module.spec, module.base_fingerprint, module.spec.base.form()
     added = [*spec.base.added_tokens, *spec.base.added_special_tokens]
     notes = [f"Tokens added: {', '.join(f'`{token}`' for token in added)}."] if added else []
     if kind == "adapter":
-        notes += config_notes(spec.base)
+        notes += notes_on_base(form)
     card = Card(
         kind=kind,
         title=" ".join(run.root.parts[-2:]) if RUNS in run.root.parents else run.root.name,  # recipe and time
@@ -74,7 +75,8 @@ def run_texts(
         commit=base["commit"] if base else None,
         method=spec.tuning.method,
         notes=notes,
-        adds_tokens=bool(added),
+        dtype=dtype_to_name(form),
+        grows=has_more_tokens(module.tokenizer, spec.base),
         text_class=text_class(spec.base.pretrained),
         samples=samples,
         metrics=_results(_last_of(run.root / "metrics.csv", checkpoint) or logged),
@@ -86,11 +88,24 @@ def run_texts(
     return texts
 
 
-def config_notes(base: ModelSpec) -> list[str]:
-    """What an adapter's model card says of values in place of those of the base's config.json."""
-    if not base.config_overrides:
-        return []
-    return [f"Load the base with these values of its config: `{json.dumps(base.config_overrides)}`."]
+def notes_on_base(form: BaseForm) -> list[str]:
+    """What an adapter's model card says of the form in which its base was read for training."""
+    notes = []
+    if form.config_overrides:
+        notes.append(f"Load the base with these values of its config: `{json.dumps(form.config_overrides)}`.")
+    if form.quantization:
+        notes.append(f"In training the base was quantized by {form.quantization}; here it is loaded unquantized.")
+    return notes
+
+
+def dtype_to_name(form: BaseForm) -> str | None:
+    """Dtype that loading a base must name, as it is not that of its files."""
+    return None if form.dtype == "auto" else form.dtype
+
+
+def has_more_tokens(tokenizer: PreTrainedTokenizerBase, base: ModelSpec) -> bool:
+    """Whether a tokenizer has more tokens than a base has embeddings."""
+    return len(tokenizer) > int(base.config.get_text_config().vocab_size)
 
 
 def generation_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

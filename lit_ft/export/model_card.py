@@ -38,8 +38,10 @@ class Card:
     """PEFT method, or "all weights" for full fine-tuning."""
     notes: Sequence[str] = ()
     """Lines on how the folder was made."""
-    adds_tokens: bool = False
-    """Whether the embeddings must be enlarged before an adapter is loaded."""
+    dtype: str | None = None
+    """Dtype that the base of an adapter was read in for training, if not that of its files."""
+    grows: bool = False
+    """Whether the base has too few embeddings for the adapter's tokens."""
     text_class: str | None = None
     """Class of transformers for the base's text part, where ``AutoModelForCausalLM`` reads a larger model."""
     samples: Mapping[str, int] = field(default_factory=dict)
@@ -80,19 +82,20 @@ class Card:
         if self.kind == "merged":
             return "\n".join([*tokenizer, 'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")'])
         grow = ["model.resize_token_embeddings(len(tokenizer))  # the adapter brings the rows of added tokens"]
-        lines = [*tokenizer, *self._usage_of_base(), *(grow * self.adds_tokens)]
+        lines = [*tokenizer, *self._usage_of_base(), *(grow * self.grows)]
         return "\n".join(
             ["from peft import PeftModel", *lines, 'model = PeftModel.from_pretrained(model, "THIS FOLDER")']
         )
 
     def _usage_of_base(self) -> list[str]:
+        dtype = f', dtype="{self.dtype}"' if self.dtype else ""
         if self.text_class is None:
-            return [f'model = AutoModelForCausalLM.from_pretrained("{self.base}")']
+            return [f'model = AutoModelForCausalLM.from_pretrained("{self.base}"{dtype})']
         return [
             f"from transformers import AutoConfig, {self.text_class}  # the adapter is for the base's text part",
             f'config = AutoConfig.from_pretrained("{self.base}").get_text_config()',
             r'names = {r"^language_model\.(.+)": r"\1", r"^model\.language_model\.(.+)": r"model.\1"}',
-            f'model = {self.text_class}.from_pretrained("{self.base}", config=config, key_mapping=names)',
+            f'model = {self.text_class}.from_pretrained("{self.base}", config=config, key_mapping=names{dtype})',
         ]
 
     def _sections(self) -> list[str]:

@@ -32,7 +32,7 @@ from lit_ft.model.generation import dense_implementation
 from lit_ft.model.spec import ModelSpec
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.training.spec import TrainingSpec
-from lit_ft.tuning.lora_init import FROM_THE_BASE, LoraInitState, init_of
+from lit_ft.tuning.lora_init import LoraInitState, changes_base, init_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,13 @@ class OpenedModel:
     @property
     def can_switch_off(self) -> bool:
         """Whether the base model answers once the adapter is switched off."""
-        return self.is_adapted and not (self.init_state is not None and self.init_state["taken"])
+        if not isinstance(self.model, PeftModel) or self._init_has_changed_base:
+            return False
+        return not changes_base(self.model.active_peft_config)
+
+    @property
+    def _init_has_changed_base(self) -> bool:
+        return self.init_state is not None and bool(self.init_state["taken"])
 
     def check_adapter(self) -> None:
         """Refuse a model whose adapter cannot be switched off.
@@ -80,11 +86,17 @@ class OpenedModel:
             raise RecipeError(
                 f"{self.name} has no adapter to switch off; compare with its base by `chat` on each of the two"
             )
-        if not self.can_switch_off:
+        if self.can_switch_off:
+            return
+        if self._init_has_changed_base:
             raise RecipeError(
                 f"{self.name}: the adapter's init has changed the base's weights in memory, so the base alone is not "
                 "there; export the adapter, and open its folder"
             )
+        raise RecipeError(
+            f"{self.name}: the adapter changes the base's weights in memory, so the base alone is not there; compare "
+            "with its base by `chat` on each of the two"
+        )
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -104,8 +116,9 @@ class SharedBase:
 
     def of_run(self, spec: TrainingSpec) -> ModelSpec:
         """Base model of a run: the shared one, unless the run trains or changes the base's own weights."""
-        changes_base = spec.tuning.peft is None or init_of(spec.tuning.peft).startswith((*FROM_THE_BASE, "loftq"))
-        return spec.base if changes_base else self.of(spec.base)
+        peft = spec.tuning.peft
+        has_own_weights = peft is None or changes_base(peft) or init_of(peft).startswith("loftq")
+        return spec.base if has_own_weights else self.of(spec.base)
 
     def of(self, spec: ModelSpec) -> ModelSpec:
         """Base model that builds on the shared weights, which the first one reads.
@@ -293,7 +306,8 @@ def _open_adapter(
         check_base_config(spec, adapter)
         check_unchanged(Path(spec.pretrained).expanduser())
         adapter.check(spec)
-        base = (spec if shared is None else shared.of(spec)).build("sdpa")
+        sharing = shared if not changes_base(adapter.config) else None
+        base = (spec if sharing is None else sharing.of(spec)).build("sdpa")
     resize_to_tokenizer(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chosen)
 

@@ -83,6 +83,9 @@ def _unsupported(model: PeftModel) -> str | None:
         "alpha_pattern": config.alpha_pattern,
         "use_dora": config.use_dora,
         "bias": config.bias != "none",
+        "lora_bias": config.lora_bias,
+        "kasa_config": config.kasa_config,
+        "use_bdlora": config.use_bdlora,
     }
     return next((name for name, is_set in options.items() if is_set), None)
 

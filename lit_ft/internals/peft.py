@@ -89,6 +89,9 @@ def virtual_tokens_in_answers(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, PeftModelForCausalLM) or not model.active_peft_config.is_prompt_learning:
         yield
         return
+    if not model.has_active_enabled_adapter:  # its methods are those of the base
+        yield
+        return
     is_prefix = model.active_peft_config.peft_type.value == "PREFIX_TUNING"
     of_base, of_peft = model.base_model_prepare_inputs_for_generation, model.prepare_inputs_for_generation
 

@@ -57,6 +57,15 @@ def needs_init(peft: PeftConfig | None) -> bool:
     return init_of(peft).startswith((*FROM_DATA, *FROM_THE_BASE, "loftq"))
 
 
+def changes_base(peft: PeftConfig | None) -> bool:
+    """Whether a method gives the base itself other weights, which are there when its adapter is switched off.
+
+    An init that subtracts a product, KaSA's truncation, and biases that are trained in place.
+    """
+    is_kasa = isinstance(peft, LoraConfig) and peft.kasa_config is not None
+    return is_kasa or init_of(peft).startswith(FROM_THE_BASE) or getattr(peft, "bias", "none") not in ("none", False)
+
+
 def with_default_init(peft: PeftConfig, start: LoraInitState | None = None) -> PeftConfig:
     """Copy of a config with PEFT's default init, and with the fields that an init has set."""
     config = _reset_init(copy.deepcopy(peft))

@@ -39,8 +39,10 @@ def check_sizes(peft: PeftConfig) -> None:
 
 
 def method_of(model: nn.Module | None) -> str | None:
-    """Name of the prompt-learning method of a ``PeftModel``; None for other methods and other models."""
+    """Name of a ``PeftModel``'s prompt-learning method; None for other methods and models, and while it is disabled."""
     if not isinstance(model, PeftModel) or not model.active_peft_config.is_prompt_learning:
+        return None
+    if not model.has_active_enabled_adapter:
         return None
     return str(model.active_peft_config.peft_type.value)
 

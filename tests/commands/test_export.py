@@ -166,7 +166,23 @@ def test_other_combinations(lit_ft: Any, base: Path, tmp_path: Path, combination
     wrong = ["--density", "0.5"] if not options else []
     said = lit_ft("export", *adapters, "--combination", combination, *wrong, "--out", tmp_path / "no", code=2)
     assert "ties, dare and magnitude_prune keep a share" in said
+    if options:
+        said = lit_ft("export", *adapters, "--combination", combination, "--density", "1.5", "--out", "no", code=2)
+        assert "density=1.5 must be over 0 and at most 1" in said
     assert not (tmp_path / "no").exists()
+
+
+def test_a_combination_of_one_adapter_and_weights_that_are_no_numbers(
+    lit_ft: Any, finished: Any, tmp_path: Path
+) -> None:
+    run, out = finished(), tmp_path / "out"
+    for adapters in (["--run", run], ["--adapter", run]):  # PEFT would take it for linear
+        prune = ["--combination", "magnitude_prune", "--density", "0.5"]
+        assert "is for several adapters" in lit_ft("export", *adapters, *prune, "--out", out, code=2)
+    for weight in ("nan", "inf"):
+        said = lit_ft("export", "--adapter", f"{run}={weight}", "--out", out, code=2)
+        assert f"the weight {weight} must be a finite number" in said
+    assert not out.exists()
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
@@ -266,6 +282,7 @@ def test_a_quantized_base_asks_for_a_choice(
     assert "choose quantized_base: dequantize" in said
     assert "or keep" in said
     assert json.loads((run / "adapter/base.json").read_text())["quantization"] == "bitsandbytes"
+    assert "In training the base was quantized by bitsandbytes" in (run / "adapter/README.md").read_text()
     said = lit_ft(*recipe(tmp_path, str(base), write_rows()), *quantized(NF4), "--merge", "true", code=2)
     assert "export --run RUN --merge --quantized-base dequantize (or keep)" in said
     keep = ["--run", run, "--merge", "--quantized-base", "keep", "--out", out]
@@ -517,6 +534,23 @@ def test_a_card_keeps_secrets() -> None:
     assert (front["base_model"], front["datasets"]) == ("Qwen/Qwen2.5-0.5B", ["tatsu-lab/alpaca"])
     assert "<a>" in text
     assert "(revision abc)" in text
+
+
+@pytest.mark.parametrize("count", [2, 80], ids=["spare rows", "resized"])
+def test_the_lines_of_an_adapters_card_read_what_was_trained(
+    lit_ft: Any, fit: Any, base: Path, tmp_path: Path, count: int
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16")
+    plain.save_pretrained(base)
+    tokens = json.dumps([f"<new_{number}>" for number in range(count)])
+    run = fit("--model.added_tokens", tokens, "--model.dtype", "float32", "--merge")
+    lit_ft("export", "--adapter", run, "--out", tmp_path / "picked")
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged")
+    for folder in (run / "adapter", tmp_path / "picked"):
+        lines = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+        names: dict[str, Any] = {}
+        exec(lines.replace("THIS FOLDER", str(folder)), names)
+        torch.testing.assert_close(logits(names["model"]), logits(merged), atol=1e-5, rtol=1e-5)
 
 
 def test_added_tokens_by_a_recipe(lit_ft: Any, fit: Any, tmp_path: Path) -> None:

@@ -325,6 +325,12 @@ def test_does_it_fit(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit: 0.00 GiB of 0.00 GiB, before activations" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("option", "count"), [("--devices", "0"), ("--num_nodes", "0"), ("--num_nodes", "-1")])
+def test_a_layout_has_a_rank(recipe: str, capsys: pytest.CaptureFixture[str], option: str, count: str) -> None:
+    assert plan("--config", recipe, option, count) == 2
+    assert f"{option} {count} must be 1 or more" in capsys.readouterr().err
+
+
 def test_plan_of_a_strategy_that_it_does_not_know(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     content = yaml.safe_load(Path(recipe).read_text())
     content["trainer"] |= {"strategy": {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}}

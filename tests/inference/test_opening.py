@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import safetensors.torch
 import torch
 from command_line import recipe
 from forked_commands import run_forked
+from transformers import AutoModelForCausalLM
 
 from lit_ft.commands.export import export
 from lit_ft.errors import RecipeError
@@ -114,6 +116,34 @@ def test_models_that_are_opened_together_share_the_base_s_weights(run: Path, tmp
         assert {key: weight.data_ptr() for key, weight in frozen.items()} == {
             key: weight.data_ptr() for key, weight in own.items()
         }
+
+
+CHANGE_THE_BASE = {
+    "KaSA": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], kasa_config=peft.KasaConfig()),
+    "biases": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], bias="all"),
+}
+
+
+@pytest.mark.parametrize("method", CHANGE_THE_BASE)
+def test_an_adapter_that_changes_its_base_leaves_that_of_others_alone(
+    run: Path, tmp_path: Path, model_folder: str, method: str
+) -> None:
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), CHANGE_THE_BASE[method])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name or name.endswith("bias"):
+                weight.normal_(generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path / "changes")
+    shutil.copytree(run / "adapter", tmp_path / "plain")
+    paths = {"base": model_folder, "changes": str(tmp_path / "changes"), "plain": str(tmp_path / "plain")}
+    for order in (["changes", "plain"], ["plain", "changes"]):
+        together = open_together([paths[name] for name in order])
+        assert set(together) == set(paths)
+        assert {name: answer(together[name]) for name in paths} == {
+            name: answer(open_model(path)) for name, path in paths.items()
+        }
+    with pytest.raises(RecipeError, match="the adapter changes the base's weights in memory"):
+        together["changes"].check_adapter()
 
 
 def test_models_of_two_bases_are_not_opened_together(run: Path, tmp_path: Path, model_folder: str) -> None:

@@ -31,7 +31,7 @@ from lit_ft.cli import main
 from lit_ft.model.files import deferred_cast
 from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
-from lit_ft.tuning import method_hooks
+from lit_ft.tuning import lora_init, method_hooks
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +161,10 @@ def test_a_packed_row_is_what_peft_computes_sample_by_sample(trained: Any, model
         got = module(pack_samples([(ids.numpy(), ids.numpy()) for ids in samples()])).per_token
     torch.testing.assert_close(got, torch.cat(wanted), atol=2e-5, rtol=1e-5, msg=name)
     assert (got - torch.cat(untrained)).abs().max() > 1e-3  # it has learned something
+    if not lora_init.changes_base(METHODS[name]):  # what `evaluate` gives as the base's loss
+        with torch.no_grad(), module.model.disable_adapter():
+            got = module(pack_samples([(ids.numpy(), ids.numpy()) for ids in samples()])).per_token
+        torch.testing.assert_close(got, torch.cat(untrained), atol=2e-5, rtol=1e-5, msg=name)
 
 
 def test_merged_or_refused(trained: Any, tmp_path: Path) -> None:
@@ -281,6 +285,19 @@ def test_virtual_tokens_answer_and_keep_samples_apart(
         one = module.eval()(pack_samples([(first, first), (second, second)])).per_token[len(first) - 1 :]
         other = module(pack_samples([(third, third), (second, second)])).per_token[len(third) - 1 :]
     torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["prompt tuning", "P-tuning", "prefix tuning"])
+def test_virtual_tokens_are_switched_off_in_each_answer(model_folder: str, method: str) -> None:
+    module, base = CausalLM(model_folder, peft=METHODS[method]), CausalLM(model_folder)
+    for one in (module, base):
+        one.configure_model()
+    prompts = ["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"]
+    (wanted,) = base.eval().answer(prompts, 8)
+    with module.eval().model.disable_adapter():
+        answers = [module.answer(prompts, 8)[0] for _ in range(3)]
+    assert answers == [wanted] * 3
+    assert module.answer(prompts, 8) != [wanted]
 
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)

@@ -254,7 +254,8 @@ def _sides(options: Namespace) -> Iterator[tuple[Side, str, OpenedModel]]:
     can_switch_off = options.against is None and opened.can_switch_off
     open_other = base_opener(opened) if options.against is None else partial(opening, options.against)
     if not can_switch_off and open_other is None and not options.no_base:
-        message = f"{opened.name} has no adapter and is no run, so its base is not known; name one with --against"
+        why = "changes its base's weights in memory" if opened.is_adapted else "has no adapter"
+        message = f"{opened.name} {why} and is no run, so its base is not known; name one with --against"
         if options.questions is not None:
             raise RecipeError(message)
         rank_zero_info(message)
