@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from lit_ft.commands.train import TrainingCLI
+from lit_ft.commands.train import RecipeCLI
 from lit_ft.data.inspection import (
     Report,
     describe_ends,
@@ -97,10 +97,8 @@ _MODULES_OF_PROGRESS = ("heartbeat", "row_count")
 """Modules whose messages say how far long work is."""
 
 
-class CheckCLI(TrainingCLI):
+class CheckCLI(RecipeCLI):
     """``fit`` up to the loading of the data, which it then inspects instead of training."""
-
-    _computes = False
 
     def __init__(self, arguments: list[str], samples: int) -> None:
         """Parse the options and inspect the data.
@@ -112,12 +110,6 @@ class CheckCLI(TrainingCLI):
         self.samples = samples
         self.report = Report()
         super().__init__(arguments)
-
-    def before_instantiate_classes(self) -> None:
-        """Choose no run folder."""
-
-    def make_run_folder(self) -> None:
-        """Create no run folder."""
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build a trainer without output on the CPU; the recipe's may need devices that this machine lacks."""
