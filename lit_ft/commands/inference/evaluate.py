@@ -3,7 +3,7 @@
 import gc
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -334,7 +334,7 @@ def _write(
     for side, answers in evaluation.answers.items():
         results.write_lines(folder / f"answers-{side}.jsonl", answers)
     if evaluation.judgments:
-        results.write_lines(folder / "judgments.jsonl", [judging.as_json(one) for one in evaluation.judgments])
+        results.write_lines(folder / "judgments.jsonl", map(asdict, evaluation.judgments))
     table = {"command": command, "columns": COLUMNS, "rows": rows, "notes": evaluation.notes}
     results.write_json(folder / "scores.json", table)
     written = [folder]
