@@ -41,7 +41,7 @@ from lit_ft.model.generation import stop_ids
 from lit_ft.model.loading import skeleton
 from lit_ft.packed_batch import pack_samples
 from lit_ft.recipe.allowed_code import as_options
-from lit_ft.recipe.option_parser import OptionParser, number_from
+from lit_ft.recipe.option_parser import OptionParser, whole_number
 from lit_ft.recipe.trainer_checks import check_trainer, quiet_trainer
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> None:
         "(python -m lit_ft fit --help); exit code 1 when something would train wrong.",
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report as a page")
-    parser.add_argument("--samples", metavar="N", type=number_from(0), default=3, help="samples shown (default: 3)")
+    parser.add_argument("--samples", metavar="N", type=whole_number, default=3, help="samples shown (default: 3)")
     options, rest = parser.parse_known_args(arguments[1:])
     with _in_the_report_alone():
         cli = CheckCLI(["fit", *rest], options.samples)
