@@ -2,13 +2,13 @@
 
 import os
 import pickle
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -19,9 +19,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
         function: function that each process runs; torch raises an error if one of them does.
         arguments: positional arguments of the function.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_network_port()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_run, (world, port, folder, function, arguments), nprocs=world, start_method="fork")
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world)]

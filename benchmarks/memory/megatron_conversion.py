@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config
 
-from benchmarks.workload import train_tokenizer
+from benchmarks.workload import SHAPES, train_tokenizer
 from lit_ft.megatron.formats.hugging_face import TensorInfo, plan_files, write_file
 from lit_ft.megatron.shape import ModelShape
 
@@ -28,12 +28,7 @@ GIB = 2**30
 def write_model(folder: Path, layers: int) -> float:
     """Write a model of Qwen2.5-0.5B's shape, a tensor at a time; returns the GiB of its weights."""
     config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=layers,
-        num_attention_heads=14,
-        num_key_value_heads=2,
+        **{**SHAPES["qwen2.5-0.5b"], "num_hidden_layers": layers},
         max_position_embeddings=32768,
         tie_word_embeddings=True,
         dtype="bfloat16",

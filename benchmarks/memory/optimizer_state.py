@@ -6,7 +6,6 @@ Measured on one decoder layer of Qwen2.5-0.5B in float32 with random weights, af
 its weights, and a LoRA adapter of rank 16 on its linear layers.
 """
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
+from lit_callbacks.memory.storage_ledger import local_bytes, tensors_in
 from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor
 from torch.optim import Optimizer
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -44,24 +43,9 @@ def read_optimizer(path: Path, **options: Any) -> OptimizerCallable:
     return parser.instantiate(parser.parse_object({"optimizer": optimizer})).optimizer
 
 
-def tensors_of(state: Any) -> Iterator[Tensor]:
-    """Tensors at any level of an optimizer's state."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from tensors_of(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from tensors_of(value)
-
-
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of an optimizer's state; a tensor that several parameters share counts once."""
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(optimizer.state_dict())
-    }
-    return sum(storages.values())
+    return local_bytes(tensors_in(optimizer.state_dict()))
 
 
 @cache

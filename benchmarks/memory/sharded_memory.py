@@ -33,10 +33,10 @@ class Held:
     gradients: bool
     optimizer: bool
 
-    def gib(self, parameters: int, ranks: int, bytes_each: int = 4) -> float:
-        """GiB per rank of weights, gradients and Adam's two moments, each of ``bytes_each`` bytes per parameter."""
+    def gib(self, parameters: int, ranks: int) -> float:
+        """GiB per rank of weights, gradients and Adam's two moments, in float32."""
         whole = [(self.parameters, 1), (self.gradients, 1), (self.optimizer, 2)]
-        return sum(count * bytes_each * parameters / (ranks if split else 1) for split, count in whole) / GIB
+        return sum(count * 4 * parameters / (ranks if split else 1) for split, count in whole) / GIB
 
 
 STRATEGIES = {
@@ -78,9 +78,10 @@ class Watch:
 def run_rank(model: str, rows: str, strategy: str, ranks: int, out: str) -> None:
     """Train three steps and write the measurements; Lightning starts the other ranks with the same command."""
     import torch
-    from lightning.pytorch import Callback, Trainer, seed_everything
+    from lightning.pytorch import Callback, seed_everything
 
     from lit_ft import CausalLM, TextDataModule
+    from lit_ft.recipe.trainer_checks import quiet_trainer
     from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
     seed_everything(0, verbose=False)
@@ -108,15 +109,11 @@ def run_rank(model: str, rows: str, strategy: str, ranks: int, out: str) -> None
 
     module = CausalLM(model, dtype="float32", optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-5))
     data = TextDataModule(rows, micro_batch_size=ranks if strategy == "pipeline" else 1, max_length=128)
-    trainer = Trainer(
+    trainer = quiet_trainer(
         accelerator="cpu",
         devices=ranks,
         strategy=made,
         max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Measure()],
     )
     trainer.fit(module, data)

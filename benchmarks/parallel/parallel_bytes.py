@@ -34,6 +34,7 @@ from lit_ft import CausalLM
 from lit_ft.packed_batch import PackedBatch, pack_samples
 from lit_ft.planning import communication_formulas
 from lit_ft.planning.communication import Communication, Step
+from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.strategies import ModelParallelStrategy
 
 P, T, D, C = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "context_parallel_size"
@@ -166,17 +167,13 @@ def measure(folder: str, options: dict[str, Any], model: dict[str, Any]) -> tupl
         model: arguments of ``CausalLM``.
     """
     watch = Measure()
-    trainer = Trainer(
+    trainer = quiet_trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=ModelParallelStrategy(**options, timeout=timedelta(seconds=60)),
         max_steps=2,
         use_distributed_sampler=False,
         callbacks=[watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(CausalLM(folder, init="random", **model), FixedRows())
     return watch.sent, watch.planned

@@ -29,6 +29,7 @@ from lit_ft import CausalLM
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.communication import Step
 from lit_ft.planning.memory import Memory, layer_inputs, memory_of
+from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.strategies import ModelParallelStrategy
 
 CHOSEN = ("TP2", "TP2 + SP", "PP2", "PP2, ZBVZeroBubble", "DP2", "DP2 x TP2")
@@ -60,17 +61,13 @@ class Measure(Callback):
 def measure(folder: str, options: dict[str, Any]) -> tuple[float, Memory]:
     """Measured GiB in addition to the memory before the model was built, and the planned memory, on this rank."""
     before, watch = own_memory(), Measure()
-    trainer = Trainer(
+    trainer = quiet_trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=ModelParallelStrategy(**options, timeout=timedelta(seconds=60)),
         max_steps=2,
         gradient_clip_val=1.0,
         callbacks=[watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
     )
     trainer.fit(CausalLM(folder, init="random", dtype="float32", gradient_checkpointing=True), FixedRows())

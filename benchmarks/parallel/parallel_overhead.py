@@ -11,7 +11,6 @@ machine does not increase.
 import argparse
 import logging
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 from transformers import Qwen2Config
@@ -30,6 +30,7 @@ from benchmarks.compare import environment
 from benchmarks.workload import SHAPES
 from lit_ft import CausalLM
 from lit_ft.packed_batch import PackedBatch, pack_samples
+from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.strategies import ModelParallelStrategy
 
 WARM_UP = 4
@@ -79,17 +80,13 @@ def plain(module: CausalLM, rows: list[PackedBatch]) -> float:
 def with_trainer(strategy: Callable[[], Any], module: CausalLM, rows: list[PackedBatch]) -> float:
     """Seconds of the timed steps with Lightning's trainer."""
     clock, some_rows = Clock(), rows
-    trainer = Trainer(
+    trainer = quiet_trainer(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         devices=1,
         strategy=strategy(),
         max_epochs=1,
         gradient_clip_val=1.0,
         callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
     )
     trainer.fit(module, DataLoader(some_rows, batch_size=None))  # type: ignore[arg-type]
@@ -140,9 +137,7 @@ def main() -> None:
 
 
 def _be_the_only_rank() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
 
 
 if __name__ == "__main__":

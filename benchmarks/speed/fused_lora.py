@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 from peft.tuners import lora
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
 from benchmarks.compare import environment
 from benchmarks.peers.bare_loop import windows
 from benchmarks.peers.job import Job
-from benchmarks.speed.step_profile import pass_over
+from benchmarks.speed.step_profile import pass_over, saved_storages
 from benchmarks.workload import MAX_LENGTH, SHAPES, prepare
 from lit_ft import CausalLM
 from lit_ft.packed_batch import PackedBatch
@@ -38,16 +37,7 @@ def let_compute(module: nn.Module, layer_class: type[lora.Linear]) -> None:
 
 def kept_gib(module: CausalLM, batch: PackedBatch) -> float:
     """Size in GiB of what autograd keeps of a forward pass over a packed batch."""
-    storages: dict[int, int] = {}
-    weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_storages(module) as storages:
         loss = module(batch).loss_sum
     del loss
     return sum(storages.values()) / 2**30

@@ -24,18 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import environment
+from benchmarks.peers.job import LORA
 from benchmarks.workload import SHAPES, train_tokenizer
 
 GIB = 2**30
-LORA: dict[str, Any] = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-"""LoRA of recipes/qwen.yaml."""
-
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def _shape(hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int) -> dict[str, int]:
@@ -101,13 +93,14 @@ def train(shape: dict[str, int], tokens: int, steps: int, one_in: int = 1, **opt
     """
     import numpy as np
     import torch
-    from lightning.pytorch import Callback, Trainer, seed_everything
+    from lightning.pytorch import Callback, seed_everything
     from torch.utils.data import DataLoader
     from transformers import Qwen2Config
 
     from benchmarks.memory.sharded_memory import Watch, own_memory
     from lit_ft import CausalLM
     from lit_ft.packed_batch import pack_samples
+    from lit_ft.recipe.trainer_checks import quiet_trainer
 
     class Clock(Callback):
         marks: list[float] = []  # noqa: RUF012
@@ -128,7 +121,7 @@ def train(shape: dict[str, int], tokens: int, steps: int, one_in: int = 1, **opt
         Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=32_768).save_pretrained(folder)
         module = CausalLM(folder, init="random", **options.get("model", {}))
         of_trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **options.get("trainer", {})}
-        trainer = Trainer(**QUIET, **of_trainer, callbacks=[clock])
+        trainer = quiet_trainer(**of_trainer, callbacks=[clock])
         trainer.fit(module, DataLoader(rows, batch_size=None))
     seconds = clock.marks[-1] - clock.marks[warm_up]
     return {
@@ -212,10 +205,9 @@ def measure_rows(point: Point) -> Point:
 
     Processor time is that of all processes; other work on the machine has little effect on it.
     """
-    from lightning.pytorch import Trainer
-
     from benchmarks.memory.sharded_memory import Watch
     from lit_ft import CausalLM, TextDataModule
+    from lit_ft.recipe.trainer_checks import quiet_trainer
 
     watch, cache = Watch(), Path(point["file"]).with_suffix(".cache")
     if point["line"] == "read and tokenized":
@@ -225,7 +217,7 @@ def measure_rows(point: Point) -> Point:
     data = TextDataModule(
         point["file"], micro_batch_size=16, cache_dir=str(cache), streaming=point["line"] == "streaming"
     )
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, **QUIET)
+    trainer = quiet_trainer(accelerator="cpu", devices=1, max_steps=1)
     trainer.fit(CausalLM("checkpoints/tiny-qwen2", **_lora()), data)
     used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     processor = sum(one.ru_utime + one.ru_stime for one in used)

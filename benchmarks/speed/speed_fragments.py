@@ -21,11 +21,10 @@ from typing import Any
 import yaml
 
 from benchmarks.compare import environment
+from benchmarks.peers.job import LORA
 from benchmarks.workload import MAX_LENGTH, SHAPES, prepare
 
 SPEED = Path("recipes/speed")
-LORA: dict[str, Any] = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-"""LoRA of recipes/qwen.yaml without dropout, which would make losses incomparable."""
 BASELINES: dict[str, dict[str, Any]] = {"without": {}, "gradient_checkpointing": {"gradient_checkpointing": True}}
 WARM_UP = 8
 """Number of untimed optimizer steps: after them every shape of a row has been compiled."""
@@ -44,6 +43,7 @@ def run(model: str, rows: str, name: str) -> dict[str, Any]:
 
     from benchmarks.memory.sharded_memory import Watch
     from lit_ft import CausalLM, TextDataModule
+    from lit_ft.recipe.trainer_checks import quiet_trainer
 
     class Clock(Callback):
         def __init__(self) -> None:
@@ -62,16 +62,7 @@ def run(model: str, rows: str, name: str) -> dict[str, Any]:
     clock, watch = Clock(), Watch()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data = TextDataModule(rows, micro_batch_size=1, max_length=MAX_LENGTH, shuffle=False)
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(
-        accelerator=device,
-        devices=1,
-        max_epochs=1,
-        accumulate_grad_batches=2,
-        callbacks=[clock],
-        enable_model_summary=False,
-        **quiet,
-    )
+    trainer = quiet_trainer(accelerator=device, devices=1, max_epochs=1, accumulate_grad_batches=2, callbacks=[clock])
     trainer.fit(CausalLM(model, dtype="bfloat16", peft=LoraConfig(**LORA), **options_of(name)), data)
     tokens = int(data.splits["train"].lengths[2 * WARM_UP :].sum())
     return {

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,16 +57,13 @@ class Processes:
         self._program = tuple(program)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(
-        self, folder: Path, kind: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None
-    ) -> Record:
+    def start(self, folder: Path, kind: str, arguments: Sequence[str]) -> Record:
         """Start a process; its output goes to ``<folder>/<kind>.log``, after that of earlier ones.
 
         Args:
             folder: folder of record and log; created where it is missing.
             kind: what the process is for.
             arguments: command line after the program.
-            variables: environment variables to add.
 
         Raises:
             RecipeError: one of this kind still runs there, or the folder cannot be written.
@@ -83,7 +80,7 @@ class Processes:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
+                    env={**os.environ, "PYTHONUNBUFFERED": "1"},
                     start_new_session=True,  # neither Ctrl-C at the board's terminal nor the board's end reaches it
                 )
         except OSError as error:

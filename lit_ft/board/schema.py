@@ -223,7 +223,7 @@ def _field(option: OptionSchema) -> Field:
 
 
 def _text(value: object) -> str:
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _plain(text: str) -> str:
@@ -237,11 +237,7 @@ def matching_preset(key: str, value: object) -> str | None:
     """Name of the preset with the class of a value; None for another class."""
     class_path = value.get("class_path") if isinstance(value, Mapping) else None
     arguments = value.get("init_args") or {} if isinstance(value, Mapping) else {}
-    near = [name for name, preset in PRESETS.get(key, {}).items() if _class_of(preset) == class_path]
+    near = [name for name, preset in PRESETS.get(key, {}).items() if preset["class_path"] == class_path]
     if key == "model.quantization":  # one class, told apart by what it loads
         near = [name for name in near if arguments.get("load_in_8bit" if name == "INT8" else "load_in_4bit")]
     return near[0] if near else None
-
-
-def _class_of(preset: object) -> object:
-    return preset.get("class_path") if isinstance(preset, Mapping) else None

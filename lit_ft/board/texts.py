@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-LANGUAGES = {"en": "English", "zh": "中文"}
+LANGUAGES = ("en", "zh")
 COOKIE = "lit_ft_language"
 
 TEXTS: dict[str, tuple[str, str]] = {
@@ -150,7 +150,7 @@ class Texts:
             language: ``en`` or ``zh``.
         """
         self.language = language
-        self._column = list(LANGUAGES).index(language)
+        self._column = LANGUAGES.index(language)
 
     def __call__(self, name: str, *values: object, **named: object) -> str:
         """Text by its name."""

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from lit_ft.commands.train import TrainingCLI
+from lit_ft.commands.train import RecipeCLI
 from lit_ft.data.inspection import (
     Report,
     describe_ends,
@@ -41,7 +41,7 @@ from lit_ft.model.generation import stop_ids
 from lit_ft.model.loading import skeleton
 from lit_ft.packed_batch import pack_samples
 from lit_ft.recipe.allowed_code import as_options
-from lit_ft.recipe.option_parser import OptionParser, number_from
+from lit_ft.recipe.option_parser import OptionParser, whole_number
 from lit_ft.recipe.trainer_checks import check_trainer, quiet_trainer
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import show_progress_on_terminals_only
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> None:
         "(python -m lit_ft fit --help); exit code 1 when something would train wrong.",
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report as a page")
-    parser.add_argument("--samples", metavar="N", type=number_from(0), default=3, help="samples shown (default: 3)")
+    parser.add_argument("--samples", metavar="N", type=whole_number, default=3, help="samples shown (default: 3)")
     options, rest = parser.parse_known_args(arguments[1:])
     with _in_the_report_alone():
         cli = CheckCLI(["fit", *rest], options.samples)
@@ -97,10 +97,8 @@ _MODULES_OF_PROGRESS = ("heartbeat", "row_count")
 """Modules whose messages say how far long work is."""
 
 
-class CheckCLI(TrainingCLI):
+class CheckCLI(RecipeCLI):
     """``fit`` up to the loading of the data, which it then inspects instead of training."""
-
-    _computes = False
 
     def __init__(self, arguments: list[str], samples: int) -> None:
         """Parse the options and inspect the data.
@@ -112,12 +110,6 @@ class CheckCLI(TrainingCLI):
         self.samples = samples
         self.report = Report()
         super().__init__(arguments)
-
-    def before_instantiate_classes(self) -> None:
-        """Choose no run folder."""
-
-    def make_run_folder(self) -> None:
-        """Create no run folder."""
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build a trainer without output on the CPU; the recipe's may need devices that this machine lacks."""

@@ -38,6 +38,7 @@ from lit_ft.export.folder_texts import (
 )
 from lit_ft.export.model_card import Card
 from lit_ft.export.restore_run import module_of, rebuild
+from lit_ft.gguf import WeightType
 from lit_ft.model.files.fingerprint import read_form, write_fingerprint
 from lit_ft.model.files.text_part import text_class
 from lit_ft.model.spec import ModelSpec
@@ -45,9 +46,6 @@ from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.run.output_place import writable
 from lit_ft.training.console import show_progress_on_terminals_only
-
-WeightType = Literal["f32", "f16", "bf16", "q8_0"]
-"""Types of weights in GGUF files: 32, 16, 16 and 8 bits."""
 
 Check = Callable[[ModelSpec, Sequence[PeftConfig | None]], None]
 """Check of a base model and its adapters, before weights are read; None stands for full fine-tuning."""

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lit_ft.commands.train import TrainingCLI
+from lit_ft.commands.train import RecipeCLI
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import reduces_views
 from lit_ft.internals.torch import clear_mesh_caches, fake_store
@@ -59,10 +59,8 @@ def run(arguments: list[str]) -> None:
     PlanCLI(["fit", *rest], options.devices, options.num_nodes, options.draw, options.memory_gib)
 
 
-class PlanCLI(TrainingCLI):
+class PlanCLI(RecipeCLI):
     """``fit`` up to the start of processes; it then builds the layout of one rank after the other."""
-
-    _computes = False
 
     def __init__(
         self,
@@ -83,12 +81,6 @@ class PlanCLI(TrainingCLI):
         """
         self.devices, self.num_nodes, self.picture, self.memory_gib = devices, num_nodes, picture, memory_gib
         super().__init__(arguments)
-
-    def before_instantiate_classes(self) -> None:
-        """Choose no run folder."""
-
-    def make_run_folder(self) -> None:
-        """Create no run folder."""
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build a trainer with the recipe's strategy; the devices of the recipe need not exist on this machine."""

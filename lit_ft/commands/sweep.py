@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count, as_number
 
-from lit_ft.commands.train import TrainingCLI
+from lit_ft.commands.train import RecipeCLI
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.recipe.allowed_code import is_allowed
@@ -51,7 +50,7 @@ def run(arguments: list[str]) -> None:
         definition |= {"metric": goal.metric, "mode": goal.mode}
     try:
         with option_called("run_dir", "sweep_dir"):
-            folder = sweep_folder(options.sweep_dir, _recipe_name(fit), definition)
+            folder = sweep_folder(options.sweep_dir, first.recipe_name, definition)
             lock_run(folder)
         write_definition(folder, definition)
         rank_zero_info(f"sweep of {count} trials, by {goal.metric} ({goal.mode}): {folder}")
@@ -125,10 +124,8 @@ def _plan(variations: list[Variation], trials: int | None) -> tuple[int, Propose
 # --- before the first trial ------------------------------------------------------------------------
 
 
-class TrialCLI(TrainingCLI):
+class TrialCLI(RecipeCLI):
     """``fit`` up to its classes, which are built without weights; the recipe of one trial is checked this way."""
-
-    _computes = False
 
     def __init__(self, arguments: list[str], builds: bool) -> None:
         """Parse a recipe.
@@ -155,12 +152,6 @@ class TrialCLI(TrainingCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Train nothing."""
-
-    def before_instantiate_classes(self) -> None:
-        """Choose no run folder."""
-
-    def make_run_folder(self) -> None:
-        """Create no run folder."""
 
     def instantiate_classes(self) -> None:
         """Build module, data and callbacks, if asked to."""
@@ -217,12 +208,6 @@ def _check(fit: list[str], variations: list[Variation], metric: str, is_grid: bo
             first.check_metric(metric)
     assert first is not None
     return first
-
-
-def _recipe_name(fit: list[str]) -> str:
-    files = [value for option, value in pairwise(fit) if option in ("--config", "-c")]
-    files += [one.partition("=")[2] for one in fit if one.startswith("--config=")]
-    return Path(files[0]).stem if files else "run"
 
 
 # --- the trials ------------------------------------------------------------------------------------

@@ -133,9 +133,7 @@ class SaveRecipe(SaveConfigCallback):
 class TrainingCLI(LightningCLI):
     """LightningCLI whose ``model`` and ``data`` may be any classes and default to lit_ft's."""
 
-    _is_named_by_time = False  # check and plan choose no run folder
-    _computes = True
-    """Whether the command goes on to compute; check, plan and sweep read the recipe alone."""
+    _is_named_by_time = False
     answers_path: Path | None = None
     """File of the answers of ``predict``, on rank 0."""
 
@@ -200,8 +198,6 @@ class TrainingCLI(LightningCLI):
         expand_home(self.config[self.config.subcommand])
         if self.config.subcommand == "fit":
             check_something_trains(self.config.fit.trainer)
-        if self._computes:
-            rank_zero_info(f"CPU: {describe_threads()}")
 
     @property
     def options(self) -> Namespace:
@@ -213,6 +209,7 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Choose the run folder and the checkpoint."""
+        rank_zero_info(f"CPU: {describe_threads()}")
         options = self.options
         chosen = RunChoice(str(self.subcommand), options, self.recipe_name)
         self._is_named_by_time = chosen.run_dir() is None
@@ -239,8 +236,6 @@ class TrainingCLI(LightningCLI):
         """
         try:
             self._build()
-            if self._computes:
-                check_world_size(self.trainer.num_devices, self.trainer.num_nodes)
             if self.options.ckpt_path is not None:
                 check_unpickling(self.options.weights_only, self.trainer.strategy)
         except BaseException:
@@ -298,10 +293,10 @@ class TrainingCLI(LightningCLI):
         # As in fit, where ModelCheckpoint resolves it: another spelling would be a warning about another folder.
         kwargs["default_root_dir"] = given.default_root_dir or os.path.realpath(folder.root)
         check_strategy(given.strategy)
-        if self._computes:
-            check_ranks(given.devices, given.accelerator)
+        check_ranks(given.devices, given.accelerator)
         with explained_trainer(str(given.accelerator)):
             trainer = super().instantiate_trainer(**kwargs)
+        check_world_size(trainer.num_devices, trainer.num_nodes)
         if starts_ranks(trainer):
             choose_threads_of_ranks(trainer.num_devices)
         return trainer
@@ -458,6 +453,16 @@ class TrainingCLI(LightningCLI):
         if self.answers_path is not None:
             predictions.write(self.answers_path, answers)
             rank_zero_info(f"{len(answers):,} answers: {self.answers_path}")
+
+
+class RecipeCLI(TrainingCLI):
+    """``fit`` for commands that read the recipe and compute nothing: without a run folder."""
+
+    def before_instantiate_classes(self) -> None:
+        """Choose no run folder."""
+
+    def make_run_folder(self) -> None:
+        """Create no run folder."""
 
 
 class _ParserBuilt(Exception):

@@ -1,16 +1,17 @@
-"""Reconstruction of a run's module from its recipe and a checkpoint."""
+"""Reconstruction of a run's module and data from its recipe and a checkpoint."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from jsonargparse import set_parsing_settings
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.data.text.chat_template import set_chat_template
+from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import LIBRARY_ERRORS, RecipeError
 from lit_ft.export.model_card import Recipe
 from lit_ft.model.files.fingerprint import check_same_base
@@ -68,4 +69,22 @@ def module_of(config: Recipe) -> CausalLM:
         raise RecipeError(f"the run's model is a {type(module).__name__}; export writes lit_ft.CausalLM runs")
     data = config["data"].get("init_args", {})
     set_chat_template(module.tokenizer, data.get("chat_template"), data.get("template_options"))
+    return module
+
+
+def data_of(data: Mapping[str, object], command: str) -> TextDataModule:
+    """Build a run's data module, without its rows.
+
+    Args:
+        data: class and options, as in the run's ``config.yaml``.
+        command: command that reads it.
+
+    Raises:
+        RecipeError: the data module is not a ``TextDataModule``, or an option is wrong.
+    """
+    parser = RecipeParser()
+    parser.add_subclass_arguments(LightningDataModule, "data", required=True)
+    module = parser.instantiate_classes(parser.parse_object({"data": data})).data
+    if not isinstance(module, TextDataModule):
+        raise RecipeError(f"the run's data is a {type(module).__name__}; {command} reads lit_ft.TextDataModule")
     return module

@@ -15,12 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lit_ft.export.folder_texts import generation_texts
+from lit_ft.gguf import WeightType
 from lit_ft.gguf.architectures import Family, context_length, family_of
 from lit_ft.gguf.llama_server import has_llama
 from lit_ft.gguf.ollama import modelfile
 from lit_ft.gguf.verification import check_tensors, check_with_llama
 from lit_ft.gguf.vocabulary import special_tokens_of, vocabulary_of
-from lit_ft.gguf.weights import ModelWeights, WeightType
+from lit_ft.gguf.weights import ModelWeights
 from lit_ft.gguf.writing import AdapterWeights, TokenizerEntries, write_adapter, write_model
 
 MODEL, BASE, ADAPTER = "model-{}.gguf", "base-{}.gguf", "adapter.gguf"

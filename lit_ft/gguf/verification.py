@@ -19,8 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft.data.text.chat_template import ChatTemplate
 from lit_ft.errors import RecipeError
+from lit_ft.gguf import WeightType
 from lit_ft.gguf.llama_server import LlamaFailed, llama_server
-from lit_ft.gguf.weights import Weight, WeightType
+from lit_ft.gguf.weights import Weight
 from lit_ft.inference.openai.client import Lacking, OpenAIClient
 
 LLAMA_BOUNDS: dict[WeightType, float] = {

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import gguf
 import numpy as np
@@ -14,9 +13,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lit_ft.errors import RecipeError
+from lit_ft.gguf import WeightType
 from lit_ft.gguf.architectures import Family, rope_divisors
 
-WeightType = Literal["f32", "f16", "bf16", "q8_0"]
 TYPES: dict[WeightType, GGMLQuantizationType] = {
     "f32": GGMLQuantizationType.F32,
     "f16": GGMLQuantizationType.F16,

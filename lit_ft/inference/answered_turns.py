@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Literal
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
 
 from lit_ft.data.text.formats import Chat, JsonObject
 from lit_ft.data.text.rendering import chat_samples, supervised_turns, with_tools
@@ -15,11 +14,11 @@ from lit_ft.data.text.sources import Source
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.data.tokens.tokenization import Tokenization, check_encodable
 from lit_ft.errors import BadRow, RecipeError
+from lit_ft.export import restore_run
 from lit_ft.export.model_card import Recipe
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.inference.text_stream import positions
 from lit_ft.packed_batch import IGNORE_INDEX
-from lit_ft.recipe.parser import RecipeParser
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def answered_turns(recipe: Recipe, opened: OpenedModel, split: Literal["train", 
     Raises:
         RecipeError: the data cannot be read, or has no conversation that fits the model.
     """
-    data = _data_of(recipe)
+    data = restore_run.data_of(recipe["data"], "parity")
     data.splits.preparation = replace(data.splits.preparation, tokenizer=opened.tokenizer)
     sources = _sources(data, split, opened)
     answered, most = AnsweredTurns(), positions(opened)
@@ -96,15 +95,6 @@ def _sources(
     if not (sources := data.validation_rows(opened.tokenizer)):
         raise RecipeError("the run has neither data.val_path nor data.val_fraction; choose --split train")
     return sources
-
-
-def _data_of(recipe: Recipe) -> TextDataModule:
-    parser = RecipeParser()
-    parser.add_subclass_arguments(LightningDataModule, "data", required=True)
-    data = parser.instantiate_classes(parser.parse_object({"data": recipe["data"]})).data
-    if not isinstance(data, TextDataModule):
-        raise RecipeError(f"the run's data is a {type(data).__name__}; parity compares lit_ft.TextDataModule's")
-    return data
 
 
 def _conversations(

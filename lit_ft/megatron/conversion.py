@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from lit_ft.errors import RecipeError
 from lit_ft.megatron.arguments import check_arguments, command_line, saved_arguments
@@ -18,7 +19,7 @@ from lit_ft.megatron.checks.logits import Check, check_logits
 from lit_ft.megatron.checks.verification import check_back, check_forth
 from lit_ft.megatron.families import Key
 from lit_ft.megatron.formats import legacy, torch_dist
-from lit_ft.megatron.formats.hugging_face import INDEX, HuggingFaceWeights, index_text, plan_files, write_file
+from lit_ft.megatron.formats.hugging_face import HuggingFaceWeights, index_text, plan_files, write_file
 from lit_ft.megatron.formats.names import Naming
 from lit_ft.megatron.formats.source import TRACKER, MegatronSource, checkpoint_folder
 from lit_ft.megatron.layout import Layout
@@ -35,15 +36,15 @@ ARGUMENTS = "megatron_arguments.txt"
 _RELEASE = "release"
 """Folder of a checkpoint that starts a training: Megatron looks for no optimizer state in it."""
 _TEXTS = (
-    *(
-        "generation_config.json",
-        "tokenizer*.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.*",
-        "merges.txt",
-    ),
-    *("tokenizer.model", "*.jinja", "additional_chat_templates/*.jinja"),
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "tokenizer.model",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
 )
 """Files beside the weights of a model folder that a conversion copies."""
 
@@ -241,7 +242,7 @@ def _write_tensors(folder: OutputFolder, to: str, source: AsHuggingFace) -> torc
         for name, contents in files:
             folder.step(f"{to}{name}", partial(write_file, tensors=contents, read=read))
     if len(files) > 1:
-        folder.text(f"{to}{INDEX}", index_text(files))
+        folder.text(f"{to}{SAFE_WEIGHTS_INDEX_NAME}", index_text(files))
     return tensors[0].dtype
 
 

@@ -2,29 +2,20 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.output.quantities import as_time
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-from lit_ft.run.progress import as_time
 
 SECONDS_BETWEEN_LINES = 10
 
 
-class Advance(Protocol):
-    """Function that counts bytes that are done."""
-
-    def __call__(self, count: int, /) -> None:
-        """Add bytes."""
-
-
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Advance]:
-    """Show the progress of a step.
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of a step; yields the function that adds bytes that are done.
 
     Args:
         what: what is done, e.g. ``writing``.

@@ -187,7 +187,7 @@ class Communication:
         """Bytes for hidden states of tokens to the ranks of their experts, and for the outputs back."""
         width, per_token = self.config.hidden_size * self.itemsize, Architecture.of(self.base.config).experts_per_token
         ranks = self.layout.expert_parallel_size
-        forward = communication_formulas.expert_bytes(self.tokens, per_token, width, ranks, back=False)
+        forward = communication_formulas.expert_bytes(self.tokens, per_token, width, ranks)
         return forward * (sum(self._layers()) + sum(self.recomputed))
 
     def _layers(self) -> tuple[int, int]:

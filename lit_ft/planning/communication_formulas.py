@@ -95,14 +95,13 @@ def context_bytes(keys_values: float, ranks: int, layers: int, back: int, recomp
     return gathered(keys_values, ranks) * (layers + back + recomputed)
 
 
-def expert_bytes(tokens: float, experts_per_token: int, hidden: float, ranks: int, back: bool = True) -> float:
-    """Bytes that an expert-parallel rank sends for a layer: tokens to their experts, and the outputs back.
+def expert_bytes(tokens: float, experts_per_token: int, hidden: float, ranks: int) -> float:
+    """Bytes that an expert-parallel rank sends for a layer's forward pass: tokens to their experts, outputs back.
 
     Args:
         tokens: number of this rank's tokens; every rank is assumed to receive equally many of them.
         experts_per_token: number of experts per token.
         hidden: bytes of a token's hidden state.
         ranks: number t of expert-parallel ranks.
-        back: whether gradients are sent as well.
     """
-    return (4 if back else 2) * gathered(tokens * experts_per_token * hidden, ranks)
+    return 2 * gathered(tokens * experts_per_token * hidden, ranks)

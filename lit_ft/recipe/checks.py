@@ -99,7 +99,7 @@ def check_something_trains(trainer: Namespace) -> None:
         RecipeError: the run would have no step.
     """
     for name in ("max_steps", "max_epochs", "limit_train_batches"):
-        if (value := trainer.get(name)) == 0 and value is not None:
+        if (value := trainer.get(name)) == 0:
             raise RecipeError(f"trainer.{name}={value} would train nothing; give more, or use the command validate")
 
 

@@ -1,23 +1,21 @@
 """Parser of the options that a command has beside those of a recipe; without slow imports."""
 
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from lit_ft.errors import RecipeError
 
 
-def number_from(least: int) -> Callable[[str], int]:
-    """Type of an option: a whole number of at least ``least``."""
+def whole_number(text: str) -> int:
+    """Type of an option: a whole number of at least 0."""
+    if (value := int(text)) < 0:
+        raise ArgumentTypeError(f"{value} must be 0 or more")
+    return value
 
-    def whole_number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise ArgumentTypeError(f"{value} must be {least} or more")
-        return value
 
-    whole_number.__name__ = "int"  # which argparse names
-    return whole_number
+whole_number.__name__ = "int"  # which argparse names
 
 
 def positive(text: str) -> float:

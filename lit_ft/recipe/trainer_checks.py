@@ -104,4 +104,6 @@ def quiet_trainer(**options: Any) -> Trainer:
     Args:
         options: further options of ``Trainer``.
     """
-    return Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, **options)
+    return Trainer(
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options
+    )

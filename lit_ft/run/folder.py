@@ -15,7 +15,7 @@ from lit_ft.bounded_yaml import load_yaml
 from lit_ft.checkpointing.selection import best_of, newest_good
 from lit_ft.checkpointing.storage import replacement
 from lit_ft.errors import RecipeError, explained
-from lit_ft.run.lock import is_running, lock_run
+from lit_ft.run.lock import is_running, lock_run, unwritable
 from lit_ft.run.state import finished_step
 
 RUNS = Path("checkpoints/runs")
@@ -157,7 +157,7 @@ class RunFolder:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise _unwritable(self.root, error) from error
+            raise unwritable(self.root, error) from error
 
     def claim(self, resuming: bool) -> None:
         """Create the folder, and lock it for this process.
@@ -175,12 +175,6 @@ class RunFolder:
                     "or give another --run_dir"
                 )
             rank_zero_info(f"the earlier run in {self.root} ended before its first checkpoint: started again")
-
-
-def _unwritable(root: Path, error: OSError) -> RecipeError:
-    return RecipeError(
-        f"run_dir={str(root)!r} cannot be written ({error.strerror}); give another one with --run_dir DIR"
-    )
 
 
 _TIME = "%Y-%m-%d_%H-%M-%S"
@@ -219,7 +213,7 @@ def new_run(recipe: str, create: bool = False, runs: Path | None = None) -> RunF
         except FileExistsError:
             continue
         except OSError as error:
-            raise _unwritable(run.root, error) from error
+            raise unwritable(run.root, error) from error
 
 
 def newest_run(recipe: str) -> RunFolder:

@@ -37,9 +37,7 @@ def lock_run(root: Path) -> None:
     try:
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
-        raise RecipeError(
-            f"run_dir={str(root)!r} cannot be written ({error.strerror}); give another one with --run_dir DIR"
-        ) from error
+        raise unwritable(root, error) from error
     try:
         _lock(file)
     except (BlockingIOError, PermissionError) as error:
@@ -58,6 +56,13 @@ def lock_run(root: Path) -> None:
     json.dump({"host": socket.gethostname(), "pid": os.getpid(), "start": f"{datetime.now():%F %T}"}, file)
     file.flush()
     _held[path] = file
+
+
+def unwritable(root: Path, error: OSError) -> RecipeError:
+    """Error of a run folder that is not writable."""
+    return RecipeError(
+        f"run_dir={str(root)!r} cannot be written ({error.strerror}); give another one with --run_dir DIR"
+    )
 
 
 def _lock(file: IO[str]) -> None:

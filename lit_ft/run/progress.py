@@ -202,57 +202,42 @@ class RunProgressBar(ProgressBar):
 
     # --- evaluation ------------------------------------------------------------------------------
 
-    def _begin(self, what: str, total: float) -> None:
-        self._batches = self._add(what, total)
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the bar of the batches."""
+        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._batches = self._add("validation", sum(batches))
 
-    def _advance(self) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the bar of the batches."""
+        self._batches = self._add("test", sum(trainer.num_test_batches))
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the bar of the batches."""
+        self._batches = self._add("answers", sum(trainer.num_predict_batches))
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count the batch."""
         if self._bar is not None and self._batches is not None:
             self._bar.advance(self._batches)
 
-    def _end(self) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the bar of the batches."""
         if self._bar is not None and self._batches is not None:
             self._bar.remove_task(self._batches)
         self._batches = None
         if self._steps is None:
             self._close()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the bar of the batches."""
-        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._begin("validation", sum(batches) if isinstance(batches, list) else batches)
-
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """Count the batch."""
-        self._advance()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the bar of the batches."""
-        self._end()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the bar of the batches."""
-        batches = trainer.num_test_batches
-        self._begin("test", sum(batches) if isinstance(batches, list) else batches)
-
-    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """Count the batch."""
-        self._advance()
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the bar."""
-        self._end()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the bar of the batches."""
-        self._begin("answers", sum(trainer.num_predict_batches))
-
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """Count the batch."""
-        self._advance()
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the bar."""
-        self._end()
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the terminal back."""

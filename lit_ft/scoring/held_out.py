@@ -3,16 +3,14 @@
 import math
 from pathlib import Path
 
-from lightning.pytorch import LightningDataModule
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft.data.text_data import TextDataModule
-from lit_ft.errors import RecipeError
+from lit_ft.export import restore_run
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.model import loading, rotary_embedding
 from lit_ft.model.isolation import token_mixers
-from lit_ft.recipe.parser import RecipeParser
 from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.run.folder import RunFolder
 from lit_ft.scoring.scores import Score
@@ -64,14 +62,7 @@ def data_of(path: str, model: str, data: dict[str, object]) -> TextDataModule:
         options |= {name: value for name, value in _data_options_of(model)[1].items() if name in _OF_THE_MODEL}
     without_training = dict.fromkeys(("path", "sources", "val_path", "val_sources"))
     options |= {**without_training, "val_fraction": 0.0, "streaming": False, "mixing": "concatenate", **data}
-    parser = RecipeParser()
-    parser.add_subclass_arguments(LightningDataModule, "data", required=True)
-    module = parser.instantiate_classes(
-        parser.parse_object({"data": {"class_path": class_path, "init_args": options}})
-    ).data
-    if not isinstance(module, TextDataModule):
-        raise RecipeError(f"the run's data is a {type(module).__name__}; evaluate reads with lit_ft.TextDataModule")
-    return module
+    return restore_run.data_of({"class_path": class_path, "init_args": options}, "evaluate")
 
 
 _OF_THE_MODEL = ("chat_template", "template_options")
@@ -104,7 +95,6 @@ def held_out_scores(
     trainer = quiet_trainer(
         accelerator="cpu" if device.type == "cpu" else "auto",
         devices=1,
-        enable_model_summary=False,
         precision=precision if precision is not None and precision.endswith("-mixed") else None,
     )
     (metrics,) = trainer.test(module, datamodule=data, verbose=False)

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
 from typing import Literal
@@ -178,8 +178,3 @@ def win_rates(name: str, judgments: Sequence[Judgment]) -> tuple[list[Score], li
         note += f"; {counts['unread']:,} without a verdict that could be read were left out"
     metric = "win rate"
     return [Score(name, metric, rate, error)], [Score(name, metric, 1 - rate, error)], note
-
-
-def as_json(judgment: Judgment) -> dict[str, object]:
-    """Judgment as a line of a file."""
-    return asdict(judgment)

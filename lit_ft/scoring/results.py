@@ -1,7 +1,7 @@
 """Files of an evaluation: a new numbered folder, and a table for the run's report."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import count
@@ -65,7 +65,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def write_lines(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
+def write_lines(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
     """Write a file of JSON lines."""
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 

@@ -19,15 +19,13 @@ def check_task_file(path: Path) -> None:
     Raises:
         RecipeError: the file cannot be read, is a group, names code, or takes a metric that runs code of the hub.
     """
-    content = _content(path, _text(path))
-    if "group" in content or isinstance(content.get("task"), list):
-        raise RecipeError(f"the file {str(path)!r} is a group of tasks; name the files of its tasks in its place")
-    for file in _with_included(path, []):
-        text = _text(file)
+    for file, text, content in _with_included(path, []):
+        if file == path and ("group" in content or isinstance(content.get("task"), list)):
+            raise RecipeError(f"the file {str(path)!r} is a group of tasks; name the files of its tasks in its place")
         for code in re.findall(rf"{_FUNCTION}\s+([\w./-]+)", text):
             if not allowed_code.is_allowed(code, allowed_code.allowed_by_user()):
                 raise allowed_code.refusal(code, str(file))
-        for metric in _metrics(file, text):
+        for metric in _metrics(content):
             _check_metric(file, metric)
 
 
@@ -56,17 +54,19 @@ def _content(file: Path, text: str) -> dict[str, object]:
     return content
 
 
-def _with_included(file: Path, above: list[Path]) -> Iterator[Path]:
+def _with_included(file: Path, above: list[Path]) -> Iterator[tuple[Path, str, dict[str, object]]]:
     if file in above:
         raise RecipeError(f"the task {str(file)!r} includes itself; take the include out")
-    yield file
-    included = _content(file, _text(file)).get("include", [])
+    text = _text(file)
+    content = _content(file, text)
+    yield file, text, content
+    included = content.get("include", [])
     for name in included if isinstance(included, list) else [included]:
         yield from _with_included((file.parent / str(name)).resolve(), [*above, file])
 
 
-def _metrics(file: Path, text: str) -> Iterator[str]:
-    listed = _content(file, text).get("metric_list")
+def _metrics(content: dict[str, object]) -> Iterator[str]:
+    listed = content.get("metric_list")
     for metric in listed if isinstance(listed, list) else []:
         name = metric.get("metric") if isinstance(metric, dict) else None
         if isinstance(name, str):

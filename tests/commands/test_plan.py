@@ -70,8 +70,7 @@ def test_head() -> None:
 
 def test_context_and_experts() -> None:
     assert communication_formulas.context_bytes(1000, 4, layers=3, back=2, recomputed=1) == 6 * 750
-    assert communication_formulas.expert_bytes(10, 2, 64, ranks=4) == 4 * 10 * 2 * 64 * 3 / 4
-    assert communication_formulas.expert_bytes(10, 2, 64, ranks=4, back=False) == 2 * 10 * 2 * 64 * 3 / 4
+    assert communication_formulas.expert_bytes(10, 2, 64, ranks=4) == 2 * 10 * 2 * 64 * 3 / 4
 
 
 # --- timeline -------------------------------------------------------------------------------------------

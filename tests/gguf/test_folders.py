@@ -26,7 +26,7 @@ from transformers import (
 
 from lit_ft.data.text.chat_template import BUILT_IN
 from lit_ft.errors import RecipeError
-from lit_ft.gguf import weights
+from lit_ft.gguf import WeightType, weights
 from lit_ft.gguf.folders import check_convertible, write_merged_folder
 from lit_ft.gguf.pre_tokenizers import EXPRESSIONS
 from lit_ft.gguf.verification import check_tensors
@@ -116,7 +116,7 @@ def written(
     to: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    weight_type: weights.WeightType,
+    weight_type: WeightType,
     ends: Sequence[int] = (0,),
 ) -> Path:
     """Write a folder with the GGUF file of a model."""
@@ -153,7 +153,7 @@ def test_llama_cpp_computes_what_transformers_does(
     config: Any,
     options: Any,
     tokenizer: Any,
-    weight_type: weights.WeightType,
+    weight_type: WeightType,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     recwarn: pytest.WarningsRecorder,

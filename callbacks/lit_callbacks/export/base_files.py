@@ -5,11 +5,10 @@ towers, processors. Their tensors are copied bit by bit from the base's files in
 of the base's files at a time, from memory-mapped tensors.
 """
 
-import copy
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lit_callbacks.export.merge_check import MergeFailed
+from lit_callbacks.export.merge_check import MergeFailed, skeleton
 from lit_callbacks.export.weight_files import number, opened, weight_files
 from lit_callbacks.internals.transformers_internals import (
     names_in_model,
@@ -74,10 +73,7 @@ class BaseFiles:
     @classmethod
     def in_folder(cls, folder: Path) -> "BaseFiles | None":
         """Files of a folder; None if it has no weights."""
-        tensors = {}
-        for file in weight_files(folder):
-            with opened(file) as weights:
-                tensors.update(dict.fromkeys(weights.names, file))
+        tensors = _tensors_in(folder)
         return cls(folder, tensors) if tensors else None
 
     def publish_names_of(self, model: "PreTrainedModel") -> None:
@@ -142,7 +138,7 @@ class BaseFiles:
         Raises:
             MergeFailed: the folder lacks a tensor that the model reads from the base's files, or a copy differs.
         """
-        config, written = model_class.config_class.from_pretrained(folder), _names_in(folder)
+        config, written = model_class.config_class.from_pretrained(folder), _tensors_in(folder).keys()
         is_quantized = "quantization_config" in _json(folder)
         if not self.is_quantized and not is_quantized:
             self._check_written(skeleton(model_class, config), written)
@@ -159,7 +155,7 @@ class BaseFiles:
             + (f", {scales:,} of its quantization are left out" if scales else "")
         )
 
-    def _check_written(self, trained: "PreTrainedModel", written: set[str]) -> None:
+    def _check_written(self, trained: "PreTrainedModel", written: Set[str]) -> None:
         read = trained.state_dict().keys() - tied_tensors(trained)
         names = names_in_model(trained, self.tensors.keys() - written)
         lost = [name for name, own in names.items() if own in read]
@@ -297,12 +293,6 @@ def add_files(
         tokenizer.save_pretrained(folder)
 
 
-def skeleton(model_class: type["PreTrainedModel"], config: "PretrainedConfig") -> "PreTrainedModel":
-    """Model on the meta device."""
-    with torch.device("meta"):
-        return model_class(copy.deepcopy(config))
-
-
 def _snapshot_of(hub_id: str) -> Path:
     """Folder in the cache that a hub model was read from, completed by its small files."""
     from huggingface_hub import snapshot_download
@@ -329,12 +319,13 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def _names_in(folder: Path) -> set[str]:
-    names: set[str] = set()
+def _tensors_in(folder: Path) -> dict[str, Path]:
+    """Weight file of each tensor of a folder."""
+    tensors: dict[str, Path] = {}
     for file in weight_files(folder):
         with opened(file) as weights:
-            names.update(weights.names)
-    return names
+            tensors.update(dict.fromkeys(weights.names, file))
+    return tensors
 
 
 def _parents(name: str) -> set[str]:

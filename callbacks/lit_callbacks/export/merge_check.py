@@ -10,12 +10,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lit_callbacks.distributed.gather import persistent_buffers
+from lit_callbacks.export.weight_files import opened
 from lit_callbacks.internals.transformers_internals import is_quantized, ties_embeddings
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Bound of the largest logit difference, relative to the largest logit, by dtype of the merged weights. Rounding a
@@ -156,9 +157,8 @@ class Layout:
         Args:
             base: a ``transformers.PreTrainedModel``, with or without adapter layers.
         """
-        with torch.device("meta"):
-            reference = type(base)(copy.deepcopy(base.config))
-        shapes = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
+        reference = skeleton(type(base), base.config).state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in reference.items()}
         config = base.config.get_text_config()
         has_experts = getattr(config, "num_experts_per_tok", None) is not None
         has_delta_nets = "linear_attention" in (getattr(config, "layer_types", None) or ())
@@ -201,16 +201,20 @@ def read_back(folder: Path, layout: Layout) -> "PreTrainedModel":
     return _without_repacking(model)
 
 
+def skeleton(model_class: type["PreTrainedModel"], config: "PretrainedConfig") -> "PreTrainedModel":
+    """Model on the meta device."""
+    with torch.device("meta"):
+        return model_class(copy.deepcopy(config))
+
+
 def _wrong_in_files(folder: Path, layout: Layout) -> list[str]:
     """Errors of single tensors in the files: empty, of another dtype, or not finite."""
-    from safetensors import safe_open
-
     dtypes = set(layout.dtypes.values()) | (_STATISTICS if layout.is_packed else set())
     wrong = []
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                tensor = tensors.get_tensor(name)
+        with opened(file) as weights:
+            for name in weights.names:
+                tensor = weights.tensor(name)
                 dtype = layout.dtypes.get(name)
                 if tensor.numel() == 0:
                     wrong.append(f"{name} is empty, {tuple(tensor.shape)}")

@@ -29,6 +29,7 @@ from lit_callbacks.export.merge_check import (
     read_back,
     sample_ids,
     share_lost,
+    skeleton,
 )
 from lit_callbacks.internals.transformers_internals import (
     attention_implementation,
@@ -70,8 +71,7 @@ def unsplit(
     if not keep:
         return None
     base = model.get_base_model() if is_peft(model) else model
-    with torch.device("meta"):
-        known = set(type(base)(copy.deepcopy(base.config)).state_dict())
+    known = set(skeleton(type(base), base.config).state_dict())
     of_base = {_name_in_base(name): weight for name, weight in weights.items() if _name_in_base(name) in known}
     if missing := sorted(known - of_base.keys()):
         raise MergeFailed(f"{', '.join(missing[:3])} of the base are on no rank; nothing was written")

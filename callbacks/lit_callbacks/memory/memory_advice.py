@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lit_callbacks.memory.memory_readings import MIB
 from lit_callbacks.memory.storage_ledger import PURPOSES, Breakdown
+from lit_callbacks.output.quantities import MIB
 
 _IN_A_STACK = re.compile(r"\.\*(\.|$)")
 

@@ -17,7 +17,7 @@ from lit_callbacks.internals import torch_internals
 from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.memory import memory_readings
 from lit_callbacks.memory.memory_advice import mib, out_of_memory_page
-from lit_callbacks.memory.memory_readings import MIB, in_mib
+from lit_callbacks.memory.memory_readings import in_mib
 from lit_callbacks.memory.memory_timeline import Row, step_rows, write_csv, write_picture
 from lit_callbacks.memory.storage_ledger import (
     Breakdown,
@@ -29,6 +29,7 @@ from lit_callbacks.memory.storage_ledger import (
 )
 from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
+from lit_callbacks.output.quantities import MIB
 from lit_callbacks.peak_memory import host_peak
 from lit_callbacks.phases import Phase, failed_in, unwatch, watch
 

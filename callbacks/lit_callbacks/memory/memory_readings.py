@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-MIB = 2**20
+from lit_callbacks.output.quantities import MIB
 
 
 @cache

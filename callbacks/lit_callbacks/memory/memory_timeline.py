@@ -6,8 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lit_callbacks.memory.memory_readings import MIB
 from lit_callbacks.memory.storage_ledger import PURPOSES, StorageLedger
+from lit_callbacks.output.quantities import MIB
 
 Row = Mapping[str, Any]
 """Row of a CSV file: values by column, e.g. ``step`` or ``event`` and sizes in MiB."""

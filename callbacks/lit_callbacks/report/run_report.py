@@ -202,8 +202,6 @@ AFTER = "callbacks after the last step"
 
 def describe(trainer: Trainer) -> Json:
     """Environment of a run: command, device, strategy, precision, optimizer steps, versions."""
-    import torch
-
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
@@ -294,11 +292,7 @@ def _facts(run: RunData) -> list[str]:
     """Device, strategy, precision and dates of a run."""
     about = run.environment
     facts = [str(run.folder), *(str(about[key]) for key in ("device", "strategy") if about.get(key))]
-    facts += [f"{label} {about[key]}" for key, label in _LABELS.items() if about.get(key) not in (None, "")]
-    return facts
-
-
-_LABELS = {"precision": "precision", "started": "started"}
+    return facts + [f"{key} {about[key]}" for key in ("precision", "started") if about.get(key) not in (None, "")]
 
 
 @cache

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_callbacks import MemoryProfiler
 from lit_callbacks.memory.memory_advice import settings
-from lit_callbacks.memory.memory_readings import MIB
 from lit_callbacks.memory.storage_ledger import Breakdown
+from lit_callbacks.output.quantities import MIB
 from plain_modules import VOCABULARY, Digits, TinyLM, digits, make_trainer, texts
 from ranks import on_ranks
 from torch import Tensor, nn

@@ -27,7 +27,7 @@ class Chart:
         self.metrics, self._logarithmic = list(metrics), logarithmic
         self._drawn: object = None
         with ui.element("div").classes("card") as self.box:
-            self._caption = ui.label(caption).classes("caption")
+            ui.label(caption).classes("caption")
             self._chart = ui.echart(_options()).classes("chart")
 
     def update(self, curves: Mapping[str, Points]) -> None:

@@ -27,7 +27,7 @@ class Form:
     """Fields that show a recipe and change it."""
 
     def __init__(self, schema: Schema, texts: Texts, changed: Callable[[], None]) -> None:
-        """Draw nothing yet.
+        """Draw the search of other options; ``show`` draws the fields.
 
         Args:
             schema: options of ``fit``.
@@ -41,11 +41,7 @@ class Form:
         self._shown_classes: object = None
         with ui.element("div"):
             self._box = ui.element("div")
-            with (
-                ui.expansion(texts("other options"))
-                .classes("w-full")
-                .props('data-mark="other options"') as self._others
-            ):
+            with ui.expansion(texts("other options")).classes("w-full").props('data-mark="other options"'):
                 self._draw_others()
 
     def show(self, recipe: RecipeText) -> None:

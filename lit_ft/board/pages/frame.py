@@ -31,9 +31,9 @@ def frame(texts: Texts, kind: str, title: str) -> Iterator[None]:
     ui.page_title(f"{title} - lit_ft")
     with ui.element("div").classes("bar top"):
         with ui.element("div").classes("bar"):
-            link("lit_ft", "/").classes("brand")
-            link(texts("runs"), "/")
-            link(texts("new run"), "/new").props('data-mark="new run"')
+            ui.link("lit_ft", "/").classes("brand")
+            ui.link(texts("runs"), "/")
+            ui.link(texts("new run"), "/new").props('data-mark="new run"')
         other = next(one for one in LANGUAGES if one != texts.language)
         ui.button(texts("language"), on_click=lambda: _choose(other)).props("flat dense no-caps").props(
             'data-mark="language"'
@@ -55,11 +55,6 @@ def tag(name: str, text: str) -> ui.label:
     return label
 
 
-def link(text: str, address: str) -> ui.link:
-    """Link within the board."""
-    return ui.link(text, address)
-
-
 def address_of(run: str) -> str:
     """Address of the page of a run."""
     return f"/run/{quote(run)}"
@@ -74,15 +69,14 @@ def shown_errors() -> Iterator[None]:
         ui.notify(str(error), type="negative", multi_line=True, timeout=0, close_button="OK")
 
 
-def figure(parent: ui.element, label: str) -> Callable[[str, str], None]:
-    """A figure with its label; returns the function that sets value and note."""
+def figure(parent: ui.element, label: str) -> Callable[[str], None]:
+    """A figure with its label; returns the function that sets its value."""
     with parent, ui.element("div") as box:
         ui.label(label).classes("quiet")
         value = ui.label("").classes("value")
-        note = ui.label("").classes("quiet")
 
-    def update(text: str, more: str = "") -> None:
-        value.text, note.text = text, more
+    def update(text: str) -> None:
+        value.text = text
         box.set_visibility(bool(text))
 
     update("")

@@ -54,7 +54,7 @@ class _NewRun:
             self._on_top.on_value_change(self._put_on_top)
             self._name = ui.input(label=texts("name")).props('outlined data-mark="name"').style("flex: 1 1 10rem")
         with ui.element("div").classes("halves sticky"):
-            self._form = Form(board.schema, texts, self._form_changed)
+            self._form = Form(board.schema, texts, self._show_text)
             with ui.element("div"):
                 self._draw_text()
         self._check_box = ui.element("div")
@@ -112,9 +112,6 @@ class _NewRun:
             fragment = RecipeText(self._fragments[name].read_text(encoding="utf-8"))
             recipe = recipe.with_fragment(fragment, self._board.schema.kept)
         return recipe
-
-    def _form_changed(self) -> None:
-        self._show_text()
 
     def _show_text(self) -> None:
         self._area.set_value(self._recipe.text)

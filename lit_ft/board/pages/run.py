@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -136,13 +136,13 @@ class _RunView:
         self._report.set_visibility(report.is_file())
         self._write.set_visibility(self._folder.config.is_file())
         step = texts("of", f"{one.step:,}", f"{one.steps:,}") if one.steps else f"{one.step:,}"
-        self._figures["step"](step, "")
-        self._figures["loss"](number(one.loss), "")
-        self._figures["val loss"](number(one.val_loss), "")
-        self._figures["speed"](number(last.get("throughput/tokens_per_second")), "")
-        self._figures["memory"](_memory(self._environment, last), "")
+        self._figures["step"](step)
+        self._figures["loss"](number(one.loss))
+        self._figures["val loss"](number(one.val_loss))
+        self._figures["speed"](number(last.get("throughput/tokens_per_second")))
+        self._figures["memory"](_memory(self._environment, last))
         seconds = _seconds(self._environment, one)
-        self._figures["time"]("" if seconds is None else as_time(seconds), "")
+        self._figures["time"]("" if seconds is None else as_time(seconds))
         self._place.text = (
             f"{texts('folder')}: {shown(self._folder.root)}, {texts('changed')}: {ago(texts, one.changed)}"
         )
@@ -195,24 +195,20 @@ class _RunView:
     # --- what is done ------------------------------------------------------------------------------
 
     def _ask_to_stop(self) -> None:
+        def stop() -> None:
+            dialog.close()
+            with shown_errors():
+                self._board.stop(self._folder)
+                ui.notify(self._texts("stopping"))
+
         with ui.dialog() as dialog, ui.card():
             ui.label(self._texts("stop now"))
             with ui.element("div").classes("bar"):
-                stop = self._then_close(dialog, lambda: self._board.stop(self._folder))
                 ui.button(self._texts("stop"), color="negative", on_click=stop).props("unelevated").props(
                     'data-mark="stop now"'
                 )
                 ui.button(self._texts("cancel"), on_click=dialog.close).props("flat")
         dialog.open()
-
-    def _then_close(self, dialog: ui.dialog, act: Callable[[], object]) -> Callable[[], None]:
-        def done() -> None:
-            dialog.close()
-            with shown_errors():
-                act()
-                ui.notify(self._texts("stopping"))
-
-        return done
 
     def _do_resume(self) -> None:
         with shown_errors():

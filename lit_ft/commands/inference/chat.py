@@ -39,12 +39,10 @@ def run(arguments: list[str]) -> None:
     parser = RecipeParser(prog="python -m lit_ft chat", description=(run.__doc__ or ""))
     parser.add_argument("path", help="a run's folder, an adapter's, a model's, or a hub id")
     parser.add_argument("--ckpt_path", default=LAST, help="checkpoint of a run: last, best or a path")
-    parser.add_argument("--base", type=str | None, default=None, help="base model of an adapter's folder")
+    parser.add_argument("--base", type=str | None, help="base model of an adapter's folder")
     parser.add_argument("--compare", action="store_true", help="answer with the base model too, beside the adapter")
-    parser.add_argument("--system", type=str | None, default=None, help="system prompt")
-    parser.add_argument(
-        "--chat_template", type=str | None, default=None, help="in place of the tokenizer's or the run's"
-    )
+    parser.add_argument("--system", type=str | None, help="system prompt")
+    parser.add_argument("--chat_template", type=str | None, help="in place of the tokenizer's or the run's")
     parser.add_class_arguments(Decoding, nested_key=None, as_group=False)
     options = parser.parse_args(arguments[1:])
     decoding = Decoding(**{field.name: options[field.name] for field in fields(Decoding)})

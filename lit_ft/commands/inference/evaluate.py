@@ -3,7 +3,7 @@
 import gc
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -63,40 +63,39 @@ def _parser() -> RecipeParser:
     add = parser.add_argument
     add("path", help="a run's folder, an adapter's, a model's, or a hub id; with --url it gives the tokenizer")
     add("--ckpt_path", default=LAST, help="checkpoint of a run: last, best or a path")
-    add("--base", type=str | None, default=None, help="base model of an adapter's folder")
+    add("--base", type=str | None, help="base model of an adapter's folder")
     add("--no_base", action="store_true", help="score the model alone")
-    add("--against", type=str | None, default=None, help="a run, adapter or model to compare with in place of the base")
-    add("--chat_template", type=str | None, default=None, help="in place of the tokenizer's or the run's")
-    add("--out", type=str | None, default=None, help="folder of the numbered results; RUN/evaluations by default")
+    add("--against", type=str | None, help="a run, adapter or model to compare with in place of the base")
+    add("--chat_template", type=str | None, help="in place of the tokenizer's or the run's")
+    add("--out", type=str | None, help="folder of the numbered results; RUN/evaluations by default")
     add("--max_new_tokens", type=int, default=256, help="longest answer of --data.path and --questions")
     add("--batch_size", type=int, default=8, help="answers or requests that are computed together")
     add("--tasks", nargs="+", default=[], help="names of tasks of lm-evaluation-harness, or YAML files")
-    add("--limit", type=float | None, default=None, help="rows of each task, or a fraction of them, for trying")
-    add("--num_fewshot", type=int | None, default=None, help="examples before each question of a task")
+    add("--limit", type=float | None, help="rows of each task, or a fraction of them, for trying")
+    add("--num_fewshot", type=int | None, help="examples before each question of a task")
     add(
         "--apply_chat_template",
         type=bool | None,
-        default=None,
         help="put tasks into the chat template; by default where the tokenizer has one",
     )
-    add("--seed", type=int | None, default=None, help="seed of tasks; by default the harness's own")
+    add("--seed", type=int | None, help="seed of tasks; by default the harness's own")
     add("--unsafe_code", action="store_true", help="run tasks that execute code which the model writes")
-    add("--url", type=str | None, default=None, help="run the tasks on a server with OpenAI's interface")
-    add("--model", type=str | None, default=None, help="name of the model there")
-    add("--base_model", type=str | None, default=None, help="name of the base there; by default `base`, if it has one")
+    add("--url", type=str | None, help="run the tasks on a server with OpenAI's interface")
+    add("--model", type=str | None, help="name of the model there")
+    add("--base_model", type=str | None, help="name of the base there; by default `base`, if it has one")
     add("--api", choices=("completions", "chat"), default="completions", help="interface that is asked there")
-    add("--api_key_file", type=str | None, default=None, help=f"file with the key that it asks for; or {API_KEY}")
-    add("--api_key", type=str | None, default=None, help="the key itself")
-    add("--data.path", type=str | None, default=None, help="data set whose loss and exact match are measured")
-    add("--data.format", type=str | None, default=None, help="its format, in place of the run's")
-    add("--data.columns", type=dict[str, str] | None, default=None, help="its columns, in place of the run's")
-    add("--data.system", type=str | None, default=None, help="system prompt, in place of the run's")
-    add("--questions", type=str | None, default=None, help="data set of questions whose answers a judge compares")
-    add("--judge_url", type=str | None, default=None, help="address of the judge, with OpenAI's interface")
-    add("--judge_model", type=str | None, default=None, help="name of the judge there")
-    add("--judge_api_key_file", type=str | None, default=None, help=f"file with its key; or {JUDGE_API_KEY}")
-    add("--judge_api_key", type=str | None, default=None, help="the key itself")
-    add("--judge_prompt", type=str | None, default=None, help="file with {question}, {answer_a}, {answer_b}")
+    add("--api_key_file", type=str | None, help=f"file with the key that it asks for; or {API_KEY}")
+    add("--api_key", type=str | None, help="the key itself")
+    add("--data.path", type=str | None, help="data set whose loss and exact match are measured")
+    add("--data.format", type=str | None, help="its format, in place of the run's")
+    add("--data.columns", type=dict[str, str] | None, help="its columns, in place of the run's")
+    add("--data.system", type=str | None, help="system prompt, in place of the run's")
+    add("--questions", type=str | None, help="data set of questions whose answers a judge compares")
+    add("--judge_url", type=str | None, help="address of the judge, with OpenAI's interface")
+    add("--judge_model", type=str | None, help="name of the judge there")
+    add("--judge_api_key_file", type=str | None, help=f"file with its key; or {JUDGE_API_KEY}")
+    add("--judge_api_key", type=str | None, help="the key itself")
+    add("--judge_prompt", type=str | None, help="file with {question}, {answer_a}, {answer_b}")
     return parser
 
 
@@ -335,7 +334,7 @@ def _write(
     for side, answers in evaluation.answers.items():
         results.write_lines(folder / f"answers-{side}.jsonl", answers)
     if evaluation.judgments:
-        results.write_lines(folder / "judgments.jsonl", [judging.as_json(one) for one in evaluation.judgments])
+        results.write_lines(folder / "judgments.jsonl", map(asdict, evaluation.judgments))
     table = {"command": command, "columns": COLUMNS, "rows": rows, "notes": evaluation.notes}
     results.write_json(folder / "scores.json", table)
     written = [folder]

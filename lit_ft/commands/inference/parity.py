@@ -32,16 +32,9 @@ def run(arguments: list[str]) -> None:
     parser = RecipeParser(prog="python -m lit_ft parity", description=(run.__doc__ or ""))
     parser.add_argument("path", help="a run's folder")
     parser.add_argument("--url", required=True, help="address of the server, e.g. http://127.0.0.1:8000")
-    parser.add_argument(
-        "--model", type=str | None, default=None, help="its name there; by default the only one, or the run's folder"
-    )
-    parser.add_argument(
-        "--api_key_file",
-        type=str | None,
-        default=None,
-        help=f"file with the key that the server asks for; or {API_KEY}",
-    )
-    parser.add_argument("--api_key", type=str | None, default=None, help="the key itself")
+    parser.add_argument("--model", type=str | None, help="its name there; by default the only one, or the run's folder")
+    parser.add_argument("--api_key_file", type=str | None, help=f"file with the key that it asks for; or {API_KEY}")
+    parser.add_argument("--api_key", type=str | None, help="the key itself")
     parser.add_argument("--ckpt_path", default=LAST, help="checkpoint of the run: last, best or a path")
     parser.add_argument("--split", choices=("train", "val"), default="train", help="data that is compared")
     parser.add_argument("--rows", type=int, default=20, help="conversations, from the beginning of the data")
@@ -49,14 +42,13 @@ def run(arguments: list[str]) -> None:
     parser.add_argument(
         "--bound",
         type=float | None,
-        default=None,
         help="largest difference of a log-probability; by default 0.001 in float32, 0.05 in float16, 0.5 in bfloat16; "
         "for llama.cpp's server 0.05 in F32 and F16, 0.5 in BF16 and Q8_0",
     )
     options = parser.parse_args(arguments[1:])
-    for name, least in (("rows", 1), ("max_new_tokens", 1)):
-        if options[name] < least:
-            raise RecipeError(f"{name}={options[name]} must be {least} or more")
+    for key in ("rows", "max_new_tokens"):
+        if options[key] < 1:
+            raise RecipeError(f"{key}={options[key]} must be 1 or more")
     if options.bound is not None and not 0 <= options.bound < float("inf"):
         raise RecipeError(f"bound={options.bound:g} must be 0 or more")
     folder = RunFolder(Path(options.path).expanduser())

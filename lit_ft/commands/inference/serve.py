@@ -30,25 +30,17 @@ def run(arguments: list[str]) -> None:
     parser = RecipeParser(prog="python -m lit_ft serve", description=(run.__doc__ or ""))
     parser.add_argument("paths", nargs="+", help="runs' folders, adapters', models', or hub ids")
     parser.add_argument("--ckpt_path", default=LAST, help="checkpoint of the runs: last, best or a path")
-    parser.add_argument("--base", type=str | None, default=None, help="base model of adapters' folders")
-    parser.add_argument(
-        "--chat_template", type=str | None, default=None, help="in place of the tokenizer's or the run's"
-    )
+    parser.add_argument("--base", type=str | None, help="base model of adapters' folders")
+    parser.add_argument("--chat_template", type=str | None, help="in place of the tokenizer's or the run's")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of the machine's")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument(
-        "--api_key_file",
-        type=str | None,
-        default=None,
-        help=f"file with the key that requests must carry; or {API_KEY}",
+        "--api_key_file", type=str | None, help=f"file with the key that requests must carry; or {API_KEY}"
     )
-    parser.add_argument(
-        "--api_key", type=str | None, default=None, help="the key itself, which other users of the machine see"
-    )
+    parser.add_argument("--api_key", type=str | None, help="the key itself, which other users of the machine see")
     parser.add_argument(
         "--max_model_len",
         type=int | None,
-        default=None,
         help="tokens of a prompt and its answer; by default the model's positions, or what the cache holds",
     )
     parser.add_argument("--max_requests", type=int, default=64, help="answers that are generated or wait")

@@ -4,7 +4,6 @@ Needs the extra ``megatron``.
 """
 
 import re
-import socket
 import tempfile
 import warnings
 from argparse import Namespace
@@ -65,21 +64,18 @@ def logits(checkpoint: CoreCheckpoint, ids: Tensor) -> Tensor:
 
     layout = checkpoint.layout
     world = layout.tensor_parallel * layout.pipeline_parallel * layout.expert_parallel
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "logits"
-        arguments = (world, port, checkpoint, ids, result)
+        arguments = (world, checkpoint, ids, result)
         multiprocessing.start_processes(_run_rank, arguments, nprocs=world, start_method="fork")
         answer: Tensor = torch.load(result)
     return answer
 
 
-def _run_rank(rank: int, world: int, port: int, checkpoint: CoreCheckpoint, ids: Tensor, result: Path) -> None:
+def _run_rank(rank: int, world: int, checkpoint: CoreCheckpoint, ids: Tensor, result: Path) -> None:
     torch.set_num_threads(1)
-    store = distributed.TCPStore("127.0.0.1", port, world, rank == 0)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    meeting_point = f"file://{result.with_name('ranks')}"
+    distributed.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=world)
     with on_cpu(), torch.no_grad():
         modules = build(checkpoint.shape, checkpoint.layout, checkpoint.rows)
         _load(modules, checkpoint)

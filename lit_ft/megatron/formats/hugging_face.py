@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from lit_ft.errors import RecipeError
 from lit_ft.model.files.size_check import shapes_of, weight_files
@@ -143,7 +143,3 @@ def index_text(files: list[PlannedFile]) -> str:
     weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
     size = sum(tensor.bytes for file in files for tensor in file.tensors)
     return json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n"
-
-
-INDEX = SAFE_WEIGHTS_INDEX_NAME
-"""File name of the index."""

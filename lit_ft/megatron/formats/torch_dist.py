@@ -159,8 +159,8 @@ class TorchDistSource:
 def _weights_in(name: str, size: torch.Size) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Weights in a stacked tensor: name and number in its first dimensions."""
     own, layer, expert = parse(name)
-    layers = range(size[0]) if layer is None and name.startswith("decoder.layers.") else [layer]
     is_stacked = layer is None and name.startswith("decoder.layers.")
+    layers = range(size[0]) if is_stacked else [layer]
     experts = range(size[1 if is_stacked else 0]) if "{expert}" in own and expert is None else [expert]
     for one_layer in layers:
         for one_expert in experts:
