@@ -136,7 +136,8 @@ class SharedBase:
         if forms[0] != forms[1]:
             raise RecipeError(
                 f"{spec.pretrained!r} and {first.pretrained!r} are not the same base in the same form (dtype "
-                f"{spec.dtype} and {first.dtype}, quantization, model.config_overrides "
+                f"{spec.dtype} and {first.dtype}, model.quantization {_method(spec)} and {_method(first)}, "
+                "model.config_overrides "
                 f"{json.dumps(spec.config_overrides)} and {json.dumps(first.config_overrides)}); models that are "
                 "opened together share one base"
             )
@@ -339,6 +340,10 @@ def _opened(
         config_overrides=spec.config_overrides,
         has_template=has_template,
     )
+
+
+def _method(spec: ModelSpec) -> str:
+    return spec.form().quantization or "none"
 
 
 def _place(model: PreTrainedModel | PeftModel, is_quantized: bool) -> None:

@@ -88,7 +88,7 @@ def _lengths(
         [int(0.8 * caches[name]) for name, model in opened.items() if batching_obstacle(model) is None] or [most]
     )
     if max_model_len is None:
-        max_model_len = min(most, held)
+        max_model_len = min(most, max(held, 2))
     if not 2 <= max_model_len <= most:
         raise RecipeError(f"max_model_len={max_model_len} must be from 2 to the {most:,} positions of the model")
     if max_model_len > held:

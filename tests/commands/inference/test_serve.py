@@ -76,6 +76,7 @@ def test_a_port_in_use_and_wrong_options_are_one_line(adapter: str, capsys: Any)
         ("--port", "0", "--cache_gib", "0"): "cache_gib=0 must be over 0",
         ("--port", "0", "--max_model_len", "1000"): "must be from 2 to the 512 positions",
         ("--port", "0", "--max_model_len", "500", "--cache_gib", "0.0003"): "does not fit in the KV cache",
+        ("--port", "0", "--cache_gib", "0.000001"): "does not fit in the KV cache",
         ("--port", "0", "--base", "no/model"): "no/model",
     }.items():
         said = run(capsys, "serve", adapter, *options, code=2)
