@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lit_ft import process
 from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import enable_checkpointing
-from lit_ft.model import liger_kernels, loading, quantization, rotary_embedding
+from lit_ft.model import identity_experts, liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.compiled import layers as compiled_layers
@@ -132,6 +132,7 @@ class TrainingSpec:
             router_loss.say_what_is_left_out(base)
         rotary_embedding.keep_samples_apart(base)
         token_mixers.keep_samples_apart(base)
+        identity_experts.give_others_a_gradient(base)
         # Some models draw while they are built, though not where they are built without memory for weights.
         torch.manual_seed(process.seed())
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)
