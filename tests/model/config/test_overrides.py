@@ -60,8 +60,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a parameter is missing": ({"rope_parameters": {"rope_type": "linear"}}, "Missing required keys in `rope_para"),
     "a list of another length": (
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0, 2.0]}},
-        "long_factor must be a list of 64 numbers, one for each two rotated dimensions of a head, and is "
-        "of 2",
+        "long_factor must be a list of 64 numbers, one for each two rotated dimensions of a head, and is of 2",
     ),
     "another type": ({"hidden_size": "wide"}, "model.config_overrides: StrictDataclass"),
 }
