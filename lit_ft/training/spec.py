@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lit_ft import process
 from lit_ft.errors import RecipeError
 from lit_ft.internals.transformers import enable_checkpointing
-from lit_ft.model import identity_experts, liger_kernels, loading, quantization, rotary_embedding
+from lit_ft.model import liger_kernels, loading, quantization, rotary_embedding
 from lit_ft.model.activations import checkpointing as activation_checkpointing
 from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.compiled import layers as compiled_layers
@@ -28,6 +28,7 @@ from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import compatibility, fused_lora, lora_init
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
+from lit_ft.tuning.targets import identity_experts
 
 
 @dataclass(frozen=True)
