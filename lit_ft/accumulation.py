@@ -4,6 +4,7 @@ import math
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.internals.lightning_internals import attributes_of
 
 from lit_ft.internals.lightning import running_epoch
@@ -33,6 +34,16 @@ def optimizer_steps(trainer: Trainer) -> int | float:
     epochs = range(max(trainer.max_epochs, 1))
     steps = sum(math.ceil(batches / scheduler.get_accumulate_grad_batches(epoch)) for epoch in epochs)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+
+def warn_of_least_steps(trainer: Trainer) -> None:
+    """Warn if ``trainer.min_steps`` is more than the steps of the run, which ends all the same."""
+    steps, least = optimizer_steps(trainer), trainer.min_steps or 0
+    if 0 <= steps < least:
+        rank_zero_warn(
+            f"trainer.min_steps={least}, but the run ends after {steps:g} optimizer steps (trainer.max_epochs="
+            f"{trainer.max_epochs}); raise max_epochs for more"
+        )
 
 
 def _scheduler(trainer: Trainer) -> GradientAccumulationScheduler | None:

@@ -12,6 +12,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_callbacks.distributed.gather import full_weights, is_zero3
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -183,7 +184,7 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         (self._initialize_deepspeed_train if is_fitting else self._initialize_deepspeed_inference)(self.model)
         if self.zero_stage_3:
             self._keep_head_whole()
-            self._gather_mixers_with_layers()
+            self._gather_with_layers()
             wrap_answer(self._module, self._answer_in_engine)
         self.barrier()
 
@@ -228,21 +229,23 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
             for parameter in part.parameters(recurse=False):
                 deepspeed.zero.register_external_parameter(module, parameter)
 
-    def _gather_mixers_with_layers(self) -> None:
-        """Gather what runs sample by sample once for each call of its layer, instead of once for each sample.
+    def _gather_with_layers(self) -> None:
+        """Gather what runs sample by sample, or expert by expert, once for each call of its layer, not for its own.
 
-        Ranks have different numbers of samples in a packed batch, and would gather at different times.
+        Ranks have different numbers of samples in a packed batch, and of experts that its tokens reach, and would
+        gather at different times.
         """
         if (base := self._model_of_run()) is None:
             return
         import deepspeed
 
         for layer in decoder_layers(base):
-            for mixer in token_mixers.mixers(layer, in_layer=True):
-                if token_mixers.isolates(base, mixer):
-                    continue
-                stop_gathering_in_calls(self.deepspeed_engine, list(mixer.modules()))
-                for parameter in mixer.parameters():
+            mixers = token_mixers.mixers(layer, in_layer=True)
+            parts = [mixer for mixer in mixers if not token_mixers.isolates(base, mixer)]
+            parts += [part for name, part in layer.named_modules() if name.endswith(".experts") and _calls_each(part)]
+            for part in parts:
+                stop_gathering_in_calls(self.deepspeed_engine, list(part.modules()))
+                for parameter in part.parameters():
                     deepspeed.zero.register_external_parameter(layer, parameter)
 
     def _model_of_run(self) -> PreTrainedModel | None:
@@ -372,3 +375,9 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
         path = Path(self.broadcast(checkpoint_path))
         check_on_rank_zero(path)
         return mapped(path)
+
+
+def _calls_each(experts: nn.Module) -> bool:
+    """Whether a layer's experts are modules (DBRX), not tensors of one module that it calls once."""
+    have_weights = (next(child.parameters(), None) is not None for child in experts.children())
+    return any(have_weights) and not isinstance(experts, BaseTunerLayer)

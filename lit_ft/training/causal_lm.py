@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lit_ft import process
-from lit_ft.accumulation import accumulation, optimizer_steps
+from lit_ft.accumulation import accumulation, optimizer_steps, warn_of_least_steps
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
 from lit_ft.model.architecture import Decoder
@@ -244,8 +244,9 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
         return made
 
     def on_train_start(self) -> None:
-        """Check the schedule of the tuning method; accumulate as scheduled from the first step on."""
+        """Check the run's length against other options; accumulate as scheduled from the first step on."""
         method_hooks.check_schedule(self.model, optimizer_steps(self.trainer))
+        warn_of_least_steps(self.trainer)
         self.trainer.accumulate_grad_batches = accumulation(self.trainer)
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:

@@ -1,5 +1,6 @@
 """Console summary of a run at its start and end, and chart layout of its losses."""
 
+import re
 import sys
 import time
 
@@ -7,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.output.quantities import as_count
+from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from lit_ft.accumulation import accumulation, optimizer_steps
@@ -45,6 +47,8 @@ class ConsoleSummary(Callback):
         if isinstance(pl_module, CausalLM):
             for line in (f"training {describe_model(pl_module)}", *pl_module.expert_notes):
                 rank_zero_info(line)
+            if (draws := describe_draws(pl_module.base_model.config)) is not None:
+                rank_zero_info(draws)
             if pl_module.spec.base.init == "random" and pl_module.spec.tuning.peft is not None:
                 rank_zero_info(
                     "the frozen base is random and in no checkpoint: the same seed_everything draws it again"
@@ -137,6 +141,25 @@ def describe_model(module: CausalLM) -> str:
         f"{module.spec.tuning.method} of {base.pretrained}{start}: {count:,} of {total:,} parameters "
         f"({count / total:.2%}), {dtypes}, attention {attention_implementation(module.base_model.config)}"
     )
+
+
+def describe_draws(config: PretrainedConfig) -> str | None:
+    """Text on random numbers that the base model draws in training, by its config; None if it draws none."""
+    values = config.get_text_config().to_dict().items()
+    numbers = {name: value for name, value in values if type(value) in (int, float) and value > 0}
+    draws = [f"{name}={value:g}" for name, value in numbers.items() if _DRAWS.match(name)]
+    if config.model_type == "phimoe":  # whose router_jitter_noise is a threshold
+        draws = ["routers sample each token's experts", *(draw for draw in draws if "router" not in draw)]
+    if not draws:
+        return None
+    return (
+        f"config.json: the base model draws random numbers in training ({', '.join(draws)}), so that a step's loss "
+        "depends on its split into micro-batches and ranks; model.config_overrides can set such numbers to 0"
+    )
+
+
+_DRAWS = re.compile(r"(?!summary|classifier).*(drop|jitter)")
+"""Names of a config's probabilities and noise, without those of heads that predict classes."""
 
 
 def describe_checkpoint(run: RunFolder, module: LightningModule) -> str | None:

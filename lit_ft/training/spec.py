@@ -29,6 +29,7 @@ from lit_ft.training.loss.packed_forward import PackedForward
 from lit_ft.tuning import compatibility, fused_lora, lora_init
 from lit_ft.tuning.lora_init import LoraInitState
 from lit_ft.tuning.spec import TuningSpec
+from lit_ft.tuning.targets import identity_experts
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class TrainingSpec:
             router_loss.say_what_is_left_out(base)
         rotary_embedding.keep_samples_apart(base)
         token_mixers.keep_samples_apart(base)
+        identity_experts.give_others_a_gradient(base)
         # Some models draw while they are built, though not where they are built without memory for weights.
         torch.manual_seed(process.seed())
         for_init = PackedForward(base, self.activation_offload, self.router_aux_loss)

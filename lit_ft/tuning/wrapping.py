@@ -58,6 +58,7 @@ def add_peft(
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
     check_ranks(wrapped)
+    _check_trained_twice(wrapped)
     all_linear.check_shared(wrapped, shared)
     all_linear.check_groups(wrapped, peft.peft_type.value)
     return wrapped.train()
@@ -190,6 +191,16 @@ def _cast_copies(model: nn.Module, dtype: torch.dtype, in_float32: bool) -> None
             if tensor.is_floating_point() and deferred_cast.final_dtype(tensor) is None:
                 tensor.data = tensor.data.to(dtype)
         cast_adapter_dtype(wrapper, "default", in_float32)  # trainable tokens only: PEFT does not cast modules_to_save
+
+
+def _check_trained_twice(model: nn.Module) -> None:
+    for name, wrapper in model.named_modules():
+        parts = wrapper.modules() if isinstance(wrapper, AuxiliaryTrainingWrapper) else ()
+        if any(isinstance(part, AuxiliaryTrainingWrapper) and part is not wrapper for part in parts):
+            raise RecipeError(
+                f"model.peft: modules_to_save trains all rows of {name.rpartition('.')[2]}, or of embeddings that are "
+                "tied to it, and trainable_token_indices some of them; leave one of the two out"
+            )
 
 
 def check_numbers(peft: PeftConfig) -> None:

@@ -430,6 +430,11 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({"input_ids": [5, 2**31]}, "'input_ids' holds a number that is no token id; the largest is 2147483648"),
         ({"input_ids": [5, 10**4000]}, f"'input_ids' holds a number that is no token id; the largest is 1{'0' * 79}"),
         ({"input_ids": [5], "labels": [5, 6]}, "'labels' has 2 items for 1 'input_ids'; one each is needed"),
+        (
+            {"input_ids": [5, 6, 7], "labels": [6, 7, N]},
+            "'labels' are shifted: each is the next position's token; give",
+        ),
+        ({"input_ids": [5, 6, 7, 0], "labels": [N, 7, 0, 0], "attention_mask": [1, 1, 1, 0]}, "'labels' are shifted: "),
         ({"input_ids": [5], "labels": [True]}, "'labels' is a list of bool; a list of whole numbers is needed"),
         ({"input_ids": [5], "loss_mask": []}, "'loss_mask' has 0 items for 1 'input_ids'; one each is needed"),
         ({"input_ids": [5], "loss_mask": [0.5]}, "'loss_mask' is a list of float; a list of whole numbers is needed"),

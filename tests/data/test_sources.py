@@ -69,6 +69,7 @@ def test_json_lines_name_the_line(write: Any) -> None:
         b'{"n": ' + b"9" * 5000 + b"}",
         b'{"text": "\\ud800"} ',
         b'{"text": "b"}',
+        b'{"text": "a", "n": {"m": 1}, "text": "b"}',
     ]
     path = write("rows.jsonl", b"\n".join(lines))
     must = "each line must be one object, or the whole file a list of them"
@@ -90,6 +91,7 @@ def test_json_lines_name_the_line(write: Any) -> None:
         ),
         ("rows.jsonl:9", {"text": "\ud800"}),
         ("rows.jsonl:10", {"text": "b"}),
+        ("rows.jsonl:11", "is not JSON that can be read (the key 'text' is there twice); fix the line"),
     ]
 
 
@@ -317,11 +319,20 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     ),
     "half a list": ("a.json", b'[{"a": 1},\n', "a.json:2: is not JSON (column 1: Expecting value); fix it"),
     "two lists": ("a.jsonl", b"[1]\n[2]\n", "a.jsonl:2: is not JSON (column 1: Extra data); fix it"),
-    "deep list": ("a.json", b"[" * 100_000, "a.json: is not JSON that can be read (maximum recursion depth exceeded"),
+    "deep list": (
+        "a.json",
+        b"[" * 100_000,
+        "a.json, row 1: is not JSON that can be read (maximum recursion depth exceeded",
+    ),
     "huge integer": (
         "a.json",
         b"[" + b"9" * 5000 + b"]",
-        "a.json: is not JSON that can be read (Exceeds the limit (4300",
+        "a.json, row 1: is not JSON that can be read (Exceeds the limit (4300",
+    ),
+    "a key twice": (
+        "a.json",
+        b'[{"a": 1}, {"a": {"b": 1, "b": 2}}]',
+        "a.json, row 2: is not JSON that can be read (the key 'b' is there twice); fix it",
     ),
     "open quotes": ("a.csv", b'q,a\n1,"2\n\n', "a.csv:3: is not CSV (unexpected end of data); fix the quotes"),
     "quote amid a cell": ("a.csv", b'q,a\n"1"2,3\n', "a.csv:2: is not CSV ('"),

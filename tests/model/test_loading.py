@@ -10,7 +10,7 @@ import pytest
 import torch
 from lit_callbacks.output import heartbeat
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, LlamaConfig
+from transformers import GptOssConfig, LlamaConfig, T5Config
 from transformers.utils import is_flash_attn_2_available
 
 from lit_ft import CausalLM, RecipeError
@@ -142,6 +142,15 @@ def test_attention_that_is_not_there() -> None:
     if not is_flash_attn_2_available():
         with pytest.raises(RecipeError, match="flash_attention_2 needs the package flash-attn and a GPU"):
             check_attention("flash_attention_2", llama)
+
+
+def test_what_is_no_causal_language_model(tmp_path: Path) -> None:
+    T5Config().save_pretrained(tmp_path)
+    for init in ("random", "pretrained"):
+        with pytest.raises(
+            RecipeError, match="transformers has no causal language model of t5, as config.json calls it"
+        ):
+            load_base(str(tmp_path), init)
 
 
 @pytest.mark.parametrize("name", ["{}", "a\x00b", "-", "x" * 300])

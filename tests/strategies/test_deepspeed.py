@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +22,7 @@ from shared_fixtures import make_rows, record_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
 from turns import in_turn
 
+from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.cli import main
@@ -246,6 +248,21 @@ def test_same_numbers(fit_once: Any, folders: Any, name: str) -> None:
         record_difference(pairs, [(found[key], weight) for key, weight in weights.items()])
         shares = [-(-whole // case.world) if "zero3" in name else whole for _, whole, _ in held.values()]
         assert [own for own, *_ in held.values()] == shares
+
+
+@pytest.mark.processes
+def test_experts_that_are_modules_compute_the_same_at_stage_3(fit_once: Any, folders: Any, tmp_path: Path) -> None:
+    """DBRX calls a module for each expert that a token reaches, and ranks differ in their number."""
+    folder = shutil.copytree(folders(), tmp_path / "dbrx")
+    torch.manual_seed(0)
+    experts = {"moe_num_experts": 16, "moe_top_k": 1, "ffn_hidden_size": 64, "moe_jitter_eps": None}
+    AutoModelForCausalLM.from_config(tiny_config("dbrx", ffn_config=experts)).save_pretrained(folder)
+    case = Case(partial(zero, 3), data={"join_micro_batches": False})
+    ((one, weights, _),) = fit_once(str(folder), case.on_one_process)
+    for steps, found, _ in fit_once(str(folder), case):
+        assert steps == [pytest.approx(wanted, rel=1e-5) for wanted in one]
+        for key, weight in weights.items():
+            torch.testing.assert_close(found[key], weight, atol=1e-5, rtol=1e-5, msg=key)
 
 
 @pytest.mark.processes

@@ -187,6 +187,15 @@ def test_lora_of_tied_embeddings_by_views_is_refused(model_folder: str) -> None:
         CausalLM(model_folder, peft=config).check()
 
 
+def test_embeddings_that_train_in_full_and_by_rows_are_refused(model_folder: str) -> None:
+    """PEFT notices it in the first forward pass only."""
+    config = peft.LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["embed_tokens"], trainable_token_indices=[7, 8]
+    )
+    with pytest.raises(RecipeError, match="modules_to_save trains all rows of embed_tokens, .* leave one of the two"):
+        CausalLM(model_folder, peft=config).check()
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model(model_folder: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.add_tokens(MANY)

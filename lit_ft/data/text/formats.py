@@ -196,7 +196,18 @@ def tokenized(row: RawRow) -> Tokens:
         if not any(real):
             raise BadRow("'attention_mask' is 0 everywhere; remove the row")
         ids, labels = ([v for v, keep in zip(values, real, strict=True) if keep] for values in (ids, labels))
+    if ids != labels and _are_shifted(ids, labels):
+        raise BadRow(
+            "'labels' are shifted: each is the next position's token; give each position its own, as labels are "
+            "shifted in training"
+        )
     return Tokens(ids, labels)
+
+
+def _are_shifted(ids: list[int], labels: list[int]) -> bool:
+    """Whether labels are the tokens after theirs and not their own, wherever there are labels and tokens after."""
+    pairs = [(i, label) for i, label in enumerate(labels[:-1]) if label != IGNORE_INDEX]
+    return any(label != ids[i] for i, label in pairs) and all(label == ids[i + 1] for i, label in pairs)
 
 
 _TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks")

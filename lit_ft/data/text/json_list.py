@@ -18,6 +18,18 @@ _MARGIN = 16
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
+def _with_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return value
+
+
+ROW_DECODER = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
+"""Decoder that raises ``ValueError`` for an object with a key twice, of which json's own takes the last value."""
+
+
 def items_of_list(file: Path, stream: IO[bytes] | GzipFile) -> Iterator[object]:
     """Iterate over the items of the JSON list that a file holds, with memory for the longest item.
 
@@ -57,7 +69,6 @@ class _Window:
         self._bytes = 0
         self._is_all = False
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._parser = json.JSONDecoder()
 
     def next_character(self) -> str:
         """Go to the next character that is no space, and return it; empty at the end of the file."""
@@ -73,13 +84,15 @@ class _Window:
         self.next_character()
         while True:
             try:
-                value, end = self._parser.raw_decode(self._text, self.position)
+                value, end = ROW_DECODER.raw_decode(self._text, self.position)
             except json.JSONDecodeError as error:
                 is_cut = error.msg.startswith("Unterminated") or error.pos > len(self._text) - _MARGIN
                 if not is_cut or not self._read_on(number):
                     raise self.error(error.msg, error.pos) from error
             except (ValueError, RecursionError) as error:
-                raise RecipeError(f"{self._file}: is not JSON that can be read ({error}); fix it") from error
+                raise RecipeError(
+                    f"{self._file}, row {number}: is not JSON that can be read ({error}); fix it"
+                ) from error
             else:
                 if end < len(self._text) or not self._read_on(number):  # a number at the end may have further digits
                     self.position = end

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from lit_ft.errors import RecipeError, explained
+from lit_ft.model.architecture import Architecture
 from lit_ft.model.config.positions import EXTENDING, positions_of
 
 Overrides = Mapping[str, object]
@@ -57,12 +58,13 @@ def _merge_rope(config: PretrainedConfig, overrides: Overrides, key: str) -> dic
         _check_names(overrides, kinds, key, f"the config of {config.model_type}, by kind of layer,")
         each = {kind: _mapping(value, f"{key}.{kind}") for kind, value in overrides.items()}
         return present | {
-            kind: _scale(_mapping(present[kind] or {}, kind), value, f"{key}.{kind}") for kind, value in each.items()
+            kind: _scale(config, _mapping(present[kind] or {}, kind), value, f"{key}.{kind}")
+            for kind, value in each.items()
         }
-    return _scale(present, overrides, key)
+    return _scale(config, present, overrides, key)
 
 
-def _scale(present: Overrides, overrides: Overrides, key: str) -> dict[str, object]:
+def _scale(config: PretrainedConfig, present: Overrides, overrides: Overrides, key: str) -> dict[str, object]:
     _check_names(overrides, {*RopeParameters.__annotations__, *present}, key, "rope_parameters")
     kind, kinds = overrides.get("rope_type", present.get("rope_type")), ["default", *ROPE_INIT_FUNCTIONS]
     if kind not in kinds:
@@ -72,7 +74,23 @@ def _scale(present: Overrides, overrides: Overrides, key: str) -> dict[str, obje
         raise RecipeError(f"{key}.factor={factor!r} must be a number of 1 or more: how many times the positions grow")
     # Another kind has other parameters; these two describe the frequencies before any scaling.
     of_all_kinds = {name: present[name] for name in ("rope_theta", "partial_rotary_factor") if name in present}
-    return {**(present if kind == present.get("rope_type") else of_all_kinds), **overrides}
+    merged = {**(present if kind == present.get("rope_type") else of_all_kinds), **overrides}
+    _check_lists(config, merged, overrides, key)
+    return merged
+
+
+def _check_lists(config: PretrainedConfig, merged: Overrides, overrides: Overrides, key: str) -> None:
+    part = merged.get("partial_rotary_factor") or 1
+    assert isinstance(part, int | float)
+    needed = int(Architecture.of(config).head_dim * part) // 2
+    for name in {"short_factor", "long_factor"} & overrides.keys():
+        value = overrides[name]
+        if not isinstance(value, list) or len(value) != needed:
+            given = f"of {len(value)}" if isinstance(value, list) else repr(value)
+            raise RecipeError(
+                f"{key}.{name} must be a list of {needed} numbers, one for each two rotated dimensions of a head, and "
+                f"is {given}"
+            )
 
 
 def _check_names(overrides: Overrides, known: Iterable[str], key: str, where: str) -> None:

@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from transformers import PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers import __version__ as transformers_version
 
 from lit_ft.errors import RecipeError
@@ -72,7 +72,7 @@ def check(config: PretrainedConfig) -> None:
     """Refuse models whose results on packed batches would differ from those on single samples.
 
     Raises:
-        RecipeError: the model is one of them; the message gives the reason.
+        RecipeError: the model is one of them, or no causal language model; the message gives the reason.
     """
     name = config.model_type
     if (reason := REFUSED.get(name)) is not None:
@@ -83,6 +83,11 @@ def check(config: PretrainedConfig) -> None:
         raise RecipeError(
             f"model.pretrained: config.json of this {name} says is_decoder: false, so that tokens attend to later "
             "ones, which they are to predict; set it to true, or take a causal language model"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise RecipeError(
+            f"model.pretrained: transformers has no causal language model of {name}, as config.json calls it; take "
+            "another model (docs/models.md lists those that work)"
         )
     if name not in COMPARED:
         rank_zero_warn(

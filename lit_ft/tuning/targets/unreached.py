@@ -19,15 +19,19 @@ _WHY = {
     **dict.fromkeys(
         ("embed_tokens_extend", "image_encoder", "visual_projection", "vision_embed_tokens"), "reads images or sound"
     ),
+    **dict.fromkeys(
+        ("expert_bias", "e_score_correction_bias"), "helps to choose experts, and a choice has no gradient"
+    ),
+    "z_L_init": "is a constant",
 }
-"""Names of the modules, of all causal LMs of transformers 5.23 whose packed batches were compared (docs/models.md)."""
+"""Names of modules and weights, of all causal LMs of transformers 5.24 whose packed batches were compared."""
 ARCHITECTURES = frozenset(
     """
-    axk2 big_bird deepseek_v32 deepseek_v4 dots3_note dots3_note_text fuyu git glm_moe_dsa hy_v4 phi4_multimodal
-    qwen4_exp qwen4_exp_text whisper
+    afmoe axk2 big_bird deepseek_v32 deepseek_v4 dots3_note dots3_note_text ernie4_5_moe fuyu git glm_moe_dsa hrm_text
+    hy_v4 laguna phi4_multimodal qwen4_exp qwen4_exp_text whisper
     """.split()
 )
-"""Architectures that have such modules."""
+"""Architectures that have some of them. transformers freezes single weights itself, until it reads them from files."""
 
 
 def names_within(names: Iterable[str]) -> dict[str, str]:

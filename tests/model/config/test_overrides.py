@@ -58,6 +58,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a factor that shrinks": ({"rope_parameters": {**YARN, "factor": 0.5}}, "factor=0.5 must be a number of 1 or more"),
     "no mapping": ({"rope_parameters": 4}, "rope_parameters=4 must be a mapping, e.g. {rope_type: yarn"),
     "a parameter is missing": ({"rope_parameters": {"rope_type": "linear"}}, "Missing required keys in `rope_para"),
+    "a list of another length": (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0, 2.0]}},
+        "long_factor must be a list of 64 numbers, one for each two rotated dimensions of a head, and is of 2",
+    ),
     "another type": ({"hidden_size": "wide"}, "model.config_overrides: StrictDataclass"),
 }
 

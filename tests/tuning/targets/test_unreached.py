@@ -12,6 +12,7 @@ from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError
 from lit_ft.model.files.text_part import config_of_text
 from lit_ft.model.isolation.architectures import REFUSED
+from lit_ft.model.loading import load_base
 from lit_ft.model.spec import ModelSpec
 from lit_ft.tuning.spec import TuningSpec
 from lit_ft.tuning.targets import unreached
@@ -34,6 +35,17 @@ def test_weights_that_are_not_frozen_get_a_gradient(
     line = f"{len(without)} weights are frozen, as they get no gradient: {part}" if part else ""
     assert line in caplog.text
     assert bool(line) == bool(without) == bool(caplog.text)
+
+
+@pytest.mark.parametrize("architecture", ["afmoe", "ernie4_5_moe", "hrm_text", "laguna"])
+def test_weights_that_an_architecture_freezes_stay_frozen_when_they_are_read(tmp_path: Path, architecture: str) -> None:
+    """transformers makes all weights that it reads trainable, except under ZeRO-3."""
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture))
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    model.save_pretrained(tmp_path)
+    read = load_base(str(tmp_path))
+    unreached.freeze(read)
+    assert frozen == {name for name, p in read.named_parameters() if not p.requires_grad} != set()
 
 
 def test_the_architectures_that_have_such_weights_are_listed() -> None:

@@ -1,0 +1,34 @@
+"""Experts without weights (LongCat-Flash): where tokens reach no others, the gradient of the others is 0.
+
+They would have no gradient at all, and ranks that sum gradients would disagree on those there are: they hang or crash.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def give_others_a_gradient(model: nn.Module) -> None:
+    """Make the weights of a model's experts part of every forward pass.
+
+    Args:
+        model: model, changed in place.
+    """
+    for module in model.modules():
+        if getattr(module, "zero_expert_num", 0):
+            module.register_forward_hook(_reach)
+
+
+def _reach(experts: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Output of a layer's experts; to that of identity experts alone, 0 times a weight of each tensor is added.
+
+    Args:
+        experts: module of experts, those with weights first.
+        arguments: hidden states ``(T, H)``, each token's experts ``(T, k)`` and their weights ``(T, k)``.
+        output: hidden states ``(T, H)``.
+    """
+    if not torch.is_grad_enabled() or bool((arguments[1] < experts.num_routed_experts).any()):
+        return output
+    weights = experts.gate_up_proj, experts.down_proj
+    return output + 0 * sum(weight.flatten()[0] for weight in weights)

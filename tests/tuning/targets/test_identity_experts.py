@@ -1,0 +1,38 @@
+"""Weights of experts that no token reaches have a gradient of 0, whatever trains them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from shared_fixtures import make_tokenizer
+from transformers import AutoModelForCausalLM
+
+from benchmarks.tiny_configs import tiny_config
+from lit_ft import CausalLM
+from lit_ft.packed_batch import pack_samples
+
+EXPERTS = LoraConfig(target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+
+
+@pytest.mark.parametrize("peft", [None, EXPERTS], ids=["full", "LoRA on experts"])
+def test_experts_that_no_token_reaches_have_a_gradient_of_zero(tmp_path: Path, peft: LoraConfig | None) -> None:
+    """The router prefers the identity experts, the last half, in the first layer."""
+    torch.manual_seed(0)
+    config = tiny_config("longcat_flash", zero_expert_num=4)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.model.layers[0].mlp.router.e_score_correction_bias[config.n_routed_experts :] = 9.0
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    module = CausalLM(str(tmp_path), peft=peft)
+    module.configure_model()
+    ids = torch.arange(5, 25)
+    result = module(pack_samples([(ids.numpy(), ids.numpy())]))
+    alone = model(input_ids=ids[None], labels=ids[None]).loss
+    assert result.loss_sum.item() / 19 == pytest.approx(alone.item(), rel=1e-6)
+    result.loss_sum.backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    of_first = [g for name, g in gradients.items() if "layers.0.mlp.experts" in name]
+    assert len(of_first) == (2 if peft is None else 4)
+    assert all(g is not None and not g.any() for g in of_first)
+    assert all(g is not None for g in gradients.values())
