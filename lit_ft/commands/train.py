@@ -280,7 +280,7 @@ class TrainingCLI(LightningCLI):
         callbacks = sorted(self._given_callbacks(), key=lambda one: not isinstance(one, WeightAveraging))
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(folder.checkpoints)
+                callback.dirpath = os.path.realpath(folder.checkpoints)  # as ModelCheckpoint spells it
         kwargs["callbacks"] = (
             self._with_defaults(callbacks)
             if self.subcommand == "fit"
