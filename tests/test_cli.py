@@ -371,6 +371,10 @@ def test_checkpoints_that_do_not_fit(
     assert (tmp_path / "run" / "config.yaml").read_text() == recipe_of_run
     run(capsys, *resume, "last", "--seed_everything", "5", "--resume_data", "changed", "--trainer.max_steps", "2")
     assert "max_steps: 2" in (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.warns(
+        UserWarning, match=r"optimizer.lr=0.5 has no effect: the checkpoint goes on with its own 0\.\d+; for"
+    ):
+        run(capsys, *resume, "last", "--optimizer.lr", "0.5", "--seed_everything", "5", "--trainer.max_steps", "3")
 
 
 def test_an_unknown_command(capsys: Any) -> None:

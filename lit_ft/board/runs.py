@@ -105,8 +105,8 @@ class Runs:
         """Summary of a run."""
         curves = self.curves(run)
         state, failure = self._state(run)
-        logged = max((points[-1][0] for points in curves.values() if points), default=-1)
-        step = finished_step(run.finished) or int(logged) + 1
+        logged = max((points[-1][0] for points in curves.values() if points), default=0)
+        step = finished_step(run.finished) or int(logged)
         last = {key: points[-1][1] for key, points in curves.items() if points}
         loss, val_loss = last.get("train/loss"), last.get("val/loss")
         return Summary(name, run, state, step, self._steps(run), loss, val_loss, _changed(run.root), failure)

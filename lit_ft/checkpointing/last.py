@@ -25,22 +25,29 @@ class LastCheckpoint(Checkpoint):
         """Note the step; a checkpoint of weights alone, which cannot be resumed, does not call this."""
         self._saved_step = trainer.global_step
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let a run that was moved replace its ``last.ckpt``: a ``ModelCheckpoint`` knows that of its former folder."""
+        for one, path in self._writers(trainer):
+            if not one.last_model_path and trainer.strategy.broadcast(path.exists()):
+                one.last_model_path = str(path)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, after all other checkpoint callbacks."""
         is_saved = self._saved_step == trainer.global_step and self._all_save_here(trainer)
         if not is_saved and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             path = self.folder / "last.ckpt"
             trainer.save_checkpoint(path, weights_only=False)
-            for one in trainer.checkpoint_callbacks:
-                if isinstance(one, ModelCheckpoint) and _writes(one, path):
-                    note_last_file(one, path)
+            for one, own in self._writers(trainer):
+                note_last_file(one, own)
+
+    def _writers(self, trainer: Trainer) -> list[tuple[ModelCheckpoint, Path]]:
+        """Callbacks that write ``last.ckpt`` too, each with the path as it spells it."""
+        every = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.save_last]
+        paths = [Path(one.dirpath or "") / f"{one.CHECKPOINT_NAME_LAST}{one.FILE_EXTENSION}" for one in every]
+        own = (self.folder / "last.ckpt").resolve()
+        return [(one, path) for one, path in zip(every, paths, strict=True) if path.resolve() == own]
 
     def _all_save_here(self, trainer: Trainer) -> bool:
         here = os.path.realpath(self.folder)
         others = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         return all(os.path.realpath(one.dirpath or "") == here for one in others)
-
-
-def _writes(callback: ModelCheckpoint, path: Path) -> bool:
-    own = Path(callback.dirpath or "") / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
-    return bool(callback.save_last) and own.resolve() == path.resolve()

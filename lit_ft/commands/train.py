@@ -49,7 +49,7 @@ from lit_ft.model.generation import GREEDY, Sampling
 from lit_ft.process import choose_threads_of_ranks, describe_threads, resume_threads, started_at
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import as_options, check_unpickling
-from lit_ft.recipe.callback_checks import EarlyStoppingCheck, check_callbacks, check_schedule
+from lit_ft.recipe.callback_checks import FirstValidationCheck, check_callbacks, check_schedule
 from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
 from lit_ft.recipe.files import check_files, expand_home, in_order
 from lit_ft.recipe.parse_errors import unwrap_class_error
@@ -272,7 +272,7 @@ class TrainingCLI(LightningCLI):
         callbacks = sorted(self._given_callbacks(), key=lambda one: not isinstance(one, WeightAveraging))
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(folder.checkpoints)
+                callback.dirpath = os.path.realpath(folder.checkpoints)  # as ModelCheckpoint spells it
         kwargs["callbacks"] = (
             self._with_defaults(callbacks)
             if self.subcommand == "fit"
@@ -323,7 +323,7 @@ class TrainingCLI(LightningCLI):
             ConsoleSummary(folder, as_options()),
             RunReport(folder.root, title=self.recipe_name, began=started_at()),
             ThroughputMonitor(),
-            EarlyStoppingCheck(),
+            FirstValidationCheck(),
         ]
         last: list[Callback] = []
         if isinstance(self.model, CausalLM) or self.options.merge:

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.cli import ReduceLROnPlateau
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger
 from lit_callbacks.internals.lightning_internals import attributes_of
 from torch.optim.lr_scheduler import ReduceLROnPlateau as PlainReduceLROnPlateau
@@ -153,8 +154,8 @@ def _check_filename(filename: str) -> None:
         )
 
 
-class EarlyStoppingCheck(Callback):
-    """Refuse a run that ends before the first validation, whose metric an ``EarlyStopping`` reads.
+class FirstValidationCheck(Callback):
+    """Say that a run ends before its first validation, and refuse it where an ``EarlyStopping`` reads its metric.
 
     A callback, because the micro-batches of an epoch are known when the data is read and the ranks are placed.
     """
@@ -163,14 +164,16 @@ class EarlyStoppingCheck(Callback):
         """Compare the run's length with its first validation, before any weights are read.
 
         Raises:
-            RecipeError: the run ends first.
+            RecipeError: the run ends first, and an ``EarlyStopping`` waits for the validation.
         """
         data = datamodule_of(trainer)
         monitored = (
             one.monitor for one in attributes_of(trainer).callbacks if isinstance(one, EarlyStopping) and one.strict
         )
         monitor = next((name for name in monitored if name.startswith("val/")), None)
-        if stage != "fit" or monitor is None or not isinstance(data, TextDataModule) or data.streaming:
+        if stage != "fit" or not isinstance(data, TextDataModule) or data.streaming:
+            return
+        if not data.splits.validates or trainer.limit_val_batches == 0:
             return
         if (interval := validation_interval(trainer)) is None:  # a time
             return
@@ -179,11 +182,15 @@ class EarlyStoppingCheck(Callback):
         length = run_length(trainer.max_steps, trainer.max_epochs or -1, batches, accumulation(trainer, 0))
         if length is not None and length < first:
             option = "max_steps" if trainer.max_steps != -1 else "max_epochs"
-            raise RecipeError(
+            ends = (
                 f"trainer.{option}={getattr(trainer, option)} ends the run after {length:,} micro-batches, before its "
-                f"first validation after {first:,}, so EarlyStopping never reads {monitor!r}; "
-                f"{_earlier(trainer.check_val_every_n_epoch, length, batches)}, or leave EarlyStopping out"
+                f"first validation after {first:,}"
             )
+            advice = _earlier(trainer.check_val_every_n_epoch, length, batches)
+            if monitor is None:
+                rank_zero_info(f"{ends}: there is none; to have one, {advice}")
+                return
+            raise RecipeError(f"{ends}, so EarlyStopping never reads {monitor!r}; {advice}, or leave EarlyStopping out")
 
 
 def first_validation(interval: int | float, every_n_epochs: int | None, batches: int) -> int:

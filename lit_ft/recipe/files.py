@@ -13,6 +13,7 @@ from jsonargparse import Namespace
 from lit_ft.bounded_yaml import SAFE_LOADER, check_size
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.other_trainers import OPTIONS
+from lit_ft.recipe.value_errors import shortened
 
 _NO_VALUE = re.compile(r"--(?=$|[A-Za-z])\S*$")
 """What begins with two dashes is an option, unless it has a space."""
@@ -21,6 +22,7 @@ _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 OWN_SECTIONS = ("data", "lr_scheduler", "model", "optimizer", "trainer")
 """Keys of a recipe that hold options."""
+_NEEDED_SECTIONS = ("data", "model", "trainer")
 _QUOTED = ("'", '"', "|", ">")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _LISTS_OF_CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+")
@@ -132,6 +134,17 @@ def _check_yaml(path: Path, text: str) -> None:
         )
         raise RecipeError(f"{path}: holds {what}; a recipe is a mapping, {example}")
     _refuse_other_files(path, _entries(root))
+    for line, message in _odd_spaces(root):
+        raise RecipeError(f"{path}:{line}: {message}")
+    for key, value in _entries(root).items():
+        if key in _NEEDED_SECTIONS and value.tag.endswith(":null"):
+            line = value.start_mark.line + 1
+            raise RecipeError(f"{path}:{line}: {key} is named without options; give them, or leave the name out")
+    if all(isinstance(one, yaml.ScalarNode) and one.value == "" and not one.style for one in _entries(root).values()):
+        # jsonargparse would take such a file for a text.
+        raise RecipeError(
+            f"{path}: gives no value; write null for none, e.g. {next(iter(_entries(root)), 'merge')}: null"
+        )
     for key, first, line in _repeated_keys(root, set()):
         raise RecipeError(
             f"{path}:{line}: {key!r} stands in line {first} already, and the later one would replace all of the first; "
@@ -139,6 +152,10 @@ def _check_yaml(path: Path, text: str) -> None:
         )
     for line, message in _misplaced(root, "", set()):
         raise RecipeError(f"{path}:{line}: {message}")
+    try:
+        yaml.load(text, Loader=SAFE_LOADER)
+    except yaml.constructor.ConstructorError as error:
+        raise _no_yaml(path, text, error) from error
 
 
 def _no_yaml(path: Path, text: str, error: yaml.YAMLError) -> RecipeError:
@@ -146,8 +163,13 @@ def _no_yaml(path: Path, text: str, error: yaml.YAMLError) -> RecipeError:
     reason = (error.problem if isinstance(error, yaml.MarkedYAMLError) else None) or str(error)
     line = mark.line if mark is not None else 0
     advice = "correct it there, or in the line before"
-    if "\t" in text.split("\n")[min(line, text.count("\n"))]:
+    lines = text.split("\n")
+    if any(_WIDE_COLON.match(one.lstrip(" -")) for one in lines[max(line - 1, 0) : line + 1]):
+        advice = _NO_WIDE_COLON
+    elif "\t" in lines[min(line, text.count("\n"))]:
         advice = "indent with spaces, not with a tab"
+    elif "constructor for the tag" in reason:
+        advice = "put a text that begins with ! in quotes, and take out other tags"
     elif "another document" in reason:
         advice = "a recipe is one document; take out the line ---"
     elif "escape" in reason:
@@ -236,8 +258,8 @@ def _misplaced(node: yaml.Node, name: str, seen: set[int]) -> Iterator[tuple[int
             if not isinstance(key, yaml.ScalarNode):
                 yield line, "a mapping or a list stands as a key; recipes have no templates such as {{ name }}"
                 continue
-            if key.value == "trainer" and value.tag.endswith(":null"):
-                yield line, "trainer is named without options; give them, or leave the name out"
+            if key.value.endswith("+") and (replaced := key.value[:-1]) in names:
+                yield line, f"{replaced!r} and {key.value!r} stand side by side; put all in one list"
             if (text := _without_space(key)) is not None:
                 yield line, text
             if "class_path" in names and key.value not in (*_OF_A_CLASS, "<<"):
@@ -249,6 +271,26 @@ def _misplaced(node: yaml.Node, name: str, seen: set[int]) -> Iterator[tuple[int
 
 def _without_space(node: yaml.ScalarNode) -> str | None:
     """What is wrong with a text without quotes that is one word to YAML, e.g. ``path:rows.json``; None otherwise."""
-    if node.style in _QUOTED or not re.match(r"\w+:[^\s/]", node.value):
+    if node.style in _QUOTED:
+        return None
+    if _WIDE_COLON.match(node.value):
+        return f"{shortened(node.value, 100)!r} is one text; {_NO_WIDE_COLON}"
+    if not re.match(r"\w+:[^\s/]", node.value):
         return None
     return f"{node.value!r} is one text; put a space after the colon"
+
+
+_WIDE_COLON = re.compile(r"\w[\w.+]*\s*\uff1a")
+_NO_WIDE_COLON = "write an ASCII colon and a space in place of \uff1a"
+
+
+def _odd_spaces(node: yaml.Node) -> Iterator[tuple[int, str]]:
+    """Lines, counted from 1, with keys around which there are spaces of another kind, which are letters to YAML."""
+    for key in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = key[0]
+        if isinstance(name, yaml.ScalarNode) and name.style not in _QUOTED and name.value != name.value.strip():
+            odd = next(one for one in name.value if one.isspace())
+            yield (
+                name.start_mark.line + 1,
+                (f"the key {name.value!r} has a space of another kind (U+{ord(odd):04X}); type ordinary spaces"),
+            )

@@ -68,6 +68,7 @@ def explain(message: str, parser: ArgumentParser, classes: Iterable[type]) -> st
     if (line := _of_command_line(message, parser)) is not None:
         return line
     key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))
+    key = re.sub(r"^(\w+)\.\1$", r"\1", key)  # a section that cannot be read is named twice
     head = f"{key}: " if key else ""
     if (unknown := _UNKNOWN.search(message)) is not None:
         name = next(group for group in unknown.groups() if group)
@@ -247,6 +248,14 @@ def _section_as_value(message: str, key: str) -> str | None:
     return f"{value} is no mapping; give options by name: {key}: {{{option}: {value if given[1] == 'str' else '...'}}}"
 
 
+def _no_section(message: str, key: str) -> str | None:
+    """A text as the value of ``trainer``, which jsonargparse takes for the name of a file of options."""
+    given = re.search(r"Unable to load config ['\"](.*?)['\"]", message)
+    if key != "trainer" or given is None:
+        return None
+    return f"{shortened(given[1], 100)!r} is no mapping; give options by name, e.g. trainer: {{max_epochs: 1}}"
+
+
 def _option_without_class(message: str, key: str) -> str | None:
     """An option of a class where the recipe names no class: jsonargparse then tries to build the type itself."""
     if key not in EXAMPLES:
@@ -341,6 +350,7 @@ def _text_as_mapping(message: str, key: str) -> str | None:
 
 _REASONS_OF_VALUES: tuple[Callable[[str, str], str | None], ...] = (
     _section_as_value,
+    _no_section,
     _option_without_class,
     _no_class,
     _function_as_class,

@@ -32,7 +32,7 @@ def _of_simple_types(text: str) -> str:
     match = re.fullmatch(r"(expected .*?)[;.] (?:Got value: |Given value: )(.*)", text)
     if match is None:
         return text
-    types, value = match[1], shortened(match[2], 100)
+    types, value = match[1], shortened(match[2].rpartition("; Given value: ")[2], 100)
     words = [
         word for listed in re.findall(r"one of \[(.*?)\](?:;|$)", types) for word in re.findall(r"'(.*?)'", listed)
     ]
@@ -87,8 +87,8 @@ def no_number(value: str, whole: bool) -> str:
         advice = f"; write {thousands[1]}000"
     elif re.fullmatch(r"\d+,\d+", value) and not whole:
         advice = f"; write {value.replace(',', '.')}"
-    elif (integer := re.fullmatch(r"(\d+)\.0*", value)) is not None and whole:
-        advice = f"; write {integer[1]}"
+    elif whole and re.fullmatch(r"\d+\.?\d*([eE]\+?\d{1,2})?", value) and float(value).is_integer():
+        advice = f"; write {int(float(value))}"
     shown = shortened(value, 100)
     return f"{shown if value.startswith(('[', '{')) else repr(shown)} is no {kind}{advice}"
 

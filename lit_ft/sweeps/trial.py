@@ -1,6 +1,5 @@
 """One trial of a sweep: a ``fit`` process in a run folder, and its files there."""
 
-import csv
 import json
 import re
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import write_durably
+from lit_callbacks.report.report_data import Points, read_metrics
 
 from lit_ft.run.folder import RunFolder
 from lit_ft.run.lock import is_running
@@ -130,18 +130,17 @@ class Trial:
 
     def metrics(self) -> list[str]:
         """Names of the metrics that the run has logged."""
-        return sorted({name for row in self._rows() for name, value in row.items() if value} - {"step", "epoch"})
+        return sorted(self._curves())
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
-        """Optimizer steps and values of a metric; empty if it was not logged."""
-        return [(int(row["step"]), float(row[metric])) for row in self._rows() if row.get(metric)]
+        """Completed optimizer steps and values of a metric; empty if it was not logged."""
+        return [(int(step), value) for step, value in self._curves().get(metric, [])]
 
-    def _rows(self) -> list[dict[str, str]]:
+    def _curves(self) -> dict[str, Points]:
         try:
-            with (self.run.root / "metrics.csv").open(encoding="utf-8", newline="") as file:
-                return list(csv.DictReader(file))
+            return read_metrics(self.run.root / "metrics.csv")
         except FileNotFoundError:
-            return []
+            return {}
 
     def __str__(self) -> str:
         return f"{self.name} ({described(self.values)})"

@@ -85,11 +85,13 @@ def check_trained_weights(trainer: Trainer, module: nn.Module) -> None:
 
 def _advice(trainer: Trainer) -> str:
     newest = _newest_checkpoint(trainer)
-    good = f"{newest} is from before it: go on from there" if newest else "no checkpoint is from before it: start again"
-    return (
-        f"{good}, with a lower learning rate, trainer.gradient_clip_val=1.0, model.dtype=bfloat16 in place of float16, "
-        "or lit_callbacks.SpikeGuard, which skips such steps"
+    options = (
+        "trainer.gradient_clip_val=1.0, model.dtype=bfloat16 in place of float16, or lit_callbacks.SpikeGuard, which "
+        "skips such steps"
     )
+    if newest is None:
+        return f"no checkpoint is from before it: start again, with a lower learning rate, {options}"
+    return f"{newest} is from before it: go on from there, with {options}; for a lower learning rate start a new run"
 
 
 def _newest_checkpoint(trainer: Trainer) -> Path | None:

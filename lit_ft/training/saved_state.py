@@ -1,7 +1,12 @@
 """Contents of a checkpoint besides Lightning's own: trainable weights, state of the tuning method, base model."""
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -37,6 +42,8 @@ class SavedState:
         """Names of the parameters of each optimizer, in its order."""
         self._optimizer_options: frozenset[str] = frozenset()
         self._saved_optimizer_options: frozenset[str] = frozenset()
+        self._learning_rate: float | None = None
+        self._saved_learning_rate: float | None = None
         self.replay: Replay | None = None
         """Micro-batches that a resumed run trains on again."""
 
@@ -49,6 +56,7 @@ class SavedState:
         name_of = {id(p): name for name, p in self.module.named_parameters()}
         self.optimizer_names = [[name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]]
         self._optimizer_options = frozenset(optimizer.param_groups[0])
+        self._learning_rate = _base_rate(optimizer.param_groups[0])
         self._check_optimizer()
 
     def write(self, checkpoint: Checkpoint) -> None:
@@ -87,6 +95,9 @@ class SavedState:
             states = checkpoint.get("optimizer_states") or [{}]
             first = states[0].get("param_groups", [])[:1]
             self._saved_optimizer_options = frozenset(option for group in first for option in group)
+            # Without an initial rate, a schedule (ReduceLROnPlateau) may have lowered the one that is saved.
+            if first and ("initial_lr" in first[0] or not checkpoint.get("lr_schedulers")):
+                self._saved_learning_rate = _base_rate(first[0])
             self._check_optimizer()
             self.replay = go_back_to_a_step(checkpoint, trainer)
 
@@ -97,6 +108,12 @@ class SavedState:
             raise RecipeError(
                 f"the checkpoint is that of another optimizer, with {', '.join(sorted(saved - here))} and not "
                 f"{', '.join(sorted(here - saved))}; resume with the optimizer that wrote it"
+            )
+        rate, saved_rate = self._learning_rate, self._saved_learning_rate
+        if rate is not None and saved_rate is not None and not math.isclose(rate, saved_rate, rel_tol=1e-5):
+            rank_zero_warn(
+                f"optimizer.lr={rate:g} has no effect: the checkpoint goes on with its own {saved_rate:g}; for another "
+                "learning rate start a new run"
             )
 
     def end_replay(self, trainer: Trainer, batch_idx: int | None = None) -> None:
@@ -110,3 +127,9 @@ def _complete_average(checkpoint: Checkpoint, frozen: dict[str, Tensor]) -> None
     """Add the frozen weights to those of a checkpoint of ``WeightAveraging``, which loads all of a model or nothing."""
     if _TRAINED in checkpoint:
         checkpoint |= {name: frozen | checkpoint[name] for name in ("state_dict", _TRAINED)}
+
+
+def _base_rate(group: Mapping[str, Any]) -> float | None:
+    """Learning rate of a group of an optimizer before its schedule; None where it has none."""
+    rate = group.get("initial_lr", group.get("lr"))
+    return None if rate is None else float(rate)

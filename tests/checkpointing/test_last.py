@@ -26,14 +26,35 @@ class CountsSaves(Callback):
         ({"every_n_train_steps": 6}, 6, {"last.ckpt", "epoch=1-step=6.ckpt"}, 3),  # after an epoch of four steps
     ],
 )
+@pytest.mark.parametrize("is_relative", [False, True])
 def test_two_callbacks_write_one_last_file(
-    make_trainer: Any, tmp_path: Path, options: dict[str, Any], steps: int, names: set[str], saves: int
+    make_trainer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    steps: int,
+    names: set[str],
+    saves: int,
+    is_relative: bool,
 ) -> None:
-    counter = CountsSaves()
-    callbacks = [counter, ModelCheckpoint(tmp_path, save_last=True, **options), LastCheckpoint(tmp_path)]
+    monkeypatch.chdir(tmp_path)
+    folder, counter = Path() if is_relative else tmp_path, CountsSaves()
+    callbacks = [counter, ModelCheckpoint(folder, save_last=True, **options), LastCheckpoint(folder)]
     size = {"limit_train_batches": 4, "max_steps": steps, "limit_val_batches": 1, "val_check_interval": 2}
     trainer = make_trainer(callbacks=callbacks, enable_checkpointing=True, **size)
     trainer.fit(BoringModel())
     assert {path.name for path in tmp_path.glob("*.ckpt")} == names
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == steps
     assert counter.count == saves
+
+
+def test_a_run_that_was_moved_replaces_its_last_file(make_trainer: Any, tmp_path: Path) -> None:
+    first, moved = tmp_path / "first", tmp_path / "moved"
+    for folder, steps, checkpoint in ((first, 2, None), (moved, 6, moved / "last.ckpt")):
+        callbacks = [ModelCheckpoint(folder, save_last=True), LastCheckpoint(folder)]
+        trainer = make_trainer(callbacks=callbacks, enable_checkpointing=True, limit_train_batches=4, max_steps=steps)
+        trainer.fit(BoringModel(), ckpt_path=checkpoint, weights_only=False)
+        if folder is first:
+            first.rename(moved)
+    assert torch.load(moved / "last.ckpt", weights_only=False)["global_step"] == 6
+    assert not list(moved.glob("last-v*"))

@@ -1,7 +1,11 @@
 """Monitors and file names of callbacks."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from command_line import recipe, run
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import ReduceLROnPlateau
@@ -104,3 +108,13 @@ def test_run_length_in_epochs_of_ten_micro_batches_four_a_step(
     max_steps: int, max_epochs: int, length: int | None
 ) -> None:
     assert run_length(max_steps, max_epochs, batches=10, accumulate=4) == length
+
+
+def test_a_run_that_ends_before_its_first_validation_says_so(
+    caplog: pytest.LogCaptureFixture, capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any
+) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    given = recipe(tmp_path, model_folder, write_rows(), max_steps=1)
+    run(capsys, *given, "--run_dir", str(tmp_path / "run"), "--data.val_fraction", "0.2")
+    said = "before its first validation after 9: there is none; to have one, set trainer.val_check_interval=1 or lower"
+    assert said in caplog.text

@@ -36,6 +36,8 @@ def test_files_are_first_and_negative_numbers_stay_with_their_option() -> None:
         "base: &base {x: 1}\none: {<<: *base, y: 2}\n",
         "a: {path: x}\nb: {path: y}\n",
         "a: [{path: x}, {path: y}]\n",
+        "lr_scheduler: null\n",
+        "data: {system: \uff1a}\n",
     ],
 )
 def test_good_files(text: str, tmp_path: Path) -> None:
@@ -109,6 +111,38 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "a.yaml",
         "data: {path: a}\ntrainer:\n",
         ":2: trainer is named without options; give",
+    ),
+    "data without options": ("a.yaml", "data:\ntrainer: {max_epochs: 1}\n", ":1: data is named without options; give"),
+    "a list beside what is added to it": (
+        "a.yaml",
+        "trainer:\n  callbacks: [{class_path: A}]\n  callbacks+: [{class_path: B}]\n",
+        ":3: 'callbacks' and 'callbacks+' stand side by side; put all in one list",
+    ),
+    "no value": ("a.yaml", "optimizer:\n", "a.yaml: gives no value; write null for none, e.g. optimizer: null"),
+    "a tag": (
+        "a.yaml",
+        "data:\n  system: !important x\n",
+        ":2: is no YAML (could not determine a constructor for the tag '!important'); put a text that begins with ! in",
+    ),
+    "a full-width colon within a section": (
+        "a.yaml",
+        "trainer:\n  max_epochs\uff1a 3\n",
+        ":2: 'max_epochs\uff1a 3' is one text; write an ASCII colon and a space in place of \uff1a",
+    ),
+    "a full-width colon after a section": (
+        "a.yaml",
+        "trainer\uff1a\n  max_epochs: 3\n",
+        ":2: is no YAML (mapping values ",
+    ),
+    "a full-width colon after a value": (
+        "a.yaml",
+        "data:\n  path: a.json\n  max_length\uff1a 3\n",
+        "write an ASCII colon and a space in place of \uff1a",
+    ),
+    "spaces of a web page": (
+        "a.yaml",
+        "trainer:\n\u00a0\u00a0max_epochs: 3\n",
+        ":2: the key '\\xa0\\xa0max_epochs' has a space of another kind (U+00A0); type ordinary spaces",
     ),
     "a value without a space": (
         "a.yaml",

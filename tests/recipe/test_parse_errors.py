@@ -50,6 +50,7 @@ TYPED: dict[str, str] = {
     "fit --model.revision main": "here it is nothing: download it (hf download --revision), and name its folder",
     "fit --model Qwen/Qwen2.5": "model: Qwen/Qwen2.5 is no mapping; give options by name: model: {pretrained: Qwen/Q",
     "fit --data rows.json": "data: rows.json is no mapping; give options by name: data: {path: rows.json}",
+    "fit --trainer max_epochs=3": "trainer: 'max_epochs=3' is no mapping; give options by name, e.g. trainer: {max_e",
     "fit --data '[a.json]'": "data: ['a.json'] is a list; of several files write data: {sources: [{path: ...}, {path",
     "fit --data.path a.json b.json": "'b.json' belongs to no option; of several files write --data.sources '[{path: b",
     "fit --data.path '[a.json, b.json]'": "data.path: a list is given; of several files write data.sources: [{path: a",

@@ -209,7 +209,7 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {filename: '{step}-{val/loss:.2f}'}}]}",
         "write '{step}-loss={val/loss:.2f}' with auto_insert_metric_name: false",
     ),
-    "a section without options": ("data:\nmodel:", "data and model: the recipe names the section without options"),
+    "a section without options": ("data:\nmodel:", "data is named without options; give them"),
     "a key twice": (
         "trainer: {max_steps: 3}\ndata: {path: a}\ntrainer: {max_epochs: 1}",
         ":3: 'trainer' stands in line 1",

@@ -26,6 +26,7 @@ PARSER.add_argument("--merge", type=bool)
     [
         ("whole", "2k", "'2k' is no whole number; write 2000"),
         ("whole", "512.0", "'512.0' is no whole number; write 512"),
+        ("whole", "1e3", "'1e3' is no whole number; write 1000"),
         ("whole", "512.5", "'512.5' is no whole number"),
         ("whole", "auto", "'auto' is no whole number"),
         ("seed", "abc", "'abc' is no whole number"),

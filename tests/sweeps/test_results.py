@@ -1,10 +1,22 @@
 """The picture of a sweep: labels that can be read, and the best trial in its color."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from lit_ft.sweeps.results import _scatter
+from lit_ft.run.folder import RunFolder
+from lit_ft.sweeps.results import Goal, _row, _scatter
+from lit_ft.sweeps.trial import Trial
+
+
+def test_the_best_step_has_the_number_of_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,step,val/loss\n0,9,2.0\n0,19,1.0\n1,29,3.0\n")
+    (tmp_path / "finished.json").write_text('{"global_step": 30}')
+    trial = Trial(RunFolder(tmp_path), {})
+    row = _row(trial, Goal("val/loss", "min"))
+    assert (row["val/loss"], row["min"], row["at step"]) == (3.0, 1.0, 20)
+    assert trial.metrics() == ["val/loss"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from bitsandbytes.optim import AdamW8bit, Lion, PagedAdamW8bit
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import MixedPrecision
 from lit_callbacks import AdapterMerger, GracefulStop, StopRequested
 from one_process import Signal
@@ -20,11 +22,12 @@ from safetensors.torch import load_file
 from schedulefree import AdamWScheduleFree
 from torch import Tensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 from benchmarks.memory.optimizer_state import FRAGMENTS, bytes_per_weight, read_optimizer, state_bytes
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.cli import main
-from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer, hidden_matrices
+from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer, configure_optimizers, hidden_matrices
 from lit_ft.training.optimizers.schedules import ConstantWithWarmup, LinearWithWarmup
 
 pytestmark = pytest.mark.slow
@@ -434,3 +437,12 @@ def test_bytes_of_state_count_shared_tensors_once() -> None:
     optimizer.step()
     # Two moments of a byte and a scale for each 256; two code books of 256 numbers for all.
     assert state_bytes(optimizer) == 2 * (2 * 8192 + 2 * 4 * 8192 // 256) + 2 * 4 * 256
+
+
+def test_a_schedule_of_torch_is_said_to_step_per_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch")
+    module = BoringModel()
+    configured = configure_optimizers(module, partial(SGD, lr=0.1), partial(StepLR, step_size=2))
+    assert isinstance(configured, dict)
+    assert "interval" not in configured["lr_scheduler"]  # an epoch by default
+    assert "lr_scheduler: StepLR steps once per epoch; those of lit_ft.schedules once per optimizer" in caplog.text

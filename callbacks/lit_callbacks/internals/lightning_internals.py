@@ -1,7 +1,12 @@
 """Private API of Lightning, and attributes of its Trainer that it documents but does not declare."""
 
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol, cast
 
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.profilers import Profiler
 
@@ -40,6 +45,31 @@ def enable_signal_handlers(trainer: Trainer) -> None:
 def save_and_requeue(trainer: Trainer, signal_number: int) -> None:
     """Save a checkpoint and requeue the SLURM job, as Lightning does when SLURM's signal arrives."""
     trainer._signal_connector._slurm_sigusr_handler_fn(signal_number, None)  # type: ignore[arg-type]
+
+
+def delay_kill(seconds: float) -> Callable[[], None]:
+    """Let Lightning wait before it kills all processes that it has started, because one of them has failed.
+
+    A thread of rank 0 looks for failed ones every five seconds, and ends all by SIGKILL, rank 0 too, without a word.
+    There is no public way to change that.
+
+    Returns:
+        Function that undoes it.
+    """
+    observers = [one for one in threading.enumerate() if isinstance(one, _ChildProcessObserver)]
+    for observer in observers:
+        observer._terminate_all = partial(_after, seconds, observer._terminate_all)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        for observer in observers:
+            vars(observer).pop("_terminate_all", None)
+
+    return undo
+
+
+def _after(seconds: float, action: Callable[[], None]) -> None:
+    time.sleep(seconds)
+    action()
 
 
 def _nothing() -> None:

@@ -178,7 +178,8 @@ class GracefulStop(Callback):
         elif number:
             path = str(self.checkpoint or self._default_path(trainer))
             if isinstance(trainer.checkpoint_callback, ModelCheckpoint):
-                trainer.checkpoint_callback.last_model_path = path  # else the resumed run writes last-v1.ckpt too
+                # Else the resumed run writes last-v1.ckpt too; it spells paths so.
+                trainer.checkpoint_callback.last_model_path = os.path.realpath(path)
             trainer.save_checkpoint(path)
             self._stop = StopRequested(number, path)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_callbacks.internals.lightning_internals import delay_kill
 from lit_callbacks.internals.torch_internals import connect_to_default_store
 from lit_callbacks.lifecycle.graceful_stop import StoppedAtOnce, StopRequested
 from lit_callbacks.lifecycle.heartbeats import OVER, Heartbeats, Silence, is_about_another_rank
@@ -43,6 +44,7 @@ class RankFailureWatchdog(Callback):
         self._stage = 0
         self._over: threading.Event | None = None
         self._heartbeats: Heartbeats
+        self._undo_delay: Callable[[], None]
         self._limit = 0.0
         self._said = ""
 
@@ -56,6 +58,7 @@ class RankFailureWatchdog(Callback):
             self._heartbeats = Heartbeats(
                 store, trainer.global_rank, trainer.world_size, self.poll_seconds, self._stage
             )
+            self._undo_delay = delay_kill(3 * self.grace_seconds)
             self._stage, self._over = self._stage + 1, threading.Event()
             threading.Thread(target=self._watch, args=(trainer, self._over), daemon=True).start()
 
@@ -93,6 +96,7 @@ class RankFailureWatchdog(Callback):
             self._over.set()
             self._over = None
             self._heartbeats.leave(self.grace_seconds)
+            self._undo_delay()
 
     def _watch(self, trainer: Trainer, over: threading.Event) -> None:
         rank, silence, last = trainer.global_rank, Silence(), time.monotonic()

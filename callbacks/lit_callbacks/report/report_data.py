@@ -19,7 +19,7 @@ FIRST_BATCH = "first_batch.json"
 VALIDATION_ANSWERS = "validation_answers.jsonl"
 """File name of answers to held-out questions, each judged (``scored_answers``)."""
 Points = list[tuple[float, float]]
-"""Points of a curve: optimizer step and value."""
+"""Points of a curve: completed optimizer steps and value."""
 Json = dict[str, Any]
 """JSON object of a file that a callback has written, which may have been damaged since."""
 _Content = TypeVar("_Content")
@@ -89,11 +89,15 @@ _NO_BATCH = "no first batch: RunReport needs a module or data module with a toke
 
 
 def read_metrics(path: Path) -> dict[str, Points]:
-    """Curves of Lightning's ``metrics.csv`` by metric name; a value that is not a number becomes NaN."""
+    """Curves of Lightning's ``metrics.csv`` by metric name, over the completed optimizer steps.
+
+    Lightning, whose lines have an epoch, counts steps from 0. Callbacks that log by themselves use the number of
+    completed steps. A value that is not a number becomes NaN.
+    """
     curves: dict[str, Points] = defaultdict(list)
     with path.open(newline="", encoding="utf-8") as file:
         for line, row in enumerate(csv.DictReader(file)):
-            step = float(row.get("step") or line)
+            step = float(row.get("step") or line) + bool(row.get("epoch"))
             for name, value in row.items():
                 if name not in ("step", "epoch", None) and value:
                     curves[name].append((step, _number(value)))

@@ -219,7 +219,7 @@ def describe(trainer: Trainer) -> Json:
     }
 
 
-def write_report(folder: Path, path: Path | None = None) -> tuple[Path, RunData]:
+def write_report(folder: str | Path, path: str | Path | None = None) -> tuple[Path, RunData]:
     """Write the report of a run's folder.
 
     Args:
@@ -229,8 +229,8 @@ def write_report(folder: Path, path: Path | None = None) -> tuple[Path, RunData]
     Returns:
         Path of the report, and the data of the run.
     """
-    run = read_run(folder)
-    path = path or folder / "report.html"
+    run = read_run(Path(folder))
+    path = Path(path or run.folder / "report.html")
     path.write_text(printable(render(run)), encoding="utf-8")
     return path, run
 

@@ -37,7 +37,7 @@ class ScoredAnswer:
     loss: float | None = None
 
 
-def write_answers(folder: Path, step: int, answers: Sequence[ScoredAnswer]) -> None:
+def write_answers(folder: str | Path, step: int, answers: Sequence[ScoredAnswer]) -> None:
     """Append the answers of one evaluation to a run's file.
 
     Args:
@@ -48,7 +48,7 @@ def write_answers(folder: Path, step: int, answers: Sequence[ScoredAnswer]) -> N
     Raises:
         OSError: the folder cannot be written.
     """
-    add_lines(folder / VALIDATION_ANSWERS, [{"step": step, **asdict(answer)} for answer in answers])
+    add_lines(Path(folder) / VALIDATION_ANSWERS, [{"step": step, **asdict(answer)} for answer in answers])
 
 
 class ComparedAnswer(NamedTuple):

@@ -39,7 +39,7 @@ class ReportTable:
         if any(len(row) != len(self.columns) for row in self.rows):
             raise ValueError(f"a row of the table {self.title!r} must have {len(self.columns)} cells")
 
-    def write(self, folder: Path, kind: str) -> Path:
+    def write(self, folder: str | Path, kind: str) -> Path:
         """Write the table into a run's folder as ``tables/<kind>-<number>.json``, beside earlier ones.
 
         Args:
@@ -51,7 +51,7 @@ class ReportTable:
         """
         if "-" in kind:
             raise ValueError(f"kind={kind!r} must have no hyphen: one stands before the number of the file")
-        tables = folder / TABLES
+        tables = Path(folder) / TABLES
         tables.mkdir(parents=True, exist_ok=True)
         path = next(path for number in count(1) if not (path := tables / f"{kind}-{number}.json").exists())
         with path.open("x", encoding="utf-8") as file:

@@ -240,8 +240,8 @@ class SpikeGuard(Callback):
         if sum(self._recent) >= self.stop_after:
             raise SpikesPersist(
                 f"{sum(self._recent)} of the last {len(self._recent)} steps were wrong (stop_after={self.stop_after}), "
-                f"the last one: {what}; look at {evidence.parent}, then resume from an earlier checkpoint with a lower "
-                "learning rate, or without those samples"
+                f"the last one: {what}; look at {evidence.parent}, then resume from an earlier checkpoint without "
+                "those samples, or start again with a lower learning rate"
             )
 
     # --- evidence ------------------------------------------------------------------------------------

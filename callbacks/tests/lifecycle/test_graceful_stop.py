@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from forked_ranks import Ranks
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lit_callbacks import GracefulStop, RankFailureWatchdog, StoppedAtOnce, StopRequested
 from lit_callbacks.lifecycle import graceful_stop
 from torch import nn
@@ -113,6 +114,20 @@ def test_validation_and_a_step_are_finished(tmp_path: Path, capfd: Any) -> None:
         run.fit(Plain(), loader(), loader(2))  # two batches are the sanity check's
     assert (saved_step(stop), steps.validated) == (3, 1)
     assert "SIGTERM: finishing validation and an optimizer step, saving" in capfd.readouterr().err
+
+
+def test_a_resumed_run_replaces_the_file_that_it_resumes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("checkpoints")  # a relative path, which ModelCheckpoint spells in full
+    signals, path = [Signal("on_before_zero_grad", 2)], None
+    for expected in (3, 12):
+        callbacks = [*signals, GracefulStop(folder / "last.ckpt"), ModelCheckpoint(folder, save_last=True)]
+        trainer = Trainer(callbacks=callbacks, accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False)
+        with pytest.raises(StopRequested) if signals else nullcontext():
+            trainer.fit(Plain(), loader(), ckpt_path=path, weights_only=False)
+        signals, path = [], folder / "last.ckpt"
+        assert torch.load(path, weights_only=False)["global_step"] == expected
+    assert not list(folder.glob("last-v*"))
 
 
 def test_a_signal_within_the_last_step_stops_and_one_after_it_lets_the_run_finish(tmp_path: Path, capfd: Any) -> None:

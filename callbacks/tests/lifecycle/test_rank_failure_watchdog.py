@@ -15,11 +15,13 @@ import pytest
 import torch.distributed as dist
 from forked_ranks import Ranks
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lit_callbacks import RankFailureWatchdog
+from lit_callbacks.internals.lightning_internals import delay_kill
 from lit_callbacks.lifecycle.heartbeats import OVER, Heartbeats, Silence, is_about_another_rank
 
 pytestmark = pytest.mark.processes
@@ -141,6 +143,15 @@ def test_stopped_children_are_ended() -> None:
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
     RankFailureWatchdog._end_children(trainer, 0.2)
     assert [process.wait(5) for process in launcher.procs] == [-signal.SIGKILL] * 2
+
+
+def test_lightning_gives_time_to_name_the_rank_before_it_kills_all() -> None:
+    first, failed = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["false"])
+    _ChildProcessObserver(first.pid, [failed], sleep_period=0.3).start()  # type: ignore[arg-type]
+    delay_kill(1.0)
+    time.sleep(0.8)
+    assert first.poll() is None
+    assert first.wait(5) == -signal.SIGKILL
 
 
 # --- heartbeats ----------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def test_a_damaged_table_is_named_and_the_others_are_shown(page: Path, tmp_path:
     shutil.copytree(page.parent / "tables", tmp_path / "tables")
     (tmp_path / "tables" / "parity-2.json").write_text('{"title": "a"}')
     (tmp_path / "first_batch.json").write_text('{"samples": "two"}')
-    text = "".join(parsed(write_report(tmp_path)[0]).words)
+    text = "".join(parsed(write_report(str(tmp_path))[0]).words)
     assert re.search(r"parity-2\.json cannot be read \(ValueError: .* run its command again\)", text)
     assert "the run's first_batch: the file is damaged" in text
     assert "the evaluation" in text
@@ -337,11 +337,12 @@ def test_screenshots_by_day_and_by_night(page: Path, tmp_path: Path, scheme: str
 
 
 def test_metrics_are_read_by_step(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("epoch,loss,step,val\n0,1.5,9,\n0,,9,2\n1,nan,19,\n1,broken,29,\n")
+    lines = ["epoch,loss,step,val", "0,1.5,9,", "0,,9,2", "1,nan,19,", "1,broken,29,", ",,30,3"]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
     curves = read_metrics(tmp_path / "metrics.csv")
-    assert curves["val"] == [(9.0, 2.0)]
-    assert curves["loss"][0] == (9.0, 1.5)
-    assert [step for step, _ in curves["loss"]] == [9.0, 19.0, 29.0]
+    assert curves["val"] == [(10.0, 2.0), (30.0, 3.0)]
+    assert curves["loss"][0] == (10.0, 1.5)
+    assert [step for step, _ in curves["loss"]] == [10.0, 20.0, 30.0]
     assert all(math.isnan(value) for _, value in curves["loss"][1:])
 
 

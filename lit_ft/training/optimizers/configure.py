@@ -67,6 +67,10 @@ def configure_optimizers(
     scheduler = lr_scheduler(built)
     if not isinstance(scheduler, WarmupSchedule):
         metric = scheduler.monitor if isinstance(scheduler, ReadsMetric) else None
+        rank_zero_info(
+            f"lr_scheduler: {type(scheduler).__name__} steps once per epoch; those of lit_ft.schedules once per "
+            "optimizer step"
+        )
         return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "monitor": metric}}
     if scheduler.total_steps is None:
         scheduler.total_steps = _length(module.trainer, type(scheduler).__name__)
