@@ -1,6 +1,5 @@
 """One trial of a sweep: a ``fit`` process in a run folder, and its files there."""
 
-import csv
 import json
 import re
 import signal
@@ -18,6 +17,7 @@ from lit_ft.run.folder import RunFolder
 from lit_ft.run.lock import is_running
 from lit_ft.run.state import finished_step
 from lit_ft.sweeps.search_space import described
+from lit_ft.training.loggers import read_rows
 
 
 @dataclass
@@ -130,16 +130,15 @@ class Trial:
 
     def metrics(self) -> list[str]:
         """Names of the metrics that the run has logged."""
-        return sorted({name for row in self._rows() for name, value in row.items() if value} - {"step", "epoch"})
+        return sorted({name for row in self._rows() for name in row} - {"step", "epoch"})
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """Optimizer steps and values of a metric; empty if it was not logged."""
-        return [(int(row["step"]), float(row[metric])) for row in self._rows() if row.get(metric)]
+        return [(int(row["step"]), float(row[metric])) for row in self._rows() if metric in row]
 
     def _rows(self) -> list[dict[str, str]]:
         try:
-            with (self.run.root / "metrics.csv").open(encoding="utf-8", newline="") as file:
-                return list(csv.DictReader(file))
+            return read_rows(self.run.root / "metrics.csv")
         except FileNotFoundError:
             return []
 
