@@ -1,7 +1,6 @@
 """Text files of an exported folder: the model card, and ``generation_config.json`` with the stop tokens."""
 
 import copy
-import csv
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -168,10 +167,8 @@ def describe_step(run: RunFolder, checkpoint: Path, max_steps: int) -> list[str]
 
 def _steps_logged(path: Path) -> int:
     """Number of optimizer steps up to the last logged training loss; the first step is logged as 0."""
-    if not path.is_file():
-        return 0
-    with path.open(newline="") as file:
-        return max((int(row["step"]) + 1 for row in csv.DictReader(file) if row.get("train/loss")), default=0)
+    rows = read_rows(path) if path.is_file() else []
+    return max((int(row["step"]) + 1 for row in rows if "train/loss" in row), default=0)
 
 
 def _last_of(path: Path, checkpoint: Path | None) -> dict[str, float]:
