@@ -82,7 +82,7 @@ def sample_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | N
 @torch.no_grad()
 def logits_of(model: "PeftModel | PreTrainedModel", ids: list[Tensor]) -> Tensor:
     """Logits at all positions of all prompts, ``(tokens, vocabulary)``, fp32."""
-    # Without a cache, which xLSTM of transformers 5.24 makes in a wrong shape.
+    # Without a cache, with which xLSTM and Dory of transformers 5.24 fail.
     return torch.cat([model(input_ids=prompt, use_cache=False).logits[0].float() for prompt in ids])
 
 
