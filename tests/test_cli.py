@@ -79,7 +79,7 @@ def test_a_run_leaves_what_the_readme_says(
     options = ["--run_dir", str(run_dir), "--merge", "--data.val_fraction", "0.2"]
     caplog.set_level("INFO", "lightning.pytorch")
     run(capsys, *arguments, *options)
-    assert caplog.messages[0] == "CPU: 1 thread"
+    assert caplog.messages[:2] == ["Seed set to 3", "CPU: 1 thread"]
     assert "training LORA of" in caplog.text
     assert "optimizer steps; an epoch is 18 samples" in caplog.text
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()

@@ -2,21 +2,20 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 EVERY_CASE = bool(os.environ.get("LIT_FT_EVERY_CASE"))
 """Whether all combinations run, on models of the sizes that docs/numerics.md was measured with."""
 
 
-def in_turn(cases: Iterable[Any], ways: Iterable[Any], takes_all: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+def in_turn(cases: Iterable[Any], ways: Iterable[Any]) -> list[Any]:
     """Each case with one of the ways in turn; with ``LIT_FT_EVERY_CASE=1`` each with all of them.
 
     Args:
         cases: cases, all of which run.
         ways: ways in which each can run.
-        takes_all: whether a case runs in all ways anyway.
     """
     ways = list(ways)
     turn = itertools.cycle(ways)
-    return [(case, way) for case in cases for way in (ways if EVERY_CASE or takes_all(case) else [next(turn)])]
+    return [(case, way) for case in cases for way in (ways if EVERY_CASE else [next(turn)])]
