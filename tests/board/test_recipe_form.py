@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("nicegui", reason="the extra `board` is not installed")
+from turns import some_of
+
 from lit_ft.board.board import Board
 from lit_ft.board.command_line import fit_arguments
 from lit_ft.board.recipe_text import RecipeText, as_text, from_text
@@ -207,7 +209,7 @@ def test_recipes_without_a_model_are_fragments() -> None:
     assert not {"quickstart.yaml", "examples/qlora_24gb.yaml", "data/tasks/quickstart.yaml"} & set(FRAGMENTS)
 
 
-@pytest.mark.parametrize("name", FRAGMENTS)
+@pytest.mark.parametrize("name", some_of(FRAGMENTS))
 def test_a_fragment_on_top_is_a_second_config(
     parser: Any, schema: Schema, recipe: RecipeText, tmp_path: Path, name: str
 ) -> None:

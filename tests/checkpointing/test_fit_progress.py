@@ -15,7 +15,7 @@ from loops import Outcome, Run, Stop, Stopped, plain_losses
 from ranks import on_ranks
 from shared_fixtures import make_rows
 from torch.utils.data import DataLoader
-from turns import in_turn
+from turns import in_turn, some_of
 
 from lit_ft import CausalLM, RecipeError
 from lit_ft.strategies import FSDPStrategy, ModelParallelStrategy
@@ -276,7 +276,7 @@ def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("streaming", "options", "schedule"), cases_of(in_turn(ON_BOTH, [True, False])))
+@pytest.mark.parametrize(("streaming", "options", "schedule"), some_of(cases_of(in_turn(ON_BOTH, [True, False]))))
 def test_under_each_option_two_ranks_do_the_same(
     make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
 ) -> None:

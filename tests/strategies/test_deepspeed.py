@@ -20,7 +20,7 @@ from ranks import LiveRanks, on_ranks
 from safetensors.torch import load_file
 from shared_fixtures import make_rows, record_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
-from turns import in_turn
+from turns import in_turn, some_of
 
 from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -266,7 +266,7 @@ def test_experts_that_are_modules_compute_the_same_at_stage_3(fit_once: Any, fol
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", some_of(HALF, 3))
 def test_half_precision(fit_once: Any, folders: Any, name: str) -> None:
     case = HALF[name]
     folder = folders(case.untied)

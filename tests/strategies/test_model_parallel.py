@@ -23,7 +23,7 @@ from shared_fixtures import make_tokenizer, record_cell, tiny_qwen2
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
-from turns import EVERY_CASE, in_turn
+from turns import EVERY_CASE, in_turn, some_of
 
 from benchmarks.parallel.parallel_bytes import ranks_of
 from lit_ft import CausalLM, ExactMatch, TextDataModule
@@ -305,7 +305,7 @@ MORE: dict[str, tuple[str, Run, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", MORE)
+@pytest.mark.parametrize("case", some_of(MORE))
 def test_same_numbers_in_other_ways(
     check_same: Any,
     make_trainer: Any,
