@@ -28,7 +28,7 @@ from lit_ft.model.isolation.architectures import COMPARED, REFUSED
 COLUMNS = frozenset({"lora", "checkpointing"})
 
 
-@pytest.mark.parametrize("name", some_of(sorted(COMPARED & set(ARCHITECTURES)), 3))
+@pytest.mark.parametrize("name", some_of(sorted(COMPARED & set(ARCHITECTURES)), 5))
 def test_a_packed_batch_equals_its_samples(name: str) -> None:
     row = compare(name, COLUMNS)
     assert row.packed == YES

@@ -276,7 +276,7 @@ def test_under_each_option_the_right_samples_train_and_a_resumed_run_equals_one_
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("streaming", "options", "schedule"), some_of(cases_of(in_turn(ON_BOTH, [True, False]))))
+@pytest.mark.parametrize(("streaming", "options", "schedule"), some_of(cases_of(in_turn(ON_BOTH, [True, False])), 3))
 def test_under_each_option_two_ranks_do_the_same(
     make_run: Any, tmp_path: Path, streaming: bool, options: Any, schedule: Any
 ) -> None:
