@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from transformers import PreTrainedModel
@@ -208,8 +209,20 @@ class _Stage(PipelineStage):
                 info.buffer = info.buffer.detach().new_empty(0)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if not self.is_within_window:
+        if not self.has_backward:
+            self._reshard()
+        elif not self.is_within_window:
             super().perform_reduce_grad(grad_scale_factor)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        # torch's own, between training and evaluation, drops the gradients of gathered weights as well, also those of
+        # the earlier micro-batches of an optimizer step.
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     # torch 2.11 warms up connections, also of a rank with itself, which gloo does not support (`Pipeline` does it by a
     # collective); and it compares shapes with those that a stage was created with.
