@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from architectures import ATTENTION, EXPERTS, OWN, save_model
 from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from lightning.pytorch import Callback
@@ -268,6 +269,22 @@ def test_a_pipelines_first_call_is_one_of_all_its_ranks(
     results = live_ranks(4, fit_and_record, make_trainer, qwen2(layout.layers), rows, run, layout)
     first = [calls[ranks][0] for (_, calls), ranks in zip(results, [(0, 2), (1, 3)] * 2, strict=True)]
     assert first == ["c10d::allreduce_"] * 4
+
+
+def fit_in_detail(*arguments: Any) -> Any:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        return fit(*arguments)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_a_pipeline_runs_with_torch_distributed_debug(
+    make_trainer: Any, qwen2: Any, rows: str, one_process: Any, live_ranks: LiveRanks
+) -> None:
+    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares the shapes of micro-batches, which vary here."""
+    folder, run, layout = qwen2(), Run(WAYS["full"]), LAYOUTS["pp2"]
+    check_results(live_ranks(2, fit_in_detail, make_trainer, folder, rows, run, layout), one_process(folder, run))
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
