@@ -20,6 +20,8 @@ FLOAT8_ON_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_sca
 """Whether a CPU multiplies float8 matrices; with torch 2.11 it does not."""
 HAS_ZERO_BUBBLE = torch.__version__ >= "2.13"
 """Whether zero-bubble schedules work with custom autograd functions in a layer."""
+HAS_DEFERRED_REDUCTION = torch.__version__ >= "2.15"
+"""Whether a pipeline schedule has the option to leave gradients unreduced, and does not always ask its stages."""
 SHARDS_INTEGERS = torch.__version__ >= "2.12"
 """Whether ``fully_shard`` takes weights of integers; torch 2.11 lets each require gradients at first."""
 

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from architectures import ATTENTION, EXPERTS, OWN, save_model
 from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from lightning.pytorch import Callback
@@ -116,12 +118,18 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Run:
-    """Steps of 8 of 13 rows, in two micro-batches: the second of each epoch is short; then a validation of 5 rows."""
+    """Steps of 8 of 13 rows: the second of each epoch is short; then a validation of 5 rows.
+
+    With the default lengths a packed batch has room for all of a step's rows.
+    """
 
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     precision: Any = "32-true"
     validates: bool = True
+    validates_every: int | None = None
+    micro_batch_size: int = 4
+    max_length: int = 96
     epochs: int = 2
     steps: int = 3
     resume: str | None = None
@@ -148,7 +156,8 @@ def fit(
         max_steps=run.steps,
         devices=1 if layout is None else layout.world,
         strategy=strategy() if callable(strategy) else strategy or ("auto" if layout is None else layout.strategy()),
-        accumulate_grad_batches=2 // replicas,
+        accumulate_grad_batches=8 // run.micro_batch_size // replicas,
+        val_check_interval=run.validates_every,
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         callbacks=[record, *callbacks],
@@ -157,7 +166,7 @@ def fit(
         plugins=[AnyCheckpointIO()],
     )
     val_path = str(Path(data).with_name("val.json")) if run.validates else None
-    rows = TextDataModule(data, micro_batch_size=4, max_length=96, val_path=val_path)
+    rows = TextDataModule(data, micro_batch_size=run.micro_batch_size, max_length=run.max_length, val_path=val_path)
     trainer.fit(module, rows, ckpt_path=run.resume)
     if run.save is not None and run.save_after is None:
         trainer.save_checkpoint(run.save)
@@ -231,25 +240,24 @@ def test_same_numbers(check_same: Any, qwen2: Any, layout: str, way: str) -> Non
     check_same(qwen2(LAYOUTS[layout].layers, LAYOUTS[layout].tied), Run(WAYS[way]), LAYOUTS[layout])
 
 
-class FirstCalls(TorchDispatchMode):
-    """The first call of each process group, by its ranks."""
+class Calls(TorchDispatchMode):
+    """Names of the calls of each process group, by its ranks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: dict[tuple[int, ...], str] = {}
+        self.names: dict[tuple[int, ...], list[str]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func.namespace == "c10d" and (ranks := ranks_of(args)) is not None:
-            self.names.setdefault(ranks, func._schema.name)
+            self.names[ranks].append(func._schema.name)
         return func(*args, **(kwargs or {}))
 
 
-def first_calls(*arguments: Any) -> dict[tuple[int, ...], str]:
-    with FirstCalls() as calls:
-        fit(*arguments)
-    return calls.names
+def fit_and_record(*arguments: Any) -> tuple[Any, dict[tuple[int, ...], list[str]]]:
+    with Calls() as calls:
+        return fit(*arguments), calls.names
 
 
 def test_a_pipelines_first_call_is_one_of_all_its_ranks(
@@ -258,9 +266,39 @@ def test_a_pipelines_first_call_is_one_of_all_its_ranks(
     """What NCCL asks for: messages between two ranks may hang otherwise."""
     layout = LAYOUTS["dp2xpp2"]
     run = Run(WAYS["LoRA"], validates=False, steps=1)
-    calls = live_ranks(4, first_calls, make_trainer, qwen2(layout.layers), rows, run, layout)
-    first = [names[ranks] for names, ranks in zip(calls, [(0, 2), (1, 3)] * 2, strict=True)]
+    results = live_ranks(4, fit_and_record, make_trainer, qwen2(layout.layers), rows, run, layout)
+    first = [calls[ranks][0] for (_, calls), ranks in zip(results, [(0, 2), (1, 3)] * 2, strict=True)]
     assert first == ["c10d::allreduce_"] * 4
+
+
+def fit_in_detail(*arguments: Any) -> Any:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        return fit(*arguments)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_a_pipeline_runs_with_torch_distributed_debug(
+    make_trainer: Any, qwen2: Any, rows: str, one_process: Any, live_ranks: LiveRanks
+) -> None:
+    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares the shapes of micro-batches, which vary here."""
+    folder, run, layout = qwen2(), Run(WAYS["full"]), LAYOUTS["pp2"]
+    check_results(live_ranks(2, fit_in_detail, make_trainer, folder, rows, run, layout), one_process(folder, run))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_validation_within_an_optimizer_step(
+    make_trainer: Any, qwen2: Any, rows: str, one_process: Any, live_ranks: LiveRanks, schedule: str
+) -> None:
+    """Between its micro-batches, whose gradients are reduced once, after the last."""
+    folder, layout = qwen2(), Layout(pipeline=2, data=2, options={"schedule": schedule})
+    run = Run(micro_batch_size=2, max_length=48, validates_every=1)
+    results = live_ranks(4, fit_and_record, make_trainer, folder, rows, run, layout)
+    check_results([result for result, _ in results], one_process(folder, run))
+    for (_, calls), ranks in zip(results, [(0, 1), (0, 1), (2, 3), (2, 3)], strict=True):
+        # Those of two layers, and of what is outside of layers.
+        assert sum("reduce_scatter" in name for name in calls[ranks]) == 3 * run.steps
 
 
 NF4 = BitsAndBytesConfig(

@@ -9,7 +9,7 @@ adds them to the parameters, multiplied by the gradient of the loss: accumulatio
 a pipeline.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from transformers import PreTrainedModel
@@ -26,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lit_ft import packed_batch
 from lit_ft.gradient_norm import local
-from lit_ft.internals.torch import with_submodules
+from lit_ft.internals.torch import HAS_DEFERRED_REDUCTION, with_submodules
 from lit_ft.model.loading import head_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.protocols import SplitsForward
@@ -188,39 +189,59 @@ class _Stage(PipelineStage):
     is_within_window = False
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._fit(self.args_recv_info[fwd_chunk_id], fwd_chunk_id, requires_grad=self.has_backward)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        messages = super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._fit(messages, self.args_recv_info, fwd_chunk_id, requires_grad=self.has_backward)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.has_backward and not self.is_last:
-            self._fit(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._fit(super().get_bwd_recv_ops(bwd_chunk_id), self.grad_recv_info, bwd_chunk_id)
 
-    def _fit(self, infos: Sequence[Any], chunk: int, requires_grad: bool = False) -> None:
-        for info in _with_buffer(infos):
+    def _fit(
+        self, messages: list[dist.P2POp], infos: Mapping[int, Sequence[Any]], chunk: int, requires_grad: bool = False
+    ) -> list[dist.P2POp]:
+        """Receive into tensors of the micro-batch's length; those of torch have the length of the examples."""
+        for message, info in zip(messages, _with_buffer(infos[chunk]) if messages else (), strict=True):
             options = {"dtype": info.buffer.dtype, "device": self.device, "requires_grad": requires_grad}
-            info.buffer = torch.empty(self.shapes[chunk], **options)
+            message.tensor = info.buffer = torch.empty(self.shapes[chunk], **options)
+        return messages
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for infos in (self.args_recv_info, self.grad_recv_info):
-            for info in _with_buffer(infos.get(bwd_chunk_id, ())):  # torch would keep them until the end of the step
+            for info in _with_buffer(infos.get(bwd_chunk_id, ())):  # torch 2.13 keeps them until the end of the step
                 info.buffer = info.buffer.detach().new_empty(0)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if not self.is_within_window:
+        if not self.has_backward:
+            self._reshard()
+        elif not self.is_within_window:
             super().perform_reduce_grad(grad_scale_factor)
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        # torch's own, between training and evaluation, drops the gradients of gathered weights as well, also those of
+        # the earlier micro-batches of an optimizer step.
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     # torch 2.11 warms up connections, also of a rank with itself, which gloo does not support (`Pipeline` does it by a
-    # collective); and it compares shapes with those that a stage was created with.
+    # collective).
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
+
+    # torch 2.11, and a later one with TORCH_DISTRIBUTED_DEBUG=DETAIL, compares shapes with those that a stage was
+    # created with.
 
     def _validate_fwd_input(self, *_: object) -> None:
         pass
 
     def _validate_fwd_outputs(self, *_: object) -> None:
+        pass
+
+    def _validate_stage_tensors(self, *_: object) -> None:
         pass
 
     # torch 2.13 asserts a backward pass if consecutive stages on one rank exchange tensors in `eval`.
@@ -277,6 +298,7 @@ class Pipeline:
         # Leaf tensor through which the loop's `backward` reaches `_Bridge`; it is not a parameter.
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._gradients: list[Tensor | None] = []
+        self._reduction: dict[str, bool] = {}
 
         # Shapes change with every micro-batch; these examples define the number of tensors, their rank and dtype.
         index = torch.empty(1, dtype=torch.int64, device="meta")
@@ -358,6 +380,7 @@ class Pipeline:
         """Set whether more micro-batches of the optimizer step follow, so that gradients are not reduced yet."""
         for stage in self._torch_stages:
             stage.is_within_window = is_within
+        self._reduction = {"finalize_gradients": not is_within} if HAS_DEFERRED_REDUCTION else {}
 
     def drop_gradients(self) -> None:
         """Free the gradients after an optimizer step."""
@@ -368,7 +391,7 @@ class Pipeline:
         indices = torch.arange(self.micro_batches)  # on the CPU: a stage reads them as indices of Python lists
         first = (indices,) if any(stage.is_first for stage in self.stages) else ()
         target = indices if any(stage.is_last for stage in self.stages) else None
-        step(*first, target=target, return_outputs=False, index=indices)
+        step(*first, target=target, return_outputs=False, index=indices, **self._reduction)
 
     def _share_result(self, tokens: int) -> TokenLoss:
         values = torch.zeros(2 + tokens, dtype=torch.float32, device=self.device)  # the default dtype may be bf16
