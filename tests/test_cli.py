@@ -348,7 +348,7 @@ def test_mistakes_are_one_line_and_exit_2_before_any_weights(
 
 
 def test_checkpoints_that_do_not_fit(
-    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+    capsys: Any, tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     arguments = recipe(tmp_path, model_folder, write_rows(), max_steps=1)
     run(capsys, *arguments, "--run_dir", str(tmp_path / "run"))
@@ -371,10 +371,9 @@ def test_checkpoints_that_do_not_fit(
     assert (tmp_path / "run" / "config.yaml").read_text() == recipe_of_run
     run(capsys, *resume, "last", "--seed_everything", "5", "--resume_data", "changed", "--trainer.max_steps", "2")
     assert "max_steps: 2" in (tmp_path / "run" / "config.yaml").read_text()
-    with pytest.warns(
-        UserWarning, match=r"optimizer.lr=0.5 has no effect: the checkpoint goes on with its own 0\.\d+; for"
-    ):
-        run(capsys, *resume, "last", "--optimizer.lr", "0.5", "--seed_everything", "5", "--trainer.max_steps", "3")
+    caplog.clear()
+    run(capsys, *resume, "last", "--optimizer.lr", "0.5", "--seed_everything", "5", "--trainer.max_steps", "3")
+    assert "optimizer: by the recipe, lr is 0.5, no longer 0.1; all else" in caplog.text
 
 
 def test_an_unknown_command(capsys: Any) -> None:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.distributed._functional_collectives import wait_tensor as wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map as tree_map
 
 FLOAT8_ON_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
@@ -114,6 +115,20 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
 def is_in_backward() -> bool:
     """Whether a backward pass runs in this thread, as where activation checkpointing recomputes a forward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+# --- schedules ---------------------------------------------------------------------------------------
+
+
+def base_rates(schedule: LRScheduler) -> Iterator[list[Any]]:
+    """Learning rates of all groups, before a schedule and before each of those that it consists of, to be changed.
+
+    torch has no public name for the parts of ``SequentialLR`` and ``ChainedScheduler``.
+    """
+    if "base_lrs" in vars(schedule):
+        yield schedule.base_lrs
+    for part in vars(schedule).get("_schedulers", ()):
+        yield from base_rates(part)
 
 
 # --- torch.compile -------------------------------------------------------------------------------------

@@ -245,6 +245,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
 
     def on_train_start(self) -> None:
         """Check the run's length against other options; accumulate as scheduled from the first step on."""
+        self._state.take_options_of_recipe(self.trainer)
         method_hooks.check_schedule(self.model, optimizer_steps(self.trainer))
         warn_of_least_steps(self.trainer)
         self.trainer.accumulate_grad_batches = accumulation(self.trainer)

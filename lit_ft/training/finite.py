@@ -91,7 +91,7 @@ def _advice(trainer: Trainer) -> str:
     )
     if newest is None:
         return f"no checkpoint is from before it: start again, with a lower learning rate, {options}"
-    return f"{newest} is from before it: go on from there, with {options}; for a lower learning rate start a new run"
+    return f"{newest} is from before it: go on from there, with a lower learning rate, {options}"
 
 
 def _newest_checkpoint(trainer: Trainer) -> Path | None:

@@ -1,12 +1,7 @@
 """Contents of a checkpoint besides Lightning's own: trainable weights, state of the tuning method, base model."""
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,13 +12,14 @@ from lit_ft.errors import RecipeError
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
+from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 
 _TRAINED = "current_model_state"
 """Key of the weights that are trained in a checkpoint of ``WeightAveraging``, whose ``state_dict`` is their average."""
-_NO_OPTIONS = frozenset(("params", "param_names", "initial_lr"))
-"""Entries of an optimizer's groups that are no options of it: a schedule adds the last."""
+_NO_OPTIONS = frozenset(("params", "param_names", "initial_lr", GIVEN))
+"""Entries of an optimizer's groups that are no options of it."""
 
 
 class SavedState:
@@ -42,8 +38,7 @@ class SavedState:
         """Names of the parameters of each optimizer, in its order."""
         self._optimizer_options: frozenset[str] = frozenset()
         self._saved_optimizer_options: frozenset[str] = frozenset()
-        self._learning_rate: float | None = None
-        self._saved_learning_rate: float | None = None
+        self._recipe_options: RecipeOptions | None = None
         self.replay: Replay | None = None
         """Micro-batches that a resumed run trains on again."""
 
@@ -56,8 +51,14 @@ class SavedState:
         name_of = {id(p): name for name, p in self.module.named_parameters()}
         self.optimizer_names = [[name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]]
         self._optimizer_options = frozenset(optimizer.param_groups[0])
-        self._learning_rate = _base_rate(optimizer.param_groups[0])
+        self._recipe_options = RecipeOptions(optimizer)
         self._check_optimizer()
+
+    def take_options_of_recipe(self, trainer: Trainer) -> None:
+        """Give the optimizer that a checkpoint has restored the options that the recipe has changed since."""
+        if self._recipe_options is not None:
+            schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+            self._recipe_options.take_over(trainer.optimizers[0], schedules)
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Reduce a checkpoint to the weights that train, and add the state."""
@@ -95,9 +96,6 @@ class SavedState:
             states = checkpoint.get("optimizer_states") or [{}]
             first = states[0].get("param_groups", [])[:1]
             self._saved_optimizer_options = frozenset(option for group in first for option in group)
-            # Without an initial rate, a schedule (ReduceLROnPlateau) may have lowered the one that is saved.
-            if first and ("initial_lr" in first[0] or not checkpoint.get("lr_schedulers")):
-                self._saved_learning_rate = _base_rate(first[0])
             self._check_optimizer()
             self.replay = go_back_to_a_step(checkpoint, trainer)
 
@@ -108,12 +106,6 @@ class SavedState:
             raise RecipeError(
                 f"the checkpoint is that of another optimizer, with {', '.join(sorted(saved - here))} and not "
                 f"{', '.join(sorted(here - saved))}; resume with the optimizer that wrote it"
-            )
-        rate, saved_rate = self._learning_rate, self._saved_learning_rate
-        if rate is not None and saved_rate is not None and not math.isclose(rate, saved_rate, rel_tol=1e-5):
-            rank_zero_warn(
-                f"optimizer.lr={rate:g} has no effect: the checkpoint goes on with its own {saved_rate:g}; for another "
-                "learning rate start a new run"
             )
 
     def end_replay(self, trainer: Trainer, batch_idx: int | None = None) -> None:
@@ -127,9 +119,3 @@ def _complete_average(checkpoint: Checkpoint, frozen: dict[str, Tensor]) -> None
     """Add the frozen weights to those of a checkpoint of ``WeightAveraging``, which loads all of a model or nothing."""
     if _TRAINED in checkpoint:
         checkpoint |= {name: frozen | checkpoint[name] for name in ("state_dict", _TRAINED)}
-
-
-def _base_rate(group: Mapping[str, Any]) -> float | None:
-    """Learning rate of a group of an optimizer before its schedule; None where it has none."""
-    rate = group.get("initial_lr", group.get("lr"))
-    return None if rate is None else float(rate)

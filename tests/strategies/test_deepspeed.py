@@ -13,6 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from compared_strategies import assert_same
 from lightning.pytorch import Callback, Trainer
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
@@ -340,6 +341,21 @@ def test_resumes(
             assert got == pytest.approx(wanted, rel=tolerance, abs=0)
         for key, weight in weights.items():
             torch.testing.assert_close(own[key], weight, atol=tolerance, rtol=tolerance, msg=key)
+
+
+def slower(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=2e-3, eps=1e-4, weight_decay=0.1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_a_run_goes_on_with_another_learning_rate(fit_once: Any, folders: Any, stage: str) -> None:
+    before = Case(PLACES[stage], WAYS["LoRA"], optimizer=adamw, saves=True)
+    fit_once(folders(), before)
+    rest = replace(before, optimizer=slower, saves=False, resume=saved_by(folders(), before))
+    (one, weights, _), *_ = fit_once(folders(), replace(rest, strategy=partial(str, "auto"), world=1))
+    for steps, found, _ in fit_once(folders(), rest):
+        assert_same(steps, found, one, weights, 1e-5)
 
 
 @pytest.mark.processes

@@ -296,6 +296,26 @@ def test_a_run_goes_on_under_another_strategy(
         assert_same(steps, found, whole[2:], weights, 1e-4)
 
 
+def slower(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=2e-3, eps=1e-4, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_goes_on_with_another_learning_rate(
+    make_trainer: Any, model_folder: str, rows: str, live_ranks: LiveRanks, tmp_path: Path, way: str
+) -> None:
+    common, how = (make_trainer, model_folder, rows), {**WAYS[way], "optimizer": adamw, "epochs": 1}
+    fit(*common, {**how, "save": str(tmp_path / "one.ckpt")})
+    rest = {**WAYS[way], "optimizer": slower}
+    one, weights = fit(*common, {**rest, "resume": str(tmp_path / "one.ckpt")})
+    _, as_before = fit(*common, {**rest, "optimizer": adamw, "resume": str(tmp_path / "one.ckpt")})
+    assert any((weights[name] - as_before[name]).abs().max() > 1e-3 for name in weights)
+    saved = str(tmp_path / "two.ckpt")
+    live_ranks(2, fit, *common, {**how, "save": saved}, "fsdp")
+    for steps, found in live_ranks(2, fit, *common, {**rest, "resume": saved}, "fsdp"):
+        assert_same(steps, found, one, weights, 1e-4)
+
+
 @pytest.mark.parametrize(("before", "after"), [("ddp", "one_process"), ("one_process", "fsdp-hybrid")])
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     make_trainer: Any,

@@ -52,7 +52,7 @@ class Poison(Callback):
     [
         (
             "weight",
-            "step 3: train/loss is nan; .*last.ckpt is from before it: go on from there, with trainer.grad",
+            "step 3: train/loss is nan; .*last.ckpt is from before it: go on from there, with a lower l",
         ),
         ("gradient", "step 3: train/grad_norm is inf; .*last.ckpt is from before it"),
         ("update", "after step 3 model.*lora_A.* is not finite: nothing is saved; .*last.ckpt is from before it"),

@@ -1,0 +1,79 @@
+"""Options of an optimizer that a resumed run takes from its recipe, where the recipe gives others than before."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_ft.internals.torch import base_rates
+
+GIVEN = "given"
+"""Key of a parameter group: its options as the recipe gave them, whatever a schedule has made of them since."""
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Learning rates of a group: now, and those from which a schedule computes it."""
+_TAKEN = ("betas", "eps", "weight_decay")
+"""Other options that may change at any step: no state of an optimizer depends on them."""
+
+
+class RecipeOptions:
+    """Options of an optimizer as a recipe gives them, which its parameter groups record for runs that resume."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Record the options of a new optimizer, with its schedule."""
+        self._given = [_plain_options(group) for group in optimizer.param_groups]
+        for group, given in zip(optimizer.param_groups, self._given, strict=True):
+            group[GIVEN] = given
+
+    def take_over(self, optimizer: Optimizer, schedules: Iterable[LRScheduler]) -> None:
+        """Change what a checkpoint has restored where the recipe has changed since it was written, and say so.
+
+        Learning rates, also those of schedules, become as many times larger or smaller as the recipe's own. In a new
+        run nothing happens.
+        """
+        rates = [one for schedule in schedules for one in base_rates(schedule)]
+        taken: dict[str, None] = {}
+        ignored: dict[str, None] = {}
+        for index, (group, given) in enumerate(zip(optimizer.param_groups, self._given, strict=True)):
+            before, group[GIVEN] = group.get(GIVEN), given
+            if before is None:
+                ignored["the checkpoint does not record what the recipe gave (an earlier version wrote it)"] = None
+                continue
+            old, new = _base_rate(before), _base_rate(given)
+            if old != new:
+                taken[f"lr is {new:g}, no longer {old:g}"] = None
+                for name in group.keys() & set(_RATES):
+                    group[name] = _scaled(group[name], old, new)
+                for of_groups in rates:
+                    of_groups[index] = _scaled(of_groups[index], old, new)
+            for name in sorted(before.keys() & given.keys() - set(_RATES)):
+                if before[name] != given[name] and name in _TAKEN:
+                    group[name] = given[name]
+                    taken[f"{name} is {given[name]}, no longer {before[name]}"] = None
+                elif before[name] != given[name]:
+                    ignored[f"{name}={given[name]} has no effect: its state was made with {before[name]}"] = None
+        if taken:
+            rank_zero_info(f"optimizer: by the recipe, {'; '.join(taken)}; all else is the checkpoint's")
+        if ignored:
+            rank_zero_warn(f"optimizer: {'; '.join(ignored)}; the resumed run goes on with the checkpoint's options")
+
+
+def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Options of a group that a checkpoint can hold as they are, and compare."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names") and _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | str | None) or (
+        isinstance(value, tuple | list) and all(map(_is_plain, value))
+    )
+
+
+def _base_rate(options: dict[str, Any]) -> float:
+    """Learning rate before a schedule, as it starts; 0 where a group has none."""
+    return float(options.get("initial_lr", options.get("lr", 0.0)))
+
+
+def _scaled(rate: Any, old: float, new: float) -> Any:
+    return new if rate == old or not old else rate * (new / old)

@@ -1,0 +1,137 @@
+"""A resumed run takes what the recipe has changed since, and keeps all else of the checkpoint."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+
+from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer
+from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions
+from lit_ft.training.optimizers.schedules import CosineWithWarmup, LinearWithWarmup
+
+Schedule = Callable[[Optimizer], Any]
+
+IN_TWO_PARTS = partial(SplitOptimizer, matrices=partial(SGD, lr=0.1), others=partial(AdamW, lr=0.1))
+
+
+def made(make: Callable[..., Optimizer], schedule: Schedule | None) -> tuple[Optimizer, list[Any], RecipeOptions]:
+    """Optimizer of two groups, of which the second has four times the learning rate; its schedule; its options."""
+    torch.manual_seed(0)
+    groups = [{"params": [nn.Parameter(torch.ones(2, 2))], MATRICES: True}]
+    optimizer = make([*groups, {"params": [nn.Parameter(torch.ones(2))], MATRICES: False}])
+    optimizer.param_groups[1]["lr"] *= 4
+    schedules = [] if schedule is None else [schedule(optimizer)]
+    return optimizer, schedules, RecipeOptions(optimizer)
+
+
+def train(optimizer: Optimizer, schedules: list[Any], steps: int) -> list[list[float]]:
+    """Learning rates of both groups in each of some steps."""
+    rates = []
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        for one in schedules:
+            one.step(1.0) if isinstance(one, ReduceLROnPlateau) else one.step()
+    return rates
+
+
+def resumed(
+    first: Callable[..., Optimizer], then: Callable[..., Optimizer], schedule: Schedule | None, second: Any = None
+) -> tuple[Optimizer, list[Any]]:
+    """Optimizer of a run of another recipe after three steps of the first one's."""
+    optimizer, schedules, _ = made(first, schedule)
+    train(optimizer, schedules, 3)
+    saved = deepcopy(optimizer.state_dict()), [deepcopy(one.state_dict()) for one in schedules]
+    optimizer, schedules, options = made(then, second or schedule)
+    optimizer.load_state_dict(saved[0])
+    for one, state in zip(schedules, saved[1], strict=True):
+        one.load_state_dict(state)
+    options.take_over(optimizer, schedules)
+    return optimizer, schedules
+
+
+def in_sequence(optimizer: Optimizer) -> LRScheduler:
+    return SequentialLR(optimizer, [StepLR(optimizer, 1, gamma=0.5), StepLR(optimizer, 2, gamma=0.1)], milestones=[2])
+
+
+SCHEDULES: dict[str, Schedule | None] = {
+    "none": None,
+    "LinearWithWarmup": partial(LinearWithWarmup, warmup=2, total_steps=9),
+    "CosineWithWarmup": partial(CosineWithWarmup, total_steps=9),
+    "StepLR": partial(StepLR, step_size=2, gamma=0.3),
+    "SequentialLR": in_sequence,
+    "ReduceLROnPlateau": partial(ReduceLROnPlateau, patience=0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_are_those_of_a_run_that_had_the_new_one_from_the_start(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    low, high = partial(SGD, lr=0.02), partial(SGD, lr=0.1)
+    optimizer, schedules = resumed(high, low, SCHEDULES[name])
+    wanted = train(*made(low, SCHEDULES[name])[:2], 9)[3:]
+    assert train(optimizer, schedules, 6) == [pytest.approx(rates) for rates in wanted]
+    assert "by the recipe, lr is 0.02, no longer 0.1; lr is 0.08, no longer 0.4" in caplog.text
+
+
+def test_an_unchanged_recipe_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    make, schedule = partial(AdamW, lr=0.1), SCHEDULES["LinearWithWarmup"]
+    optimizer, schedules = resumed(make, make, schedule)
+    assert train(optimizer, schedules, 6) == train(*made(make, schedule)[:2], 9)[3:]
+    assert "by the recipe" not in caplog.text
+
+
+def test_rates_that_a_schedule_sets_itself_are_those_of_its_options() -> None:
+    first, then = (partial(OneCycleLR, max_lr=rate, total_steps=9) for rate in (0.1, 0.2))
+    optimizer, schedules = resumed(partial(SGD, lr=0.1), partial(SGD, lr=0.3), first, then)
+    wanted = train(*made(partial(SGD, lr=0.1), then)[:2], 8)[3:]
+    assert train(optimizer, schedules, 5) == [pytest.approx(rates) for rates in wanted]
+
+
+def test_decay_and_betas_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    then = partial(AdamW, lr=0.1, betas=(0.8, 0.9), weight_decay=0.5, eps=1e-6)
+    optimizer, _ = resumed(partial(AdamW, lr=0.1), then, None)
+    for group in optimizer.param_groups:
+        assert (group["betas"], group["weight_decay"], group["eps"]) == ((0.8, 0.9), 0.5, 1e-6)
+        assert group[GIVEN]["weight_decay"] == 0.5
+    assert [float(one["step"]) for one in optimizer.state.values()] == [3, 3]
+    assert "betas is (0.8, 0.9), no longer (0.9, 0.999); eps is 1e-06," in caplog.text
+
+
+def test_the_parts_of_an_optimizer() -> None:
+    then = partial(SplitOptimizer, matrices=partial(SGD, lr=0.02), others=partial(AdamW, lr=0.1, weight_decay=0.5))
+    optimizer, _ = resumed(IN_TWO_PARTS, then, None)
+    assert isinstance(optimizer, SplitOptimizer)
+    assert [group["lr"] for part in optimizer.parts for group in part.param_groups] == [0.02, 0.4]
+    assert optimizer.parts[1].param_groups[0]["weight_decay"] == 0.5
+
+
+def test_what_cannot_change_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"amsgrad=True has no effect: its state was made with False; the resumed run"):
+        optimizer, _ = resumed(partial(AdamW, lr=0.1), partial(AdamW, lr=0.1, amsgrad=True), None)
+    assert not any(group["amsgrad"] for group in optimizer.param_groups)
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_as_it_did() -> None:
+    optimizer, _, _ = made(partial(SGD, lr=0.1), None)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group[GIVEN]
+    optimizer, _, options = made(partial(SGD, lr=0.02), None)
+    optimizer.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="does not record what the recipe gave .* goes on with the checkpoint's"):
+        options.take_over(optimizer, [])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.4]
