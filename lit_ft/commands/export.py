@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.adapter_merger import Kind, is_peft, save_adapter, save_merged
+from lit_callbacks.export.atomic_folder import check_replaceable
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -127,6 +128,7 @@ def export(
         raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")
     kind = "gguf_adapter" if gguf_adapter else f"gguf-{gguf}" if gguf else "merged" if merge else "adapter"
     destination = writable(_destination(out, None if adapter else folder, kind, ckpt_path))
+    _check_replaceable(destination)
     if adapter:
         exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density, check)
     else:
@@ -173,6 +175,14 @@ def _check_gguf(
         raise RecipeError("quantized_base=keep is for Hugging Face folders; use dequantize, and choose --gguf q8_0")
     if find_spec("gguf") is None:
         raise RecipeError("GGUF files need the package gguf, which is not installed; pip install -e '.[gguf]'")
+
+
+def _check_replaceable(destination: Path) -> None:
+    """Refuse a folder that holds other things than a model, before weights are read."""
+    try:
+        check_replaceable(destination)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
 
 
 def _check_convertible(base: ModelSpec, adapters: Sequence[PeftConfig | None], writes_adapter: bool) -> None:

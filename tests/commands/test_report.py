@@ -57,6 +57,7 @@ def test_report_writes_it_again_and_elsewhere(
     [
         (["nowhere"], "run='nowhere' holds no run (no config.yaml there); name the folder that fit wrote"),
         (["RUN", "--out", "RUN/missing/page.html"], "the page cannot be written ([Errno 2]"),
+        (["RUN", "--out", "/proc/page.html"], "error: out='/proc/page.html' cannot be written (No such file"),
     ],
 )
 def test_what_is_wrong_is_said(finished: Path, capsys: Any, arguments: list[str], said: str) -> None:
