@@ -24,7 +24,7 @@ from lit_ft.export.adapter_folders import (
     resize_to_tokenizer,
 )
 from lit_ft.export.model_card import Recipe
-from lit_ft.export.restore_run import module_of, rebuild
+from lit_ft.export.restore_run import module_of, restore
 from lit_ft.model import loading
 from lit_ft.model.config.overrides import Overrides
 from lit_ft.model.files.fingerprint import read_form
@@ -292,7 +292,8 @@ def _has_adapter(folder: Path) -> bool:
 
 def _open_run(run: RunFolder, ckpt_path: str, chosen: _TemplateChoice, shared: SharedBase | None) -> OpenedModel:
     file, recipe = run.chosen_checkpoint(ckpt_path), run.recipe()
-    module = rebuild(recipe, file) if shared is None else rebuild(recipe, file, shared.of_run)
+    module = module_of(recipe)
+    restore(module, file, *([] if shared is None else [shared.of_run]))
     assert module.model is not None
     data = recipe["data"].get("init_args", {})
     opened = _opened(module.model, module.spec.base, str(file), chosen, data)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_ft.commands.export import export
 from lit_ft.errors import RecipeError
-from lit_ft.export.restore_run import rebuild
+from lit_ft.export.restore_run import module_of, restore
 from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_together
 from lit_ft.inference.text_stream import Decoding, stream_answer
 from lit_ft.run.folder import RunFolder
@@ -42,8 +42,8 @@ def answer(opened: OpenedModel) -> str:
 
 
 def test_a_run_its_adapter_and_its_merged_model_answer_alike(run: Path, tmp_path: Path, model_folder: str) -> None:
-    recipe = RunFolder(run).recipe()
-    module = rebuild(recipe, RunFolder(run).last_checkpoint())
+    module = module_of(RunFolder(run).recipe())
+    restore(module, RunFolder(run).last_checkpoint())
     prompt = module.render_prompt([{"role": "user", "content": "the green lamp"}])
     wanted = module.answer([prompt], 12)[0]
     export(run=str(run), out=str(tmp_path / "merged"), merge=True)
