@@ -139,7 +139,7 @@ class SharedBase:
                 f"{spec.dtype} and {first.dtype}, model.quantization {_method(spec)} and {_method(first)}, "
                 "model.config_overrides "
                 f"{json.dumps(spec.config_overrides)} and {json.dumps(first.config_overrides)}); models that are "
-                "opened together share one base"
+                "opened together share one base; start a server for each"
             )
         return replace(spec, loaded=self._loaded)
 
