@@ -460,6 +460,11 @@ def test_an_export_says_which_step_it_is(lit_ft: Any, fit: Any) -> None:
     torch.save({**state, "global_step": 1}, run / "checkpoints" / "first.ckpt")
     said = lit_ft("export", "--run", run, "--checkpoint", run / "checkpoints" / "first.ckpt")
     assert "first.ckpt is step 1 of 2\n" in said
+    by_epochs = (run / "config.yaml").read_text().replace("max_steps: 2", "max_steps: -1")
+    (run / "config.yaml").write_text(by_epochs)
+    assert "last.ckpt is step 2 of 2\n" in lit_ft("export", "--run", run)
+    (run / "finished.json").unlink()
+    assert "last.ckpt is step 2; the run has not finished\n" in lit_ft("export", "--run", run)
     assert f"a newer checkpoint is {last}, of step 2; take it with --ckpt_path" in said
     last.unlink()
     for other in (run / "checkpoints").glob("epoch*.ckpt"):
