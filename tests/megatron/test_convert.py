@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import resource
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -209,6 +210,18 @@ def test_an_interrupted_conversion_continues(
     assert {tmp_path / "ckpt" / path.relative_to(unfinished): time for path, time in written.items()}.items() <= {
         path: path.stat().st_mtime_ns for path in tmp_path.rglob(legacy.FILE)
     }.items()
+
+
+def test_a_full_disk_is_one_line_and_the_conversion_continues(capsys: Any, model_folder: str, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # what the kernel does at a quota
+    try:
+        said = to_megatron(capsys, model_folder, tmp_path / "ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_line(said, "could not be written: File too large; make room, or write elsewhere")
+    assert not (tmp_path / "ckpt").exists()
+    to_megatron(capsys, model_folder, tmp_path / "ckpt", "--verify", "reduced", code=0)
 
 
 def test_a_written_folder_is_not_replaced(capsys: Any, model_folder: str, checkpoint: Path) -> None:

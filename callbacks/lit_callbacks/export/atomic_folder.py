@@ -8,7 +8,8 @@ while it is replaced), ``.merged.removed`` (being removed).
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,7 @@ def write_atomically(
 
     Raises:
         ValueError: ``folder`` holds files that are not part of a model.
+        OSError: a file cannot be written, as on a full disk.
     """
     folder = Path(os.path.realpath(folder))  # for a symbolic link, its target is replaced and the link stays
     recover(folder)
@@ -57,7 +59,7 @@ def write_atomically(
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with heartbeat(f"writing {folder}"):
+        with heartbeat(f"writing {folder}"), _errors_of_the_disk(folder):
             write(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
@@ -67,6 +69,17 @@ def write_atomically(
         _replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _errors_of_the_disk(folder: Path) -> Iterator[None]:
+    """Give the system's errors, which safetensors puts into a text of its own, as those of Python."""
+    try:
+        yield
+    except Exception as error:  # SafetensorError; the package may not be installed
+        if isinstance(error, OSError) or (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 
 
 def _replace(temporary: Path, folder: Path) -> None:
