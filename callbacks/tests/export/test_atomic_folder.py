@@ -128,6 +128,23 @@ def test_a_write_that_fails_keeps_the_old_model(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_several_processes_may_write_a_model_at_once(tmp_path: Path) -> None:
+    processes = []
+    for number in range(3):
+        if (process := os.fork()) == 0:
+            code = 1
+            try:
+                for _ in range(30):
+                    write_atomically(tmp_path / "out", model(str(number)), None)
+                code = 0
+            finally:
+                os._exit(code)
+        processes.append(process)
+    assert [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes] == [0, 0, 0]
+    assert not verify_manifest(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         folder.mkdir()
