@@ -17,6 +17,8 @@ def writable(out: str | Path) -> Path:
         RecipeError: neither a file nor a folder can be made there.
     """
     path = Path(out).expanduser()
+    if not path.absolute().name:
+        raise RecipeError(f"out={str(out)!r} is the root of all folders; name one below it with --out")
     # Not Path.exists, which raises an error where a folder may not be looked into.
     parent = next(one for one in path.absolute().parents if os.path.exists(one))
     try:

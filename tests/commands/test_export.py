@@ -191,6 +191,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(lit_ft
     assert "file' is a file); name another place with --out" in said
     said = lit_ft("export", "--adapter", tmp_path / "none", "--out", "/proc/out", code=2)
     assert "out='/proc/out' cannot be written (No such file or directory); name another place" in said
+    said = lit_ft("export", "--adapter", tmp_path / "none", "--out", "/", code=2)
+    assert "out='/' is the root of all folders; name one below it with --out" in said
     said = lit_ft("export", "--adapter", tmp_path / "none", "--out", tmp_path, code=2)
     assert "holds other things than a model (file), which would be lost; name a new folder" in said
 
