@@ -286,4 +286,8 @@ def test_an_adapter_that_is_not_there_leaves_no_folder(capsys: Any, model_folder
         main([*recipe(tmp_path, model_folder, None), "--print_config"])
     (tmp_path / "run" / "config.yaml").write_text(capsys.readouterr().out)
     assert "there is no checkpoint in" in to_megatron(capsys, tmp_path / "run", tmp_path / "ckpt", "--adapter", "apart")
+    for adapter in ("apart", "merged"):  # said before there is anything to read
+        options = ("--adapter", adapter, "--tensor_parallel", "4")
+        assert "num_key_value_heads=2" in to_megatron(capsys, tmp_path / "run", tmp_path / "ckpt", *options)
+    assert "run' exists; name a new folder" in to_megatron(capsys, tmp_path / "run", tmp_path / "run")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "recipe.yaml"}
