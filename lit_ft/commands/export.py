@@ -42,6 +42,7 @@ from lit_ft.export.restore_run import module_of, restore
 from lit_ft.gguf import WeightType
 from lit_ft.model.files.fingerprint import read_form, write_fingerprint
 from lit_ft.model.files.text_part import text_class
+from lit_ft.model.loading import DENSE
 from lit_ft.model.spec import ModelSpec
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
@@ -312,7 +313,7 @@ def _of_adapters(
         for adapter in adapters:
             adapter.check(base)
         torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare
-        model = base.build("sdpa")
+        model = base.build(DENSE)
     resize_to_tokenizer(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]

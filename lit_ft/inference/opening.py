@@ -147,7 +147,7 @@ class SharedBase:
         """The shared base without any adapter, with the tokenizer and template of a model; None if none is shared."""
         if self._first is None:
             return None
-        base = self.of(self._first).build("sdpa")
+        base = self.of(self._first).build(loading.DENSE)
         _place(base, self._first.is_quantized)
         overrides = self._first.config_overrides
         return OpenedModel(
@@ -230,7 +230,7 @@ def open_model(
     with option_called("model.pretrained", "path"):
         spec = ModelSpec(path, path)
         spec.skeleton()
-        return _opened(spec.build("sdpa"), spec, path, chosen)
+        return _opened(spec.build(loading.DENSE), spec, path, chosen)
 
 
 def base_opener(opened: OpenedModel) -> Callable[[], OpenedModel] | None:
@@ -244,7 +244,7 @@ def base_opener(opened: OpenedModel) -> Callable[[], OpenedModel] | None:
     tokenizer, template, has_template = opened.tokenizer, opened.template, opened.has_template
 
     def open_base() -> OpenedModel:
-        model = spec.build("sdpa")
+        model = spec.build(loading.DENSE)
         _place(model, spec.is_quantized)
         return OpenedModel(model, model, tokenizer, template, spec.pretrained, has_template=has_template)
 
@@ -309,7 +309,7 @@ def _open_adapter(
         check_unchanged(Path(spec.pretrained).expanduser())
         adapter.check(spec)
         sharing = shared if not changes_base(adapter.config) else None
-        base = (spec if sharing is None else sharing.of(spec)).build("sdpa")
+        base = (spec if sharing is None else sharing.of(spec)).build(loading.DENSE)
     resize_to_tokenizer(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chosen)
 

@@ -10,6 +10,7 @@ import peft
 import pytest
 import safetensors.torch
 import torch
+from architectures import ATTENTION, save_model
 from command_line import recipe
 from forked_commands import run_forked
 from transformers import AutoModelForCausalLM
@@ -159,6 +160,18 @@ def test_models_of_two_bases_are_not_opened_together(run: Path, tmp_path: Path, 
     safetensors.torch.save_file({name: 2 * weight for name, weight in weights.items()}, other / "model.safetensors")
     with pytest.raises(RecipeError, match="are not the same base in the same form"):
         open_together([str(run), str(bare)])
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss"])
+def test_models_with_capped_logits_or_sinks_are_opened(architecture: str, tmp_path: Path) -> None:
+    base = save_model(architecture, tmp_path / "model", layers=2)
+    config = peft.LoraConfig(target_modules=ATTENTION, init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "run")
+    export(adapter=[str(tmp_path / "run")], out=str(tmp_path / "merged"), merge=True)
+    together = open_together([str(tmp_path / "run")])
+    assert answer(together["base"]) == answer(open_model(base))
+    assert answer(together["run"]) == answer(open_model(str(tmp_path / "merged"))) != answer(together["base"])
 
 
 def test_only_an_adapter_can_be_switched_off(model_folder: str) -> None:
