@@ -221,14 +221,7 @@ def open_model(
         return _open_run(RunFolder(folder), ckpt_path, chosen, shared)
     if _has_adapter(folder):
         return _open_adapter(Adapter.parse(str(folder)), base, chosen, shared)
-    if not folder.exists() and RunFolder(folder.parent).config.is_file():
-        newest = RunFolder(folder.parent).chosen_checkpoint(LAST)
-        raise RecipeError(
-            f"path={path!r}: the run has not written it yet; its newest checkpoint is {newest}, which opens by the "
-            f"run's folder {str(folder.parent)!r}"
-        )
-    with option_called("model.pretrained", "path"):
-        spec = ModelSpec(path, path)
+    with _model_at(path) as spec:
         spec.skeleton()
         return _opened(spec.build(loading.DENSE), spec, path, chosen)
 
@@ -265,9 +258,23 @@ def open_tokenizer(path: str, chat_template: str | None = None) -> tuple[PreTrai
     elif _has_adapter(folder):
         tokenizer = base_of(Adapter.parse(str(folder)), None).tokenizer
     else:
-        tokenizer = ModelSpec(path, path).tokenizer
+        with _model_at(path) as spec:
+            tokenizer = spec.tokenizer
     set_chat_template(tokenizer, chat_template)
     return tokenizer, ChatTemplate(tokenizer, options) if tokenizer.chat_template else None
+
+
+@contextmanager
+def _model_at(path: str) -> Iterator[ModelSpec]:
+    """Context in which errors about a model's folder or hub id name the path that was given."""
+    run = RunFolder(Path(path).expanduser().parent)
+    if not Path(path).expanduser().exists() and run.config.is_file():
+        raise RecipeError(
+            f"path={path!r}: the run has not written it yet; its newest checkpoint is {run.chosen_checkpoint(LAST)}, "
+            f"which opens by the run's folder {str(run.root)!r}"
+        )
+    with option_called("model.pretrained", "path"):
+        yield ModelSpec(path, path)
 
 
 @dataclass(frozen=True)

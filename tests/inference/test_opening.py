@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from lit_ft.commands.export import export
 from lit_ft.errors import RecipeError
 from lit_ft.export.restore_run import module_of, restore
-from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_together
+from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_together, open_tokenizer
 from lit_ft.inference.text_stream import Decoding, stream_answer
 from lit_ft.run.folder import RunFolder
 
@@ -99,6 +99,12 @@ def test_what_cannot_be_opened(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         open_model(**options(run, model_folder))
+
+
+def test_a_tokenizer_alone_is_named_by_its_path(run: Path) -> None:
+    for name, message in (("merged", "has not written it yet"), ("checkpoints/x", r"path='.*checkpoints/x' does not")):
+        with pytest.raises(RecipeError, match=message):
+            open_tokenizer(str(run / name))
 
 
 def test_models_that_are_opened_together_share_the_base_s_weights(run: Path, tmp_path: Path, model_folder: str) -> None:
