@@ -16,6 +16,7 @@ from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.data.tokens.megatron_indexed import IndexedWriter
+from lit_ft.data.tokens.preparation import MAY_BE_SKIPPED
 from lit_ft.data.tokens.samples import Samples
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.export.restore_run import module_of
@@ -100,7 +101,8 @@ def convert_data(
     data = TextDataModule(
         path, format=format, system=system, chat_template=chat_template, supervise=supervise, max_length=None
     )
-    with option_called("model.pretrained", "--tokenizer"):
+    skips = option_called(MAY_BE_SKIPPED, "; correct the row, or remove it")
+    with skips, option_called("model.pretrained", "--tokenizer"):
         data.load(load_tokenizer(tokenizer))
     samples = data.splits["train"]
     with _folder_beside(prefix) as folder:
