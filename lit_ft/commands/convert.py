@@ -16,6 +16,7 @@ from lit_ft.data.text.rendering import Supervise
 from lit_ft.data.text.sources import FormatName
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.data.tokens.megatron_indexed import IndexedWriter
+from lit_ft.data.tokens.preparation import MAY_BE_SKIPPED
 from lit_ft.data.tokens.samples import Samples
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.export.restore_run import module_of
@@ -24,8 +25,10 @@ from lit_ft.megatron.conversion import to_hugging_face, to_megatron
 from lit_ft.megatron.formats.names import Format, LayerSpec, Naming
 from lit_ft.megatron.layout import Layout
 from lit_ft.megatron.optimizer_state import AdamState, obstacle, state_of
+from lit_ft.megatron.output_folder import check_free
 from lit_ft.megatron.shape import ModelShape
 from lit_ft.model.loading import load_config, load_tokenizer
+from lit_ft.model.spec import ModelSpec
 from lit_ft.process import return_freed_memory
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import RunFolder
@@ -98,7 +101,8 @@ def convert_data(
     data = TextDataModule(
         path, format=format, system=system, chat_template=chat_template, supervise=supervise, max_length=None
     )
-    with option_called("model.pretrained", "--tokenizer"):
+    skips = option_called(MAY_BE_SKIPPED, "; correct the row, or remove it")
+    with skips, option_called("model.pretrained", "--tokenizer"):
         data.load(load_tokenizer(tokenizer))
     samples = data.splits["train"]
     with _folder_beside(prefix) as folder:
@@ -151,6 +155,7 @@ def convert_model(
             torch); by default megatron where it is installed and memory suffices.
     """
     destination = writable(out)
+    check_free(destination)
     if source == to:
         raise RecipeError(f"--from {source} --to {to} converts nothing; name hf and megatron, in either order")
     if to == "hf":
@@ -177,14 +182,15 @@ def convert_model(
 
 def _convert_base(run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None) -> None:
     """Convert the base model of a run, and write its adapter beside it."""
+    base = module_of(run.recipe()).spec.base
+    if base.config_overrides:
+        raise RecipeError(
+            f"adapter=apart: the run was trained with model.config_overrides={json.dumps(base.config_overrides)}, "
+            "which are not in its base model's files; use --adapter merged"
+        )
+    _check_base(base, layout)
     with _folder_beside(out) as folder:
         export(run=str(run.root), out=f"{folder}/adapter")  # first: it says what is wrong with the run
-        base = module_of(run.recipe()).spec.base
-        if base.config_overrides:
-            raise RecipeError(
-                f"adapter=apart: the run was trained with model.config_overrides={json.dumps(base.config_overrides)}, "
-                "which are not in its base model's files; use --adapter merged"
-            )
         to_megatron(base.pretrained, out, layout, naming, verify)
         (folder / "adapter").rename(out / "adapter")
 
@@ -193,11 +199,17 @@ def _convert_run(
     run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None, with_state: bool
 ) -> None:
     """Convert a run's model, its adapter merged, and the state of its optimizer where that can be."""
+    _check_base(module_of(run.recipe()).spec.base, layout)
     with _folder_beside(out) as folder:
         model = f"{folder}/model"
         export(run=str(run.root), out=model, merge=True)
         state = _state(run, model, naming) if with_state else None
         to_megatron(model, out, layout, naming, verify, state)
+
+
+def _check_base(base: ModelSpec, layout: Layout) -> None:
+    """Refuse what Megatron has no form for before weights are read."""
+    layout.check(ModelShape.of(base.config, base.pretrained))
 
 
 @contextmanager

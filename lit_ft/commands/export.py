@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.export.adapter_merger import Kind, is_peft, save_adapter, save_merged
+from lit_callbacks.export.adapter_merger import Kind, save_adapter, save_merged
+from lit_callbacks.export.atomic_folder import check_replaceable
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,10 +38,11 @@ from lit_ft.export.folder_texts import (
     run_texts,
 )
 from lit_ft.export.model_card import Card
-from lit_ft.export.restore_run import module_of, rebuild
+from lit_ft.export.restore_run import module_of, restore
 from lit_ft.gguf import WeightType
 from lit_ft.model.files.fingerprint import read_form, write_fingerprint
 from lit_ft.model.files.text_part import text_class
+from lit_ft.model.loading import DENSE
 from lit_ft.model.spec import ModelSpec
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
@@ -122,18 +124,17 @@ def export(
     if combination != "cat" and len(adapter or []) < 2:
         raise RecipeError(f"combination={combination} is for several adapters; name them by --adapter, or leave it out")
     folder = _run_folder(run) if run is not None else None
-    check = partial(_check_convertible, writes_adapter=gguf_adapter) if gguf or gguf_adapter else None
     if not adapter and folder is None:
         raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")
     kind = "gguf_adapter" if gguf_adapter else f"gguf-{gguf}" if gguf else "merged" if merge else "adapter"
     destination = writable(_destination(out, None if adapter else folder, kind, ckpt_path))
+    _check_replaceable(destination)
+    check = partial(_check_form, destination=destination, merge=merge, is_gguf=bool(gguf) or gguf_adapter)
     if adapter:
         exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density, check)
     else:
         assert folder is not None
         exported = _of_run(folder, ckpt_path, check)
-    if destination.resolve() == Path(exported.base).resolve():
-        raise RecipeError(f"out={str(destination)!r} is the base model itself; name another folder")
     try:
         if gguf_adapter:
             exported.save_gguf_adapter(destination, gguf)
@@ -175,16 +176,36 @@ def _check_gguf(
         raise RecipeError("GGUF files need the package gguf, which is not installed; pip install -e '.[gguf]'")
 
 
-def _check_convertible(base: ModelSpec, adapters: Sequence[PeftConfig | None], writes_adapter: bool) -> None:
-    """Refuse what has no form in GGUF, before weights are read."""
-    from lit_ft.gguf.folders import check_convertible
-    from lit_ft.gguf.writing import check_lora
+def _check_replaceable(destination: Path) -> None:
+    """Refuse a folder that holds other things than a model, before weights are read."""
+    try:
+        check_replaceable(destination)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
 
-    for adapter in adapters if writes_adapter else ():
-        if adapter is None:
-            raise RecipeError("the run trained all weights, so there is no adapter; add --merge --gguf TYPE")
-        check_lora(adapter)
-    check_convertible(base.skeleton(), base.tokenizer)
+
+def _check_form(
+    base: ModelSpec, adapters: Sequence[PeftConfig | None], destination: Path, merge: bool, is_gguf: bool
+) -> None:
+    """Refuse what cannot be written in the form that was asked for, before weights are read."""
+    if not merge and None in adapters:
+        form = "--merge --gguf TYPE" if is_gguf else "--merge for the model"
+        raise RecipeError(f"the run trained all weights, so there is no adapter; add {form}")
+    if destination.resolve() == Path(base.pretrained).resolve():
+        raise RecipeError(f"out={str(destination)!r} is the base model itself; name another folder")
+    if is_gguf:
+        from lit_ft.gguf.folders import check_convertible
+        from lit_ft.gguf.writing import check_lora
+
+        if not merge:
+            for adapter in filter(None, adapters):
+                check_lora(adapter)
+            if base.quantization is None and base.is_quantized:
+                raise RecipeError(
+                    f"the files of {base.pretrained!r} are quantized, and have no GGUF form; merge into them with "
+                    "--merge --quantized-base dequantize --gguf TYPE"
+                )
+        check_convertible(base.skeleton(), base.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -198,11 +219,6 @@ class _Exported:
     texts: Callable[[Kind], Mapping[str, str]]
     write_adapter: Callable[[Path], None]
 
-    @property
-    def base(self) -> str:
-        """Folder or hub id of the base model."""
-        return self.spec.pretrained
-
     def save_merged(
         self, to: Path, dtype: str | None, quantized_base: Literal["dequantize", "keep"] | None, text_only: bool
     ) -> None:
@@ -210,8 +226,6 @@ class _Exported:
         save_merged(self.model, to, self.tokenizer, torch_dtype, quantized_base, self.texts("merged"), text_only)
 
     def save_adapter(self, to: Path) -> None:
-        if not is_peft(self.model):
-            raise RecipeError("the run trained all weights, so there is no adapter; add --merge for the model")
         save_adapter(self.model, to, self.tokenizer, self.texts("adapter"), self.write_adapter)
 
     def save_gguf(
@@ -228,11 +242,6 @@ class _Exported:
     def save_gguf_adapter(self, to: Path, weight_type: WeightType | None) -> None:
         from lit_ft.gguf.folders import write_adapter_folder
 
-        if self.spec.quantization is None and self.spec.is_quantized:
-            raise RecipeError(
-                f"the files of {self.base!r} are quantized, and have no GGUF form; merge into them with --merge "
-                "--quantized-base dequantize --gguf TYPE"
-            )
         if self.spec.quantization is not None:
             rank_zero_info("the adapter was trained on a quantized base; here it is compared on the base's own weights")
         if weight_type is None and self.spec.config_overrides:
@@ -267,13 +276,12 @@ def _destination(out: str | None, folder: RunFolder | None, kind: str, ckpt_path
     return folder.exported(kind, ckpt_path)
 
 
-def _of_run(folder: RunFolder, ckpt_path: str, check: Check | None) -> _Exported:
+def _of_run(folder: RunFolder, ckpt_path: str, check: Check) -> _Exported:
     file = folder.chosen_checkpoint(ckpt_path)
     config = folder.recipe()
-    if check is not None:
-        spec = module_of(config).spec
-        check(spec.base, [spec.tuning.peft])
-    module = rebuild(config, file)
+    module = module_of(config)
+    check(module.spec.base, [module.spec.tuning.peft])
+    restore(module, file)
     check_unchanged(Path(module.spec.base.pretrained).expanduser())
     for line in describe_step(folder, file, config["trainer"].get("max_steps", -1)):
         rank_zero_info(line)
@@ -293,20 +301,19 @@ def _of_adapters(
     named: str | None,
     combination: Combination,
     density: float | None,
-    check: Check | None,
+    check: Check,
 ) -> _Exported:
     base = _base_of(adapters[0], folder, named)
     of_run = "model.pretrained"
     with option_called(of_run, of_run if folder is not None else describe_base(adapters[0], named)):
         check_base_config(base, adapters[0])
-        if check is not None:
-            check(base, [adapter.config for adapter in adapters])
+        check(base, [adapter.config for adapter in adapters])
         check_unchanged(Path(base.pretrained).expanduser())
         tokenizer, now = base.tokenizer, base.fingerprint()
         for adapter in adapters:
             adapter.check(base)
         torch.manual_seed(process.seed())  # for random weights, new embedding rows, and the random choice of dare
-        model = base.build("sdpa")
+        model = base.build(DENSE)
     resize_to_tokenizer(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]

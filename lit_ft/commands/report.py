@@ -32,8 +32,9 @@ def report(run: str, out: str | None = None) -> None:
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
         raise RecipeError(f"run={run!r} holds no run (no config.yaml there); name the folder that fit wrote")
+    page = None if out is None else writable(out)
     try:
-        path, data = write_report(folder, None if out is None else writable(out))
-    except (OSError, ValueError) as error:  # ValueError: a null character in the file name
+        path, data = write_report(folder, page)
+    except OSError as error:
         raise RecipeError(f"the page cannot be written ({error}); give another place with --out FILE") from error
     rank_zero_info(f"{path}: {len(data.curves):,} metrics, {path.stat().st_size / 1024:,.0f} KiB")

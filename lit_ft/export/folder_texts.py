@@ -23,6 +23,7 @@ from lit_ft.model.generation import end_of_call
 from lit_ft.model.spec import ModelSpec
 from lit_ft.process import datamodule_of
 from lit_ft.run.folder import RUNS, RunFolder
+from lit_ft.run.state import finished_step
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.loggers import read_rows, rows_before
 
@@ -151,8 +152,9 @@ def describe_step(run: RunFolder, checkpoint: Path, max_steps: int) -> list[str]
     if position is None:
         return [f"{checkpoint} does not say at which step it was written"]
     last = max(_steps_logged(run.root / "metrics.csv"), position.global_step)
-    total = max_steps if max_steps > 0 else last
-    lines = [f"{checkpoint} is step {position.global_step:,} of {total:,}"]
+    total = finished_step(run.finished) or max(max_steps, 0)
+    of_total = f" of {total:,}" if total else "; the run has not finished"
+    lines = [f"{checkpoint} is step {position.global_step:,}{of_total}"]
     newer = [one for one in candidates(run.checkpoints)[0] if one.position[:3] > position[:3]]
     if newer:
         step = newer[0].position.global_step

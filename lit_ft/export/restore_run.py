@@ -22,30 +22,6 @@ from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.spec import TrainingSpec
 
 
-def rebuild(
-    config: Recipe, checkpoint: Path, base_of: Callable[[TrainingSpec], ModelSpec] = lambda spec: spec.base
-) -> CausalLM:
-    """Build a run's module and load the weights of a checkpoint.
-
-    Args:
-        config: content of the run's ``config.yaml``.
-        checkpoint: .ckpt file.
-        base_of: gives the base model, which may be one that is loaded already.
-
-    Raises:
-        RecipeError: the module is not a ``CausalLM``, the checkpoint does not fit it, or the base model has changed.
-    """
-    module = module_of(config)
-    state = AnyCheckpointIO().load_checkpoint(checkpoint, map_location="cpu", weights_only=True)
-    check_same_base(state.get("base"), module.base_fingerprint, f"the checkpoint {str(checkpoint)!r}")
-    module.start = state.get("adapter_start")
-    module.spec = replace(module.spec, base=base_of(module.spec))
-    module.configure_model()
-    module.on_load_checkpoint(state)
-    module.load_state_dict(state["state_dict"], strict=False)
-    return module
-
-
 def module_of(config: Recipe) -> CausalLM:
     """Build a run's module, without weights.
 
@@ -70,6 +46,28 @@ def module_of(config: Recipe) -> CausalLM:
     data = config["data"].get("init_args", {})
     set_chat_template(module.tokenizer, data.get("chat_template"), data.get("template_options"))
     return module
+
+
+def restore(
+    module: CausalLM, checkpoint: Path, base_of: Callable[[TrainingSpec], ModelSpec] = lambda spec: spec.base
+) -> None:
+    """Build the model of a run's module, and load the weights of a checkpoint.
+
+    Args:
+        module: as ``module_of`` gives it.
+        checkpoint: .ckpt file.
+        base_of: gives the base model, which may be one that is loaded already.
+
+    Raises:
+        RecipeError: the checkpoint does not fit the module, or the base model has changed.
+    """
+    state = AnyCheckpointIO().load_checkpoint(checkpoint, map_location="cpu", weights_only=True)
+    check_same_base(state.get("base"), module.base_fingerprint, f"the checkpoint {str(checkpoint)!r}")
+    module.start = state.get("adapter_start")
+    module.spec = replace(module.spec, base=base_of(module.spec))
+    module.configure_model()
+    module.on_load_checkpoint(state)
+    module.load_state_dict(state["state_dict"], strict=False)
 
 
 def data_of(data: Mapping[str, object], command: str) -> TextDataModule:

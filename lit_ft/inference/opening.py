@@ -24,7 +24,7 @@ from lit_ft.export.adapter_folders import (
     resize_to_tokenizer,
 )
 from lit_ft.export.model_card import Recipe
-from lit_ft.export.restore_run import module_of, rebuild
+from lit_ft.export.restore_run import module_of, restore
 from lit_ft.model import loading
 from lit_ft.model.config.overrides import Overrides
 from lit_ft.model.files.fingerprint import read_form
@@ -139,7 +139,7 @@ class SharedBase:
                 f"{spec.dtype} and {first.dtype}, model.quantization {_method(spec)} and {_method(first)}, "
                 "model.config_overrides "
                 f"{json.dumps(spec.config_overrides)} and {json.dumps(first.config_overrides)}); models that are "
-                "opened together share one base"
+                "opened together share one base; start a server for each"
             )
         return replace(spec, loaded=self._loaded)
 
@@ -147,7 +147,7 @@ class SharedBase:
         """The shared base without any adapter, with the tokenizer and template of a model; None if none is shared."""
         if self._first is None:
             return None
-        base = self.of(self._first).build("sdpa")
+        base = self.of(self._first).build(loading.DENSE)
         _place(base, self._first.is_quantized)
         overrides = self._first.config_overrides
         return OpenedModel(
@@ -221,16 +221,9 @@ def open_model(
         return _open_run(RunFolder(folder), ckpt_path, chosen, shared)
     if _has_adapter(folder):
         return _open_adapter(Adapter.parse(str(folder)), base, chosen, shared)
-    if not folder.exists() and RunFolder(folder.parent).config.is_file():
-        newest = RunFolder(folder.parent).chosen_checkpoint(LAST)
-        raise RecipeError(
-            f"path={path!r}: the run has not written it yet; its newest checkpoint is {newest}, which opens by the "
-            f"run's folder {str(folder.parent)!r}"
-        )
-    with option_called("model.pretrained", "path"):
-        spec = ModelSpec(path, path)
+    with _model_at(path) as spec:
         spec.skeleton()
-        return _opened(spec.build("sdpa"), spec, path, chosen)
+        return _opened(spec.build(loading.DENSE), spec, path, chosen)
 
 
 def base_opener(opened: OpenedModel) -> Callable[[], OpenedModel] | None:
@@ -244,7 +237,7 @@ def base_opener(opened: OpenedModel) -> Callable[[], OpenedModel] | None:
     tokenizer, template, has_template = opened.tokenizer, opened.template, opened.has_template
 
     def open_base() -> OpenedModel:
-        model = spec.build("sdpa")
+        model = spec.build(loading.DENSE)
         _place(model, spec.is_quantized)
         return OpenedModel(model, model, tokenizer, template, spec.pretrained, has_template=has_template)
 
@@ -265,9 +258,23 @@ def open_tokenizer(path: str, chat_template: str | None = None) -> tuple[PreTrai
     elif _has_adapter(folder):
         tokenizer = base_of(Adapter.parse(str(folder)), None).tokenizer
     else:
-        tokenizer = ModelSpec(path, path).tokenizer
+        with _model_at(path) as spec:
+            tokenizer = spec.tokenizer
     set_chat_template(tokenizer, chat_template)
     return tokenizer, ChatTemplate(tokenizer, options) if tokenizer.chat_template else None
+
+
+@contextmanager
+def _model_at(path: str) -> Iterator[ModelSpec]:
+    """Context in which errors about a model's folder or hub id name the path that was given."""
+    run = RunFolder(Path(path).expanduser().parent)
+    if not Path(path).expanduser().exists() and run.config.is_file():
+        raise RecipeError(
+            f"path={path!r}: the run has not written it yet; its newest checkpoint is {run.chosen_checkpoint(LAST)}, "
+            f"which opens by the run's folder {str(run.root)!r}"
+        )
+    with option_called("model.pretrained", "path"):
+        yield ModelSpec(path, path)
 
 
 @dataclass(frozen=True)
@@ -292,7 +299,8 @@ def _has_adapter(folder: Path) -> bool:
 
 def _open_run(run: RunFolder, ckpt_path: str, chosen: _TemplateChoice, shared: SharedBase | None) -> OpenedModel:
     file, recipe = run.chosen_checkpoint(ckpt_path), run.recipe()
-    module = rebuild(recipe, file) if shared is None else rebuild(recipe, file, shared.of_run)
+    module = module_of(recipe)
+    restore(module, file, *([] if shared is None else [shared.of_run]))
     assert module.model is not None
     data = recipe["data"].get("init_args", {})
     opened = _opened(module.model, module.spec.base, str(file), chosen, data)
@@ -308,7 +316,7 @@ def _open_adapter(
         check_unchanged(Path(spec.pretrained).expanduser())
         adapter.check(spec)
         sharing = shared if not changes_base(adapter.config) else None
-        base = (spec if sharing is None else sharing.of(spec)).build("sdpa")
+        base = (spec if sharing is None else sharing.of(spec)).build(loading.DENSE)
     resize_to_tokenizer(base, spec.tokenizer)
     return _opened(load_adapters(base, [adapter]), spec, str(adapter.folder), chosen)
 

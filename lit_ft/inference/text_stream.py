@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from lit_ft.errors import RecipeError
 from lit_ft.inference.opening import OpenedModel
 from lit_ft.internals.peft import virtual_tokens_in_answers
-from lit_ft.model.generation import stop_ids
+from lit_ft.model.generation import SMALLEST_TEMPERATURE, stop_ids
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,15 @@ class Decoding:
         """
         rules = {
             "max_new_tokens": (self.max_new_tokens >= 1, "must be 1 token or more"),
-            "temperature": (self.temperature is None or 0 <= self.temperature < float("inf"), "must be 0 or more"),
+            "temperature": (
+                self.temperature in (None, 0) or SMALLEST_TEMPERATURE <= self.temperature < float("inf"),
+                f"must be 0 (greedy), or {SMALLEST_TEMPERATURE:g} or more",
+            ),
             "top_p": (self.top_p is None or 0 < self.top_p <= 1, "must be over 0 and at most 1"),
             "top_k": (self.top_k is None or self.top_k >= 0, "must be 0 (no limit) or more"),
             "repetition_penalty": (
-                self.repetition_penalty is None or 0 < self.repetition_penalty < float("inf"),
-                "must be over 0",
+                self.repetition_penalty is None or 1e-15 <= self.repetition_penalty <= 1e15,
+                "must be from 1e-15 to 1e15; 1 is none",
             ),
             "seed": (self.seed is None or 0 <= self.seed < 2**63, "must be 0 or more, and below 2**63"),
         }

@@ -19,6 +19,16 @@ from lit_ft.errors import RecipeError
 _COMMAND = "unfinished.json"
 
 
+def check_free(path: Path) -> None:
+    """Refuse a path that is taken, unless by an empty folder.
+
+    Raises:
+        RecipeError: the path exists.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RecipeError(f"out={str(path)!r} exists; name a new folder, or remove it")
+
+
 class OutputFolder:
     """Folder that is being written: a context, at whose end it is complete under its name."""
 
@@ -34,8 +44,7 @@ class OutputFolder:
         """
         self.path = path.expanduser().absolute()
         self.temporary = self.path.with_name(f".{self.path.name}.unfinished")
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise RecipeError(f"out={str(path)!r} exists; name a new folder, or remove it")
+        check_free(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
         try:

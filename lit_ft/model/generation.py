@@ -28,6 +28,9 @@ from lit_ft.internals.transformers import attention_implementation
 from lit_ft.model.packed_attention import PACKED
 from lit_ft.model.render_limits import render_chat
 
+SMALLEST_TEMPERATURE = 1e-15
+"""Temperature over which logits stay finite in float32, whatever a penalty has made of them."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -51,8 +54,10 @@ class Sampling:
         Raises:
             RecipeError: one is out of range, or has no effect.
         """
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RecipeError(f"temperature={self.temperature:g} must be 0 (greedy) or more, e.g. 0.7")
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
+            raise RecipeError(
+                f"temperature={self.temperature:g} must be 0 (greedy), or {SMALLEST_TEMPERATURE:g} or more, e.g. 0.7"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise RecipeError(f"top_p={self.top_p:g} must be over 0 and at most 1, e.g. 0.9")
         if self.top_k is not None and self.top_k < 1:

@@ -180,17 +180,23 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:160] if isinstance(error, StrictDataclassError) else first_line(error)
 
 
+DENSE = "dense"
+"""Name for ``pick_attention``, which no recipe can give."""
+
+
 def pick_attention(config: PretrainedConfig, requested: str) -> str:
     """Name of the attention function: ``auto`` is packed attention where flash attention and SDPA are supported too.
 
     Both take queries, keys and values alone: no mask of the model's own making, no sinks, no capped logits. Where one
-    is not supported, the other or ``eager`` computes what the model needs, sample by sample.
+    is not supported, the other or ``eager`` computes what the model needs, sample by sample. ``DENSE`` is the one of
+    these two, for padded batches and a KV cache.
     """
-    if requested != "auto":
+    if requested not in ("auto", DENSE):
         check_attention(requested, config)
         return requested
     functions = attention_functions(config)
-    return PACKED if {"flash", "sdpa"} <= functions else "sdpa" if "sdpa" in functions else "eager"
+    is_packed = requested == "auto" and {"flash", "sdpa"} <= functions
+    return PACKED if is_packed else "sdpa" if "sdpa" in functions else "eager"
 
 
 def check_attention(requested: str, config: PretrainedConfig) -> None:

@@ -107,6 +107,10 @@ class RunFolder:
         Raises:
             RecipeError: there is none.
         """
+        self._check_has_checkpoint()
+        return newest_good(self.checkpoints)
+
+    def _check_has_checkpoint(self) -> None:
         if not self.has_checkpoint:
             if is_running(self.root):
                 raise RecipeError(
@@ -117,7 +121,6 @@ class RunFolder:
                 f"there is no checkpoint in {self.checkpoints}: the run ended before its first one; start it again "
                 "with the same command without --ckpt_path, or with --resume auto in its place, which does either"
             )
-        return newest_good(self.checkpoints)
 
     def chosen_checkpoint(self, name: str) -> Path:
         """Checkpoint that ``last``, ``best`` or a path names.
@@ -128,6 +131,7 @@ class RunFolder:
         if name == LAST:
             return self.last_checkpoint()
         if name == BEST:
+            self._check_has_checkpoint()
             return best_of(self.checkpoints)
         if not (path := Path(name)).exists():
             near = get_close_matches(name.lower(), (LAST, BEST), n=1)

@@ -1,6 +1,7 @@
 """Output paths of commands, checked before the work starts."""
 
 import os
+import tempfile
 from pathlib import Path
 
 from lit_ft.errors import RecipeError
@@ -16,8 +17,14 @@ def writable(out: str | Path) -> Path:
         RecipeError: neither a file nor a folder can be made there.
     """
     path = Path(out).expanduser()
-    parent = next(one for one in path.absolute().parents if one.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        why = "Permission denied" if parent.is_dir() else f"{str(parent)!r} is a file"
-        raise RecipeError(f"out={str(out)!r} cannot be written ({why}); name another place with --out")
+    if not path.absolute().name:
+        raise RecipeError(f"out={str(out)!r} is the root of all folders; name one below it with --out")
+    # Not Path.exists, which raises an error where a folder may not be looked into.
+    parent = next(one for one in path.absolute().parents if os.path.exists(one))
+    try:
+        # Not os.access, which says yes to root where nothing can be made, as in /proc.
+        Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=parent)).rmdir()
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        why = getattr(error, "strerror", error) if parent.is_dir() else f"{str(parent)!r} is a file"
+        raise RecipeError(f"out={str(out)!r} cannot be written ({why}); name another place with --out") from error
     return path

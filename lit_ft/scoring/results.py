@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.report.run_report import write_report
 from lit_callbacks.report.tables import ReportTable
 
@@ -62,12 +63,12 @@ def _created(parent: Path) -> Path:
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a file of JSON; values that JSON lacks are written as text."""
     text = json.dumps(content, ensure_ascii=False, indent=1, default=_plain)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_durably(path, text + "\n")
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
     """Write a file of JSON lines."""
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    write_durably(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def _plain(value: object) -> object:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lit_ft.errors import RecipeError
 from lit_ft.model import quantization
 from lit_ft.model.files import deferred_cast
+from lit_ft.model.loading import DENSE
 from lit_ft.model.spec import ModelSpec
 from lit_ft.packed_batch import PackedBatch, TokenLoss
 from lit_ft.tuning import added_tokens, compatibility, lora_init, prompt_learning, wrapping
@@ -53,7 +54,7 @@ class TuningSpec:
     def attention(self, requested: str) -> str:
         """Attention function to use where the recipe requests ``requested``."""
         is_prefix = self.peft is not None and self.peft.peft_type.value == prompt_learning.PREFIX
-        return "sdpa" if requested == "auto" and is_prefix else requested  # packed attention reads no prefix
+        return DENSE if requested == "auto" and is_prefix else requested  # packed attention reads no prefix
 
     def wrap_skeleton(
         self, skeleton: PreTrainedModel, added_ids: Sequence[int], start: LoraInitState | None

@@ -185,15 +185,16 @@ def test_a_combination_of_one_adapter_and_weights_that_are_no_numbers(
     assert not out.exists()
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
-    lit_ft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(lit_ft: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = lit_ft("export", "--adapter", tmp_path / "none", "--out", tmp_path / "file" / "out", code=2)
     assert "file' is a file); name another place with --out" in said
-    monkeypatch.setattr("os.access", lambda *_: False)  # what permissions say to root
-    said = lit_ft("export", "--adapter", tmp_path / "none", "--out", tmp_path / "out", code=2)
-    assert "out' cannot be written (Permission denied)" in said
+    said = lit_ft("export", "--adapter", tmp_path / "none", "--out", "/proc/out", code=2)
+    assert "out='/proc/out' cannot be written (No such file or directory); name another place" in said
+    said = lit_ft("export", "--adapter", tmp_path / "none", "--out", "/", code=2)
+    assert "out='/' is the root of all folders; name one below it with --out" in said
+    said = lit_ft("export", "--adapter", tmp_path / "none", "--out", tmp_path, code=2)
+    assert "holds other things than a model (file), which would be lost; name a new folder" in said
 
 
 def test_runs_are_adapters_and_a_run_gives_the_base(lit_ft: Any, finished: Any, tmp_path: Path) -> None:
@@ -461,6 +462,11 @@ def test_an_export_says_which_step_it_is(lit_ft: Any, fit: Any) -> None:
     torch.save({**state, "global_step": 1}, run / "checkpoints" / "first.ckpt")
     said = lit_ft("export", "--run", run, "--checkpoint", run / "checkpoints" / "first.ckpt")
     assert "first.ckpt is step 1 of 2\n" in said
+    by_epochs = (run / "config.yaml").read_text().replace("max_steps: 2", "max_steps: -1")
+    (run / "config.yaml").write_text(by_epochs)
+    assert "last.ckpt is step 2 of 2\n" in lit_ft("export", "--run", run)
+    (run / "finished.json").unlink()
+    assert "last.ckpt is step 2; the run has not finished\n" in lit_ft("export", "--run", run)
     assert f"a newer checkpoint is {last}, of step 2; take it with --ckpt_path" in said
     last.unlink()
     for other in (run / "checkpoints").glob("epoch*.ckpt"):
@@ -623,5 +629,7 @@ def test_what_a_method_cannot_do(lit_ft: Any, finished: Any, tmp_path: Path, met
         "prompt": (["--merge"], "PROMPT_TUNING adds no weights that could be merged"),
         "full": ([], "the run trained all weights, so there is no adapter; add --merge"),
     }[method]
-    assert message in lit_ft("export", "--run", run, *options, "--out", tmp_path / "out", code=2)
+    said = lit_ft("export", "--run", run, *options, "--out", tmp_path / "out", code=2)
+    assert message in said
+    assert ("is step" in said) is (method != "full")  # that is said once the checkpoint has been read
     assert not (tmp_path / "out").exists()

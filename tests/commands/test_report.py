@@ -1,6 +1,7 @@
 """``report``, and the page that ``fit`` writes."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,29 @@ def test_report_writes_it_again_and_elsewhere(
     assert (tmp_path / "page.html").read_text() == whole
 
 
+def test_a_page_that_cannot_be_written_leaves_the_earlier_one(finished: Path, capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("the earlier one")
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))  # what the kernel does at a quota
+    try:
+        said = run(capsys, "report", str(finished), "--out", str(tmp_path / "link.html"), code=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the page cannot be written ([Errno 27] File too large)" in said
+    assert (tmp_path / "page.html").read_text() == "the earlier one"
+    run(capsys, "report", str(finished), "--out", str(tmp_path / "link.html"))
+    assert (tmp_path / "link.html").is_symlink()
+    assert "the earlier one" not in (tmp_path / "page.html").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.html", "page.html"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["nowhere"], "run='nowhere' holds no run (no config.yaml there); name the folder that fit wrote"),
         (["RUN", "--out", "RUN/missing/page.html"], "the page cannot be written ([Errno 2]"),
+        (["RUN", "--out", "/proc/page.html"], "error: out='/proc/page.html' cannot be written (No such file"),
     ],
 )
 def test_what_is_wrong_is_said(finished: Path, capsys: Any, arguments: list[str], said: str) -> None:

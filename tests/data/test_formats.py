@@ -397,6 +397,10 @@ BAD: dict[str, list[tuple[Any, str]]] = {
             chat(ASK, SAY, tools=[3]),
             "'tools' is a list of int; a list of objects is needed, or a string that holds one",
         ),
+        *(
+            (chat(ASK, SAY, tools=[TOOL, bad]), "'tools' item 2 is no function with a name; it needs 'name'")
+            for bad in ({"x": 1}, {"type": "retrieval"}, {"function": "f"}, {"function": {"name": 3}}, {"name": ""})
+        ),
         (chat(ASK, SAY, tools=0), "'tools' is a int; a list of objects is needed, or a string that holds one as JSON"),
         (chat(ASK, SAY, tools='{"name": "f"}'), "'tools' is a dict; a list of objects is needed"),
     ],

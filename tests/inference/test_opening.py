@@ -10,14 +10,15 @@ import peft
 import pytest
 import safetensors.torch
 import torch
+from architectures import ATTENTION, save_model
 from command_line import recipe
 from forked_commands import run_forked
 from transformers import AutoModelForCausalLM
 
 from lit_ft.commands.export import export
 from lit_ft.errors import RecipeError
-from lit_ft.export.restore_run import rebuild
-from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_together
+from lit_ft.export.restore_run import module_of, restore
+from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_together, open_tokenizer
 from lit_ft.inference.text_stream import Decoding, stream_answer
 from lit_ft.run.folder import RunFolder
 
@@ -42,8 +43,8 @@ def answer(opened: OpenedModel) -> str:
 
 
 def test_a_run_its_adapter_and_its_merged_model_answer_alike(run: Path, tmp_path: Path, model_folder: str) -> None:
-    recipe = RunFolder(run).recipe()
-    module = rebuild(recipe, RunFolder(run).last_checkpoint())
+    module = module_of(RunFolder(run).recipe())
+    restore(module, RunFolder(run).last_checkpoint())
     prompt = module.render_prompt([{"role": "user", "content": "the green lamp"}])
     wanted = module.answer([prompt], 12)[0]
     export(run=str(run), out=str(tmp_path / "merged"), merge=True)
@@ -98,6 +99,12 @@ def test_what_cannot_be_opened(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         open_model(**options(run, model_folder))
+
+
+def test_a_tokenizer_alone_is_named_by_its_path(run: Path) -> None:
+    for name, message in (("merged", "has not written it yet"), ("checkpoints/x", r"path='.*checkpoints/x' does not")):
+        with pytest.raises(RecipeError, match=message):
+            open_tokenizer(str(run / name))
 
 
 def test_models_that_are_opened_together_share_the_base_s_weights(run: Path, tmp_path: Path, model_folder: str) -> None:
@@ -159,6 +166,18 @@ def test_models_of_two_bases_are_not_opened_together(run: Path, tmp_path: Path, 
     safetensors.torch.save_file({name: 2 * weight for name, weight in weights.items()}, other / "model.safetensors")
     with pytest.raises(RecipeError, match="are not the same base in the same form"):
         open_together([str(run), str(bare)])
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss"])
+def test_models_with_capped_logits_or_sinks_are_opened(architecture: str, tmp_path: Path) -> None:
+    base = save_model(architecture, tmp_path / "model", layers=2)
+    config = peft.LoraConfig(target_modules=ATTENTION, init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "run")
+    export(adapter=[str(tmp_path / "run")], out=str(tmp_path / "merged"), merge=True)
+    together = open_together([str(tmp_path / "run")])
+    assert answer(together["base"]) == answer(open_model(base))
+    assert answer(together["run"]) == answer(open_model(str(tmp_path / "merged"))) != answer(together["base"])
 
 
 def test_only_an_adapter_can_be_switched_off(model_folder: str) -> None:

@@ -76,8 +76,10 @@ def test_an_answer_stays_within_the_model_s_positions(opened: OpenedModel) -> No
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("temperature", "-1", "must be 0 or more"),
-        ("temperature", "nan", "must be 0 or more"),
+        ("temperature", "-1", "must be 0 .greedy., or 1e-15 or more"),
+        ("temperature", "nan", "must be 0 .greedy., or 1e-15 or more"),
+        ("temperature", "1e-300", "must be 0 .greedy., or 1e-15 or more"),
+        ("repetition_penalty", "1e-300", "must be from 1e-15 to 1e15; 1 is none"),
         ("top_p", "0", "over 0 and at most 1"),
         ("max_new_tokens", "0", "1 token or more"),
         ("max_new_tokens", "many", "is no whole number"),

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import resource
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -211,6 +212,18 @@ def test_an_interrupted_conversion_continues(
     }.items()
 
 
+def test_a_full_disk_is_one_line_and_the_conversion_continues(capsys: Any, model_folder: str, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # what the kernel does at a quota
+    try:
+        said = to_megatron(capsys, model_folder, tmp_path / "ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_line(said, "could not be written: File too large; make room, or write elsewhere")
+    assert not (tmp_path / "ckpt").exists()
+    to_megatron(capsys, model_folder, tmp_path / "ckpt", "--verify", "reduced", code=0)
+
+
 def test_a_written_folder_is_not_replaced(capsys: Any, model_folder: str, checkpoint: Path) -> None:
     assert_line(to_megatron(capsys, model_folder, checkpoint), "exists; name a new folder")
 
@@ -273,4 +286,8 @@ def test_an_adapter_that_is_not_there_leaves_no_folder(capsys: Any, model_folder
         main([*recipe(tmp_path, model_folder, None), "--print_config"])
     (tmp_path / "run" / "config.yaml").write_text(capsys.readouterr().out)
     assert "there is no checkpoint in" in to_megatron(capsys, tmp_path / "run", tmp_path / "ckpt", "--adapter", "apart")
+    for adapter in ("apart", "merged"):  # said before there is anything to read
+        options = ("--adapter", adapter, "--tensor_parallel", "4")
+        assert "num_key_value_heads=2" in to_megatron(capsys, tmp_path / "run", tmp_path / "ckpt", *options)
+    assert "run' exists; name a new folder" in to_megatron(capsys, tmp_path / "run", tmp_path / "run")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "recipe.yaml"}

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lit_callbacks.output import heartbeat
+from peft import PrefixTuningConfig
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, LlamaConfig, T5Config
 from transformers.utils import is_flash_attn_2_available
 
 from lit_ft import CausalLM, RecipeError
-from lit_ft.model.loading import check_attention, load_base, load_config, load_tokenizer
+from lit_ft.model.loading import DENSE, check_attention, load_base, load_config, load_tokenizer, pick_attention
+from lit_ft.tuning.spec import TuningSpec
 
 
 def edited(**values: Any) -> Callable[[Path], None]:
@@ -139,6 +141,11 @@ def test_attention_that_is_not_there() -> None:
         check_attention("sdpa", GptOssConfig())
     with pytest.raises(RecipeError, match=r"model.attn_implementation='spda' is none of .*; did you mean sdpa\?"):
         check_attention("spda", llama)
+    with pytest.raises(RecipeError, match=r"model.attn_implementation='dense' is none of"):
+        check_attention(DENSE, llama)
+    assert pick_attention(llama, DENSE) == "sdpa"
+    prefix = TuningSpec(PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "auto", None)
+    assert pick_attention(GptOssConfig(), prefix.attention("auto")) == "eager"
     if not is_flash_attn_2_available():
         with pytest.raises(RecipeError, match="flash_attention_2 needs the package flash-attn and a GPU"):
             check_attention("flash_attention_2", llama)

@@ -125,8 +125,9 @@ def test_a_second_process_is_refused_while_the_first_lives(tmp_path: Path, resum
             folder.claim(resuming=resuming)
         with pytest.raises(RecipeError, match="no checkpoint in .* yet: the run goes on"):
             folder.last_checkpoint()
-    with pytest.raises(RecipeError, match="the run ended before its first one"):
-        folder.last_checkpoint()
+    for name in ("last", "best"):
+        with pytest.raises(RecipeError, match="the run ended before its first one"):
+            folder.chosen_checkpoint(name)
     folder.claim(resuming=resuming)  # the kernel has freed it
     folder.claim(resuming=resuming)  # and this process has it
     run_lock.release_runs()

@@ -1,5 +1,6 @@
 """Tasks that cannot be run are refused with what to do, before any weights are loaded."""
 
+import json
 import socket
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from datasets import config
 from huggingface_hub import constants
 from lm_eval.tasks import TaskManager
 
+from lit_ft.commands.inference.evaluate import run as evaluate
 from lit_ft.errors import RecipeError
 from lit_ft.scoring import harness_tasks
 from lit_ft.scoring.harness_tasks import load_tasks
@@ -149,6 +151,24 @@ def test_bad_options(
     monkeypatch.chdir(tmp_path)
     assert message in run(capsys, "evaluate", model_folder, *options, code=2)
     assert not list((tmp_path / "checkpoints").rglob("1"))  # no empty folder is left
+
+
+def test_a_row_that_cannot_be_read_is_to_be_corrected(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"instruction": "a lamp"}\n')
+    said = run(capsys, "evaluate", model_folder, "--data.path", "rows.jsonl", code=2)
+    assert said.endswith("(columns here: 'instruction'); correct the row, or remove it\n")
+
+
+def test_raw_text_has_no_exact_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "a lamp"}\n')
+    evaluate(["evaluate", model_folder, "--data.path", "rows.jsonl", "--no_base", "--out", "scores"])
+    table = json.loads(Path("scores/1/scores.json").read_text())
+    assert [row[1] for row in table["rows"]] == ["loss", "perplexity", "token_accuracy"]
+    assert "rows.jsonl: no row is a conversation, so there is no exact match" in table["notes"]
 
 
 def test_a_run_without_a_checkpoint(capsys: Any, tmp_path: Path, model_folder: str, task: Path) -> None:

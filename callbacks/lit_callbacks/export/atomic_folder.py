@@ -8,7 +8,8 @@ while it is replaced), ``.merged.removed`` (being removed).
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,7 @@ def write_atomically(
 
     Raises:
         ValueError: ``folder`` holds files that are not part of a model.
+        OSError: a file cannot be written, as on a full disk.
     """
     folder = Path(os.path.realpath(folder))  # for a symbolic link, its target is replaced and the link stays
     recover(folder)
@@ -57,16 +59,28 @@ def write_atomically(
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with heartbeat(f"writing {folder}"):
+        with heartbeat(f"writing {folder}"), _errors_of_the_disk(folder):
             write(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         for name, text in (texts or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
         write_manifest(temporary)
-        _replace(temporary, folder)
+        with _alone_in(folder.parent):
+            _replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _errors_of_the_disk(folder: Path) -> Iterator[None]:
+    """Give the system's errors, which safetensors puts into a text of its own, as those of Python."""
+    try:
+        yield
+    except Exception as error:  # SafetensorError; the package may not be installed
+        if isinstance(error, OSError) or (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 
 
 def _replace(temporary: Path, folder: Path) -> None:
@@ -106,7 +120,8 @@ def recover(folder: Path) -> None:
     put_back(folder)
     if not folder.parent.is_dir():
         return
-    _remove(folder.with_name(f".{folder.name}.old"), folder)
+    with _alone_in(folder.parent):
+        _remove(folder.with_name(f".{folder.name}.old"), folder)
     unfinished = re.compile(re.escape(f".{folder.name}.") + r"(\d+)")
     for path in list(folder.parent.iterdir()):
         if (match := unfinished.fullmatch(path.name)) and not _runs(int(match[1])):
@@ -116,8 +131,25 @@ def recover(folder: Path) -> None:
 def put_back(folder: Path) -> None:
     """Restore the earlier model after a killed replacement, unless ``folder`` exists."""
     old = folder.with_name(f".{folder.name}.old")
-    if old.is_dir() and not folder.exists():
-        old.rename(folder)
+    if not old.is_dir() or folder.exists():
+        return
+    with _alone_in(folder.parent):  # the process that replaces it may still run
+        if old.is_dir() and not folder.exists():
+            old.rename(folder)
+
+
+@contextmanager
+def _alone_in(parent: Path) -> Iterator[None]:
+    """Context in which no other process renames models in a folder, where its file system has locks."""
+    import fcntl  # not at the top: not every system that imports this module has it
+
+    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _runs(process: int) -> bool:
@@ -138,7 +170,8 @@ def check_replaceable(folder: Path) -> None:
     """
     if not folder.exists():
         return
-    foreign = foreign_files(folder) if folder.is_dir() else ["a file"]
+    with _alone_in(folder.parent):
+        foreign = foreign_files(folder) if folder.is_dir() else ["a file"]
     if foreign:
         raise ValueError(
             f"{str(folder)!r} holds other things than a model ({', '.join(foreign[:3])}), which would be lost; "

@@ -231,8 +231,22 @@ def write_report(folder: str | Path, path: str | Path | None = None) -> tuple[Pa
     """
     run = read_run(Path(folder))
     path = Path(path or run.folder / "report.html")
-    path.write_text(printable(render(run)), encoding="utf-8")
+    _write_page(path, printable(render(run)))
     return path, run
+
+
+def _write_page(path: Path, page: str) -> None:
+    """Write a page, or leave the earlier one where the disk is full."""
+    if path.exists() and not path.is_file():
+        path.write_text(page, encoding="utf-8")  # a device or a pipe, as /dev/stdout
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def render(run: RunData) -> str:

@@ -1,14 +1,17 @@
 """Folders of models: whole after a kill at any moment, and nothing of anybody else's is replaced."""
 
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from lit_callbacks.export.atomic_folder import keep_newest, put_back, write_atomically
 from lit_callbacks.export.manifest import MANIFEST, verify_manifest
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +126,38 @@ def test_a_write_that_fails_keeps_the_old_model(tmp_path: Path) -> None:
         write_atomically(tmp_path / "out", fail, None)
     assert contents(tmp_path / "out") == {"old"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_several_processes_may_write_a_model_at_once(tmp_path: Path) -> None:
+    processes = []
+    for number in range(3):
+        if (process := os.fork()) == 0:
+            code = 1
+            try:
+                for _ in range(30):
+                    write_atomically(tmp_path / "out", model(str(number)), None)
+                code = 0
+            finally:
+                os._exit(code)
+        processes.append(process)
+    assert [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes] == [0, 0, 0]
+    assert not verify_manifest(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        save_file({"weight": torch.zeros(5000)}, folder / "model.safetensors")
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))  # what the kernel does at a quota
+    try:
+        with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/out'"):
+            write_atomically(tmp_path / "out", write, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_of_old_models_one_with_other_things_in_it_stays(tmp_path: Path) -> None:

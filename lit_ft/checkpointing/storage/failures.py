@@ -68,8 +68,17 @@ def explain_failed_write(path: Path) -> Iterator[None]:
 def _reason(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return (error.strerror if isinstance(error, OSError) else None) or str(error)
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
+    cause = cause_of(error)
+    return f"rank {next(iter(error.failures))}: {type(cause).__name__}: {' '.join(str(cause).split())}"
+
+
+def cause_of(error: CheckpointException) -> BaseException:
+    """Error of the first rank that has one; the system's, if there is one among what led to it."""
+    cause, _ = next(iter(error.failures.values()))
+    before: BaseException | None = cause
+    while before is not None and not isinstance(before, OSError):
+        before = before.__context__  # torch's writer fails a second time when it closes a file that it could not write
+    return before or cause
 
 
 def _remove(temporary: Path) -> None:

@@ -77,6 +77,8 @@ class Chat:
                 print(f"{name}:")
             answer = self._answer(name, conversation, question, _write)
             print(flush=True)
+            if not answer.text.strip():
+                print("lit_ft: the answer is empty", file=sys.stderr)
             if answer.ended == "length":
                 print(f"lit_ft: {self._cut(answer)}", file=sys.stderr)
 

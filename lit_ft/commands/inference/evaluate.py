@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_ft.commands.inference.keys import API_KEY, JUDGE_API_KEY, given_key
 from lit_ft.data.text_data import TextDataModule
-from lit_ft.errors import RecipeError
+from lit_ft.data.tokens.preparation import MAY_BE_SKIPPED
+from lit_ft.errors import RecipeError, option_called
 from lit_ft.inference.openai.client import OpenAIClient
 from lit_ft.inference.opening import OpenedModel, base_opener, open_model, open_tokenizer
 from lit_ft.protocols import Question
@@ -161,7 +162,8 @@ class DataSets:
         if (path, file) not in self._modules:
             self._modules[path, file] = held_out.data_of(self.run, path, _data_options(self._options, file))
         data = self._modules[path, file]
-        data.load(tokenizer, stage)
+        with option_called(MAY_BE_SKIPPED, "; correct the row, or remove it"):
+            data.load(tokenizer, stage)
         return data
 
 
@@ -197,6 +199,10 @@ class Evaluation:
                 options.batch_size,
             )
             self.scores[side] += scores
+            if side == "fine-tuned" and not self.answers[side]:
+                self.notes.append(
+                    f"{Path(options.data.path).name}: no row is a conversation, so there is no exact match"
+                )
         if (questions := self.data.questions(path, opened.tokenizer)) is not None:
             self.replies[side] = judging.answers_of(opened, questions, options.max_new_tokens, options.batch_size)
             self.questions = self.questions or questions

@@ -417,11 +417,16 @@ def _tools(row: RawRow) -> list[JsonObject] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRow(f"'tools' is {_kind(value)}; a list of objects is needed, or a string that holds one as JSON")
-    return [tool if "function" in tool else _as_tool(tool) for tool in value]
+    return [_tool(tool, f"'tools' item {number}") for number, tool in enumerate(value, 1)]
 
 
-def _as_tool(function: JsonObject) -> JsonObject:
-    return {"type": "function", "function": {key: part for key, part in function.items() if key != "type"}}
+def _tool(value: JsonObject, where: str) -> JsonObject:
+    bare = {key: part for key, part in value.items() if key != "type"}
+    tool = value if "function" in value else {"type": "function", "function": bare}
+    function = tool["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRow(f"{where} is no function with a name; it needs 'name', and 'parameters' where it takes some")
+    return tool
 
 
 def _tool_calls(value: object, where: str) -> list[JsonObject]:

@@ -30,6 +30,8 @@ OnBadRow = Literal["error", "skip"]
 
 ROWS_PER_BATCH = 500
 """Number of rows that a process tokenizes at a time."""
+MAY_BE_SKIPPED = " (data.on_bad_row=skip leaves such rows out, and counts them)"
+"""Advice for a row that cannot be used, which commands without this option replace."""
 FULL_LENGTHS = "full_lengths.npy"
 """File of a cache entry with ``Prepared.full_lengths``."""
 BAD_ROWS_NAMED = 5
@@ -119,7 +121,7 @@ class Preparation:
             RecipeError: ``on_bad_row`` is ``error``.
         """
         if self.on_bad_row == "error":
-            raise RecipeError(f"{location}: {message} (data.on_bad_row=skip leaves such rows out, and counts them)")
+            raise RecipeError(f"{location}: {message}{MAY_BE_SKIPPED}")
 
     def check(self, locations: list[str], encoded: Encoded) -> list[str]:
         """Problems of the rows that cannot be used, each with its location.

@@ -65,18 +65,21 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """List the models."""
-        listed = [
-            {
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "lit_ft",
-                "root": self._roots[name],
-                "max_model_len": self._limits.max_model_len,
-            }
-            for name in self._engines
-        ]
-        return JSONResponse({"object": "list", "data": listed})
+        return JSONResponse({"object": "list", "data": list(map(self._described, self._engines))})
+
+    async def model(self, request: Request) -> Response:
+        """Describe one model."""
+        return JSONResponse(self._described(self._known(request.path_params["name"])))
+
+    def _described(self, name: str) -> Json:
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "lit_ft",
+            "root": self._roots[name],
+            "max_model_len": self._limits.max_model_len,
+        }
 
     async def tokenize(self, request: Request) -> Response:
         """Tokens of a prompt or a conversation, as vLLM's route of that name gives them."""
@@ -124,12 +127,15 @@ class Service:
         return Fields(values)
 
     def _engine(self, fields: Fields) -> tuple[str, Engine]:
-        name = fields.take("model", str, "")
+        name = self._known(fields.take("model", str, ""))
+        return name, self._engines[name]
+
+    def _known(self, name: str) -> str:
         if name not in self._engines:
             raise RequestError(
                 f"there is no model {name!r}; there are {', '.join(self._engines)}", 404, "model_not_found"
             )
-        return name, self._engines[name]
+        return name
 
     async def _answer(self, request: Request, engine: Engine, ask: Ask, is_chat: bool) -> Response:
         count = len(ask.prompts) * ask.n
@@ -255,6 +261,7 @@ def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[st
     routes: Sequence[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = (
         ("/health", "GET", service.health),
         ("/v1/models", "GET", guarded(service.models)),
+        ("/v1/models/{name}", "GET", guarded(service.model)),
         ("/v1/chat/completions", "POST", guarded(service.chat)),
         ("/v1/completions", "POST", guarded(service.completion)),
         ("/tokenize", "POST", guarded(service.tokenize)),

@@ -1,5 +1,6 @@
 """Bodies of requests, read and checked: what is not supported is refused by name, never ignored."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -19,9 +20,7 @@ T = TypeVar("T", bool, int, float, str, list[object], dict[str, object])
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
-_NOTHING_TO_DO = frozenset(
-    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"]
-)
+_NOTHING_TO_DO = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
 """Fields that do not concern the answer."""
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
@@ -31,6 +30,7 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "functions": ([],),
+    "parallel_tool_calls": (True,),
 }
 """Fields of which one value alone can be had."""
 
@@ -68,7 +68,7 @@ class Fields:
         if value is None:
             return None
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = float(value) if abs(value) < 1e300 else math.inf
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise RequestError(f"{name}={value!r} must be {_KINDS[kind]}")
         return value
@@ -130,8 +130,9 @@ def read_chat(fields: Fields, model: str, opened: OpenedModel, max_model_len: in
         RequestError: a field is missing, wrong or not supported.
     """
     prompt, tools = chat_prompt(fields, opened)
-    limit = fields.find("max_completion_tokens", int)
-    older = fields.find("max_tokens", int)
+    limit, older = fields.find("max_completion_tokens", int), fields.find("max_tokens", int)
+    if None not in (limit, older) and limit != older:
+        raise RequestError(f"max_completion_tokens={limit} and max_tokens={older} are the same limit; leave one out")
     top = fields.find("top_logprobs", int)
     if not fields.take("logprobs", bool, False):
         if top is not None:
@@ -243,7 +244,7 @@ def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], list[Js
         chat = formats.messages(row)
         prompt, _ = prompt_of(chat, template)
     except (BadRow, RecipeError) as error:
-        raise RequestError(f"messages: {error}") from error
+        raise RequestError(str(error)) from error
     return list(opened.tokenizer(prompt, add_special_tokens=False)["input_ids"]), chat.tools
 
 
@@ -265,7 +266,7 @@ def text_prompts(value: object, tokenizer: PreTrainedTokenizerBase, add_special_
     for one in given:
         if isinstance(one, str):
             ids = list(tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"])
-        elif isinstance(one, list) and all(isinstance(token, int) and 0 <= token < len(tokenizer) for token in one):
+        elif isinstance(one, list) and all(type(token) is int and 0 <= token < len(tokenizer) for token in one):
             ids = one
         else:
             raise RequestError(f"prompt must be text or a list of tokens below {len(tokenizer):,}, or a list of these")

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lit_ft.checkpointing.storage.failures import cause_of
 from lit_ft.checkpointing.storage.metadata_reader import SafeFileSystemReader
 from lit_ft.errors import RecipeError, explained
 from lit_ft.megatron.families import EMBEDDING, FINAL_NORM, HEAD, Key, layer_keys
@@ -257,7 +258,10 @@ def write_parts(
             writer = FileSystemWriter(path, per_thread_copy_ahead=0)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
-                checkpoint.save({}, storage_writer=writer, planner=_OneByOne(items, get), no_dist=True)
+                try:
+                    checkpoint.save({}, storage_writer=writer, planner=_OneByOne(items, get), no_dist=True)
+                except checkpoint.CheckpointException as error:
+                    raise cause_of(error) from error
 
         yield f"part_{prefix}{number:05d}", write
 

@@ -1,9 +1,11 @@
 """``chat`` as a user runs it: through a pipe, and in a terminal."""
 
 import io
+import json
 import os
 import pty
 import select
+import shutil
 import signal
 import sys
 import time
@@ -62,6 +64,15 @@ def test_a_pipe_gets_the_answer_alone(
 def test_an_empty_pipe_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, model_folder: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert "standard input is empty" in run(capsys, "chat", model_folder, code=2)
+
+
+def test_an_empty_answer_to_a_pipe_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, model_folder: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(600))}))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the green lamp"))
+    assert "lit_ft: the answer is empty" in run(capsys, "chat", str(folder))
 
 
 class Terminal:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from command_line import run
 from forked_commands import ForkedCommand
+from model_folders import change
 from openai import OpenAI
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -83,6 +84,21 @@ def test_a_port_in_use_and_wrong_options_are_one_line(adapter: str, capsys: Any)
         assert message in said
         assert len(said.splitlines()) == 1
     assert "is taken; rename" in run(capsys, "serve", adapter, adapter, "--port", "0", code=2)
+
+
+def test_adapters_of_two_bases_are_refused_in_one_line(
+    adapter: str, capsys: Any, model_folder: str, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(model_folder, tmp_path / "base"))
+    change(base)
+    other = Path(shutil.copytree(adapter, tmp_path / "run-b"))
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
+    said = run(capsys, "serve", adapter, str(other), "--port", "0", code=2)
+    assert said.splitlines()[-1].startswith(
+        f"lit_ft: error: {str(base)!r} and {model_folder!r} are not the same base in the same form (dtype auto and auto"
+    )
+    assert said.splitlines()[-1].endswith("share one base; start a server for each")
 
 
 def test_a_missing_package_is_named_before_anything_loads(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,8 +242,10 @@ def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
         ({"max_tokens": 600}, openai.BadRequestError, "takes 512 tokens for both"),
         ({"max_tokens": 0}, openai.BadRequestError, "must be 1 or more"),
         ({"max_tokens": -3}, openai.BadRequestError, "max_tokens=-3 must be 1 token or more"),
-        ({"temperature": -1}, openai.BadRequestError, "temperature=-1.0 must be 0 or more"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature=-1.0 must be 0 .greedy., or"),
+        ({"temperature": 10**400}, openai.BadRequestError, "temperature=inf must be 0 .greedy., or 1e-15 or more"),
         ({"temperature": "hot"}, openai.BadRequestError, "temperature='hot' must be a number"),
+        ({"max_completion_tokens": 5}, openai.BadRequestError, "max_tokens=12 are the same limit; leave one out"),
         ({"top_logprobs": 3}, openai.BadRequestError, "needs logprobs=true"),
         ({"logprobs": True, "top_logprobs": 30}, openai.BadRequestError, "ask for 0 to 20"),
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty=0.5 is not supported"),
@@ -257,6 +259,8 @@ def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
         ({"messages": [*ASKED, {"role": "assistant", "content": "a"}]}, openai.BadRequestError, "ends with one of the"),
         ({"messages": [{"role": "user", "content": "x" * 60_000}]}, openai.APIStatusError, "more than 50,000 bytes"),
         ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice='required' is not supported"),
+        ({"tools": [{"x": 1}]}, openai.BadRequestError, "'tools' item 1 is no function with a name; it needs 'name'"),
+        ({"parallel_tool_calls": False}, openai.BadRequestError, "parallel_tool_calls=False is not supported"),
     ],
 )
 def test_what_is_refused(served: Served, options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -287,7 +291,11 @@ def test_a_key_is_needed_for_all_but_health(served: Served) -> None:
     client = served.client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError, match="no key, or another one"):
         client.models.list()
-    assert [model.id for model in served.client.models.list()] == list(NAMES)
+    models = list(served.client.models.list())
+    assert [model.id for model in models] == list(NAMES)
+    assert [served.client.models.retrieve(name) for name in NAMES] == models
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'; there are base, run-a"):
+        served.client.models.retrieve("other")
     assert exchange(served.port, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")[0] == 200
     assert exchange(served.port, b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")[0] == 404
 
