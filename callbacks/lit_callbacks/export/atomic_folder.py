@@ -17,6 +17,11 @@ from typing import TYPE_CHECKING
 from lit_callbacks.export.manifest import MANIFEST, ManifestError, list_files, read_manifest, sync, write_manifest
 from lit_callbacks.output.heartbeat import heartbeat
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -141,8 +146,9 @@ def put_back(folder: Path) -> None:
 @contextmanager
 def _alone_in(parent: Path) -> Iterator[None]:
     """Context in which no other process renames models in a folder, where its file system has locks."""
-    import fcntl  # not at the top: not every system that imports this module has it
-
+    if fcntl is None:
+        yield
+        return
     descriptor = os.open(parent, os.O_RDONLY)
     try:
         with suppress(OSError):

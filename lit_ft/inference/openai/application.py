@@ -261,7 +261,7 @@ def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[st
     routes: Sequence[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = (
         ("/health", "GET", service.health),
         ("/v1/models", "GET", guarded(service.models)),
-        ("/v1/models/{name}", "GET", guarded(service.model)),
+        ("/v1/models/{name:path}", "GET", guarded(service.model)),
         ("/v1/chat/completions", "POST", guarded(service.chat)),
         ("/v1/completions", "POST", guarded(service.completion)),
         ("/tokenize", "POST", guarded(service.tokenize)),
