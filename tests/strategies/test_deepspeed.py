@@ -66,7 +66,7 @@ class Case:
     data: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     validates: bool = False
-    """Whether a validation of 3 rows follows each epoch."""
+    """Whether a validation of 3 rows follows each micro-batch."""
     saves: bool = False
     """Whether it writes a checkpoint after its first epoch, at ``saved_by``."""
     resume: str | None = None
@@ -126,6 +126,7 @@ def fit(folder: str, case: Case) -> tuple[list[tuple[float, float]], dict[str, t
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        val_check_interval=1 if case.validates else None,
         callbacks=[record],
         plugins=[AnyCheckpointIO()],
     )
@@ -202,7 +203,7 @@ SAME: dict[str, Case] = {
     "zero3, checkpointed activations": Case(partial(zero, 3), {"gradient_checkpointing": True}),
     "zero3, attention sample by sample": Case(partial(zero, 3), {"attn_implementation": "eager"}, validates=True),
     **{
-        f"{name}, rows apart": Case(partial(zero, stage), data={"join_micro_batches": False})
+        f"{name}, rows apart": Case(partial(zero, stage), data={"join_micro_batches": False}, validates=True)
         for name, stage in STAGES.items()
     },
     "zero2, drawn weights": Case(partial(zero, 2), {"init": "random", "peft": LORA}),
