@@ -255,11 +255,15 @@ class _Exported:
 
 def _run_folder(run: str) -> RunFolder:
     folder = RunFolder(Path(run))
-    if not folder.config.is_file():
-        raise RecipeError(
-            f"run={run!r} holds no config.yaml; name the folder of a run, e.g. checkpoints/runs/quickstart/..."
-        )
-    return folder
+    if folder.config.is_file():
+        return folder
+    if (parent := RunFolder.of_checkpoint(folder.root)) is not None:
+        raise RecipeError(f"run={run!r} is a checkpoint; give its run, {str(parent.root)!r}, and --ckpt_path {run}")
+    if (folder.root / "adapter_config.json").is_file():
+        raise RecipeError(f"run={run!r} is an adapter's folder; name it with --adapter {run}")
+    raise RecipeError(
+        f"run={run!r} holds no config.yaml; name the folder of a run, e.g. checkpoints/runs/quickstart/..."
+    )
 
 
 def _name_of(to: Path) -> str:
