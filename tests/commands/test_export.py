@@ -281,6 +281,7 @@ def test_a_quantized_base_asks_for_a_choice(
     run, out = finished(*quantized(NF4)), tmp_path / "out"
     said = lit_ft("export", "--run", run, "--merge", "--out", out, code=2)
     assert "choose quantized_base: dequantize" in said
+    assert "is step" not in said  # that is said once the checkpoint has been read
     assert "or keep" in said
     assert json.loads((run / "adapter/base.json").read_text())["quantization"] == "bitsandbytes"
     assert "In training the base was quantized by bitsandbytes" in (run / "adapter/README.md").read_text()
