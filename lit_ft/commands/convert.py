@@ -1,7 +1,8 @@
 """The ``convert`` command: data as Megatron's .bin/.idx or as Parquet, and models as Megatron's checkpoints."""
 
 import json
-import tempfile
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.export.atomic_folder import recover
 
 from lit_ft.checkpointing.storage.checkpoint_io import mapped
 from lit_ft.commands.export import export
@@ -214,11 +216,16 @@ def _check_base(base: ModelSpec, layout: Layout) -> None:
 
 @contextmanager
 def _folder_beside(out: Path) -> Iterator[Path]:
-    """Context of a temporary folder on the disk of ``out``."""
-    parent = out.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".unfinished-") as folder:
-        yield Path(folder)
+    """Context of a temporary folder on the disk of ``out``; those that killed processes left are removed."""
+    path = out.absolute()
+    recover(path)
+    folder = path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _state(run: RunFolder, model: str, naming: Naming) -> AdamState | None:

@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.adapter_merger import Kind, save_adapter, save_merged
 from lit_callbacks.export.atomic_folder import check_replaceable
+from lit_callbacks.export.merging import check_quantized_base
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -128,14 +129,21 @@ def export(
         raise RecipeError("there is nothing to export; name a run with --run, or adapters with --adapter")
     kind = "gguf_adapter" if gguf_adapter else f"gguf-{gguf}" if gguf else "merged" if merge else "adapter"
     destination = writable(_destination(out, None if adapter else folder, kind, ckpt_path))
-    _check_replaceable(destination)
-    check = partial(_check_form, destination=destination, merge=merge, is_gguf=bool(gguf) or gguf_adapter)
+    with _as_recipe_errors():
+        check_replaceable(destination)
+
+    def check(spec: ModelSpec, configs: Sequence[PeftConfig | None]) -> None:
+        _check_form(spec, configs, destination, merge, bool(gguf) or gguf_adapter)
+        if merge:
+            with _as_recipe_errors():
+                check_quantized_base(spec.is_quantized, dtype, quantized_base)
+
     if adapter:
         exported = _of_adapters([Adapter.parse(one) for one in adapter], folder, base, combination, density, check)
     else:
         assert folder is not None
         exported = _of_run(folder, ckpt_path, check)
-    try:
+    with _as_recipe_errors():
         if gguf_adapter:
             exported.save_gguf_adapter(destination, gguf)
         elif gguf:
@@ -144,8 +152,6 @@ def export(
             exported.save_merged(destination, dtype, quantized_base, text_only)
         else:
             exported.save_adapter(destination)
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
     rank_zero_info(f"{exported.source} -> {destination}")
 
 
@@ -176,10 +182,11 @@ def _check_gguf(
         raise RecipeError("GGUF files need the package gguf, which is not installed; pip install -e '.[gguf]'")
 
 
-def _check_replaceable(destination: Path) -> None:
-    """Refuse a folder that holds other things than a model, before weights are read."""
+@contextmanager
+def _as_recipe_errors() -> Iterator[None]:
+    """Turn what ``lit_callbacks`` refuses into errors of the recipe."""
     try:
-        check_replaceable(destination)
+        yield
     except ValueError as error:
         raise RecipeError(str(error)) from error
 
@@ -255,11 +262,15 @@ class _Exported:
 
 def _run_folder(run: str) -> RunFolder:
     folder = RunFolder(Path(run))
-    if not folder.config.is_file():
-        raise RecipeError(
-            f"run={run!r} holds no config.yaml; name the folder of a run, e.g. checkpoints/runs/quickstart/..."
-        )
-    return folder
+    if folder.config.is_file():
+        return folder
+    if (parent := RunFolder.of_checkpoint(folder.root)) is not None:
+        raise RecipeError(f"run={run!r} is a checkpoint; give its run, {str(parent.root)!r}, and --ckpt_path {run}")
+    if (folder.root / "adapter_config.json").is_file():
+        raise RecipeError(f"run={run!r} is an adapter's folder; name it with --adapter {run}")
+    raise RecipeError(
+        f"run={run!r} holds no config.yaml; name the folder of a run, e.g. checkpoints/runs/quickstart/..."
+    )
 
 
 def _name_of(to: Path) -> str:

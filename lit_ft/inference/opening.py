@@ -267,6 +267,8 @@ def open_tokenizer(path: str, chat_template: str | None = None) -> tuple[PreTrai
 @contextmanager
 def _model_at(path: str) -> Iterator[ModelSpec]:
     """Context in which errors about a model's folder or hub id name the path that was given."""
+    if (run := RunFolder.of_checkpoint(Path(path).expanduser())) is not None:
+        raise RecipeError(f"path={path!r} is a checkpoint; give its run, {str(run.root)!r}, and --ckpt_path {path}")
     run = RunFolder(Path(path).expanduser().parent)
     if not Path(path).expanduser().exists() and run.config.is_file():
         raise RecipeError(

@@ -207,8 +207,8 @@ def stream_answer(
     room = positions(opened) - len(ids)
     if room < 1:
         raise RecipeError(
-            f"the conversation has {len(ids):,} tokens, and the model {positions(opened):,} positions; take back "
-            "a turn with /undo, or begin anew with /reset"
+            f"the conversation has {len(ids):,} tokens, and the model {positions(opened):,} positions; ask less, or in "
+            "a terminal take back a turn with /undo"
         )
     config = replace(decoding, max_new_tokens=min(decoding.max_new_tokens, room)).generation_config(opened)
     stops = set(config.eos_token_id or [])

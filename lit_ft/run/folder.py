@@ -87,6 +87,13 @@ class RunFolder:
         is_named_there = isinstance(recipe, dict) and recipe.get("run_dir") == run_dir
         return here if is_named_there and Path(run_dir).resolve() != here.root else None
 
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> "RunFolder | None":
+        """Run that a checkpoint lies in; None where the path is none."""
+        run = cls(path.parent.parent)
+        is_there = path.suffix == ".ckpt" and path.exists() and path.parent.name == run.checkpoints.name
+        return run if is_there and run.config.is_file() else None
+
     def recipe(self) -> dict[str, Any]:
         """Load the resolved recipe.
 

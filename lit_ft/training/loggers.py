@@ -114,7 +114,7 @@ def _as_csv(columns: list[str], rows: Sequence[Mapping[str, object]]) -> str:
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Lines of a metrics file, each with its non-empty values; incomplete lines (kill, full disk) are left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     columns, *rows = list(csv.reader(line for line in lines if line.endswith("\n"))) or [[]]
     complete = [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
     return [{key: value for key, value in row.items() if value != ""} for row in complete]

@@ -227,6 +227,14 @@ def test_a_conversion_overwrites_nothing_and_leaves_nothing_half_written(
     assert "rows.json' is a file); name another place" in run(*said, "--out", str(tmp_path / "rows.json" / "x"), code=2)
 
 
+def test_what_a_killed_conversion_left_is_removed(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    for name in (f".rows.{2**22}", ".rows.txt"):  # the first has a number over those of processes
+        (tmp_path / "out" / name).mkdir(parents=True)
+    path = write_rows(make_rows(2))
+    run("convert", "data", "--path", path, "--tokenizer", model_folder, "--out", str(tmp_path / "out" / "rows"))
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"rows.bin", "rows.idx", ".rows.txt"}
+
+
 def _disk_full(samples: Any, file: Path, *_: Any) -> None:
     Path(f"{file}.bin").write_bytes(b"some")
     raise OSError(28, "No space left on device")

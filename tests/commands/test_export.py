@@ -281,6 +281,7 @@ def test_a_quantized_base_asks_for_a_choice(
     run, out = finished(*quantized(NF4)), tmp_path / "out"
     said = lit_ft("export", "--run", run, "--merge", "--out", out, code=2)
     assert "choose quantized_base: dequantize" in said
+    assert "is step" not in said  # that is said once the checkpoint has been read
     assert "or keep" in said
     assert json.loads((run / "adapter/base.json").read_text())["quantization"] == "bitsandbytes"
     assert "In training the base was quantized by bitsandbytes" in (run / "adapter/README.md").read_text()
@@ -584,6 +585,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["--run", "RUN", "--merge", "--quantized-base", "keep"],
         "the base is not quantized; leave it out",
     ),
+    "a checkpoint": (["CKPT"], "last.ckpt' is a checkpoint; give its run, '"),
+    "an adapter": (["ADAPTER"], "is an adapter's folder; name it with --adapter"),
     "onto the base": (["--run", "RUN", "--merge", "--out", "BASE"], "is the base model itself; name another folder"),
     "onto other things": (["--run", "RUN", "--merge", "--out", "RUN"], "config.yaml"),
     "misspelt": (["--run", "RUN", "--adaptor", "x"], "did you mean 'adapter'?"),
@@ -594,7 +597,9 @@ def test_mistakes(lit_ft: Any, finished: Any, model_folder: str) -> None:
     run = finished()
     held = sorted(path for path in run.rglob("*") if path.is_file())
     for name, (options, message) in MISTAKES.items():
-        named = [{"RUN": str(run), "BASE": model_folder}.get(option, option) for option in options]
+        paths = {"RUN": str(run), "BASE": model_folder, "ADAPTER": str(run / "adapter")}
+        paths["CKPT"] = str(run / "checkpoints" / "last.ckpt")
+        named = [paths.get(option, option) for option in options]
         assert message in lit_ft("export", *named, code=2), name
     assert sorted(path for path in run.rglob("*") if path.is_file()) == held
 

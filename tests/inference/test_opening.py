@@ -90,6 +90,10 @@ def test_an_adapter_s_base_is_read_in_the_dtype_of_training(
         (lambda run, base: {"path": base, "ckpt_path": "best"}, "is no run"),
         (lambda run, base: {"path": str(run), "ckpt_path": "step=9.ckpt"}, "does not exist"),
         (lambda run, base: {"path": str(run.parent / "nothing")}, "nothing"),
+        (
+            lambda run, base: {"path": f"{run}/checkpoints/last.ckpt"},
+            "is a checkpoint; give its run, '.*/run', and",
+        ),
         (lambda run, base: {"path": str(run / "merged")}, r"has not written it yet; .*run/checkpoints/last\.ckpt"),
         (lambda run, base: {"path": base, "chat_template": "vicuna"}, "is no file"),
     ],

@@ -66,7 +66,7 @@ def test_values_of_the_model_hold_until_the_user_gives_others(opened: OpenedMode
 
 def test_an_answer_stays_within_the_model_s_positions(opened: OpenedModel) -> None:
     long = PROMPT + "lamp " * 1000
-    with pytest.raises(RecipeError, match="512 positions; take back a turn"):
+    with pytest.raises(RecipeError, match="512 positions; ask less, or in a terminal take back"):
         stream_answer(opened, long, Decoding(), lambda _: None)
     ids = opened.tokenizer(long, add_special_tokens=False)["input_ids"][:509]
     answer = stream_answer(opened, opened.tokenizer.decode(ids), Decoding(temperature=0), lambda _: None)

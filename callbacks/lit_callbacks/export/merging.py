@@ -377,14 +377,22 @@ def check_mergeable(
     if is_peft(model) and not isinstance(model.base_model, Merges):
         method = model.active_peft_config.peft_type.value
         raise ValueError(f"{method} adds no weights that could be merged into the base; use the adapter as it is")
-    base = model.get_base_model() if is_peft(model) else model
-    if is_quantized(base) and quantized_base is None:
+    check_quantized_base(is_quantized(model.get_base_model() if is_peft(model) else model), dtype, quantized_base)
+
+
+def check_quantized_base(is_quantized: bool, dtype: torch.dtype | str | None, quantized_base: str | None) -> None:
+    """Check that the options of a merge fit a base model that is quantized, or one that is not.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if is_quantized and quantized_base is None:
         raise ValueError(
             "the base is quantized, and an adapter that is merged into it is rounded with it; choose quantized_base: "
             "dequantize (exact to the merged dtype, 2 to 4 times the size) or keep (small, and further from what was "
             "trained)"
         )
-    if not is_quantized(base) and quantized_base is not None:
+    if not is_quantized and quantized_base is not None:
         raise ValueError(f"quantized_base={quantized_base}, but the base is not quantized; leave it out")
     if quantized_base == "keep" and dtype is not None:
         raise ValueError(f"quantized_base=keep leaves weights in their bits; leave dtype={dtype} out")
