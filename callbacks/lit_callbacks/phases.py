@@ -134,7 +134,7 @@ class PhaseProfiler(Profiler):
     phase ``callbacks`` ends with that action, and not after each hook.
     """
 
-    def __init__(self, inner: Profiler, empty: frozenset[str] = frozenset()) -> None:
+    def __init__(self, inner: Profiler, empty: frozenset[str]) -> None:
         """Wrap a profiler.
 
         Args:

@@ -137,7 +137,7 @@ def check_with_llama(
     tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
     weight_type: WeightType,
-    lora: Path | None = None,
+    lora: Path | None,
 ) -> LlamaReport:
     """Let llama.cpp read a file, and compare it with transformers: log-probabilities, tokens of texts, end tokens.
 
@@ -147,7 +147,7 @@ def check_with_llama(
         tokenizer: its tokenizer.
         ends: tokens that end an answer.
         weight_type: type of the weights in the file.
-        lora: GGUF file of the adapter.
+        lora: GGUF file of the adapter; None for a model alone.
 
     Raises:
         MergeFailed: llama.cpp does not read the file, or differs.

@@ -244,7 +244,7 @@ def base_opener(opened: OpenedModel) -> Callable[[], OpenedModel] | None:
     return open_base
 
 
-def open_tokenizer(path: str, chat_template: str | None = None) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None]:
+def open_tokenizer(path: str, chat_template: str | None) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None]:
     """Tokenizer and chat template of what ``open_model`` opens, without weights; None for a tokenizer without template.
 
     Raises:

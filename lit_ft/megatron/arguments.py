@@ -95,7 +95,7 @@ _OPPOSITE_OPTIONS = {"add_bias_linear": "disable_bias_linear"}
 
 
 def command_line(
-    shape: ModelShape, layout: Layout, naming: Naming, dtype: torch.dtype, tokenizer: str, has_state: bool = False
+    shape: ModelShape, layout: Layout, naming: Naming, dtype: torch.dtype, tokenizer: str, has_state: bool
 ) -> str:
     """Arguments of ``pretrain_gpt.py`` that load the checkpoint, one option per line.
 

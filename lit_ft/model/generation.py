@@ -250,15 +250,17 @@ def generate_answers(
     was_training = model.training
     model.eval()
     stops = stop_ids(base, tokenizer)
-    with dense_attention(base), greedy_decoding(base, stops, pad_token_id), virtual_tokens_in_answers(model):
-        generated = model.generate(
-            input_ids=input_ids,
-            attention_mask=mask,
-            max_new_tokens=max_new_tokens,
-            synced_gpus=lockstep,
-            logits_processor=sampling.processors(sampling.generators(rows or range(len(encoded)))),
-        )
-    model.train(was_training)
+    try:
+        with dense_attention(base), greedy_decoding(base, stops, pad_token_id), virtual_tokens_in_answers(model):
+            generated = model.generate(
+                input_ids=input_ids,
+                attention_mask=mask,
+                max_new_tokens=max_new_tokens,
+                synced_gpus=lockstep,
+                logits_processor=sampling.processors(sampling.generators(rows or range(len(encoded)))),
+            )
+    finally:
+        model.train(was_training)
     answers = [_ended(ids, stops) for ids in generated[: len(prompts), longest:].tolist()]
     hides_special = not has_marks(tokenizer)
     return [tokenizer.decode(ids, skip_special_tokens=hides_special) for ids in answers]

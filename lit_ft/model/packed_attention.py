@@ -157,7 +157,7 @@ def attend_to_all_ranks(
         window: number of tokens that a position attends to, itself included; None for its full segment.
     """
     tokens, ranks = sum(lengths), mesh.size()
-    order = torch.cat([_places(tokens, ranks, rank) for rank in range(ranks)]).argsort().to(query.device)
+    order = _order(tokens, ranks, query.device)
     keys, values = (_gather(tensor, mesh)[:, :, order] for tensor in (key, value))
     starts = [0, *accumulate(lengths)]
     pieces, taken = [], 0
@@ -218,6 +218,12 @@ def local_ranges(tokens: int, ranks: int, rank: int) -> list[range]:
 
 def _places(tokens: int, ranks: int, rank: int) -> Tensor:
     return torch.cat([torch.arange(part.start, part.stop) for part in local_ranges(tokens, ranks, rank)])
+
+
+@lru_cache(maxsize=4)  # once for all layers and both passes of a batch
+def _order(tokens: int, ranks: int, device: torch.device) -> Tensor:
+    """Where each position of a packed batch is among the tokens of all ranks, one rank after another, ``(T,)``."""
+    return queued_copy(torch.cat([_places(tokens, ranks, rank) for rank in range(ranks)]).argsort(), device)
 
 
 def _gather(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

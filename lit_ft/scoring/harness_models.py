@@ -107,7 +107,7 @@ class ServedLM(TemplateLM):
         tokenizer: PreTrainedTokenizerBase,
         template: ChatTemplate | None,
         at_once: int,
-        api: Literal["completions", "chat"] = "completions",
+        api: Literal["completions", "chat"],
     ) -> None:
         """Set server, model and interface.
 

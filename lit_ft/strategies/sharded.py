@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy as LightningModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lit_callbacks.distributed.gather import full_weights
+from lit_callbacks.distributed.host_copy import queued_copy
 from lit_callbacks.protocols import WeightFilter
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -185,7 +186,7 @@ class ShardedStrategy(LightningModelParallelStrategy):
         gradients = [p.grad for p in parameters if p.grad is not None and self._counts(p)]
         copies = torch.tensor([float(self._copies_of(gradient)) for gradient in gradients])
         own = norms([local(gradient) for gradient in gradients])
-        total = (own.square() / copies.to(own.device)).sum().to(self.root_device)
+        total = (own.square() / queued_copy(copies, own.device)).sum().to(self.root_device)
         torch.distributed.all_reduce(total)
         return total.sqrt()
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lit_callbacks.distributed.host_copy import HostCopy
+from lit_callbacks.distributed.host_copy import HostCopy, queued_copy
 from torch import Tensor, distributed, nn
 from torchmetrics import Metric
 
@@ -161,7 +161,7 @@ class ExpertLoad(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         """Ratio of each layer, scalar fp32; NaN without tokens."""
-        experts = torch.tensor(self.experts, device=self.counts.device)
+        experts = queued_copy(torch.tensor(self.experts), self.counts.device)
         ratios = self.counts.amax(1) * experts / self.counts.sum(1)
         return dict(zip(self.names, ratios.unbind(), strict=True))
 

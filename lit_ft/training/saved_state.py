@@ -2,6 +2,7 @@
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -39,6 +40,10 @@ class SavedState:
         self._optimizer_options: frozenset[str] = frozenset()
         self._saved_optimizer_options: frozenset[str] = frozenset()
         self._recipe_options: RecipeOptions | None = None
+        self._group_sizes: list[int] = []
+        self._saved_group_sizes: list[int] = []
+        self._has_saved_schedule: bool | None = None
+        """None unless a fit resumes."""
         self.replay: Replay | None = None
         """Micro-batches that a resumed run trains on again."""
 
@@ -51,6 +56,7 @@ class SavedState:
         name_of = {id(p): name for name, p in self.module.named_parameters()}
         self.optimizer_names = [[name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]]
         self._optimizer_options = frozenset(optimizer.param_groups[0])
+        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._recipe_options = RecipeOptions(optimizer)
         self._check_optimizer()
 
@@ -59,6 +65,17 @@ class SavedState:
         if self._recipe_options is not None:
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
             self._recipe_options.take_over(trainer.optimizers[0], schedules)
+            if self._has_saved_schedule is not None and self._has_saved_schedule is not bool(schedules):
+                rate = trainer.optimizers[0].param_groups[0]["lr"]
+                rank_zero_warn(
+                    "lr_scheduler: "
+                    + (
+                        "the checkpoint has none, so that it begins at its first step now"
+                        if schedules
+                        else f"the checkpoint has one and the recipe none: the learning rate stays at {rate:g}"
+                    )
+                    + "; to go on as before, resume with the lr_scheduler of the checkpoint"
+                )
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Reduce a checkpoint to the weights that train, and add the state."""
@@ -94,8 +111,10 @@ class SavedState:
         if trainer is not None:
             _complete_average(checkpoint, {n: t for n, t in self.module.state_dict().items() if n not in self.shapes})
             states = checkpoint.get("optimizer_states") or [{}]
-            first = states[0].get("param_groups", [])[:1]
-            self._saved_optimizer_options = frozenset(option for group in first for option in group)
+            groups = states[0].get("param_groups", [])
+            self._saved_optimizer_options = frozenset(option for group in groups[:1] for option in group)
+            self._saved_group_sizes = [len(group["params"]) for group in groups]
+            self._has_saved_schedule = bool(checkpoint.get("lr_schedulers"))
             self._check_optimizer()
             self.replay = go_back_to_a_step(checkpoint, trainer)
 
@@ -106,6 +125,13 @@ class SavedState:
             raise RecipeError(
                 f"the checkpoint is that of another optimizer, with {', '.join(sorted(saved - here))} and not "
                 f"{', '.join(sorted(here - saved))}; resume with the optimizer that wrote it"
+            )
+        sizes, saved_sizes = self._group_sizes, self._saved_group_sizes
+        # A pipeline stage has some of the weights, and takes its part of the groups by their names.
+        if sizes != saved_sizes and sum(sizes) == sum(saved_sizes):
+            raise RecipeError(
+                f"the checkpoint's optimizer has groups of {saved_sizes} weights, the recipe's of {sizes}; resume with "
+                "the model.lr_factors that wrote it"
             )
 
     def end_replay(self, trainer: Trainer, batch_idx: int | None = None) -> None:

@@ -63,7 +63,12 @@ def changes_base(peft: PeftConfig | None) -> bool:
     An init that subtracts a product, KaSA's truncation, and biases that are trained in place.
     """
     is_kasa = isinstance(peft, LoraConfig) and peft.kasa_config is not None
-    return is_kasa or init_of(peft).startswith(FROM_THE_BASE) or getattr(peft, "bias", "none") not in ("none", False)
+    return is_kasa or init_of(peft).startswith(FROM_THE_BASE) or changes_biases(peft)
+
+
+def changes_biases(peft: PeftConfig | None) -> bool:
+    """Whether a method trains biases of the base in place."""
+    return getattr(peft, "bias", "none") not in ("none", False)
 
 
 def with_default_init(peft: PeftConfig, start: LoraInitState | None = None) -> PeftConfig:

@@ -62,6 +62,7 @@ def after_optimizer_step(model: nn.Module | None, steps: int) -> None:
     if not _is_adalora(model):
         return
     allocator = model.base_model.rankallocator
+    _put_beside(model, allocator)
     if _has_finite_gradients(model):
         model.base_model.update_and_allocate(steps)
     elif allocator.exp_avg_ipt:
@@ -70,6 +71,13 @@ def after_optimizer_step(model: nn.Module | None, steps: int) -> None:
             model.base_model.update_and_allocate(steps)
         finally:
             del allocator.update_ipt
+
+
+def _put_beside(model: PeftModel, allocator: Any) -> None:
+    """Move importance statistics to the model's device: a checkpoint is read before the model is on it."""
+    for name in _IMPORTANCE:
+        of_weights: dict[str, Tensor] = getattr(allocator, name)
+        of_weights.update({key: value.to(model.device) for key, value in of_weights.items()})
 
 
 def _has_finite_gradients(model: PeftModel) -> bool:

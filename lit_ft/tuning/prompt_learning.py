@@ -6,6 +6,7 @@ length, is used for one sample at a time.
 """
 
 import torch
+from lit_callbacks.distributed.host_copy import queued_copy
 from peft import PeftConfig, PeftModel, PromptLearningConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -63,14 +64,14 @@ def hidden_states(model: PeftModel, decoder: Decoder, batch: PackedBatch, **opti
     prompts = model.get_prompt(batch_size=len(lengths)).to(embeddings.dtype)
     parts = [part for pair in zip(prompts, embeddings.split(lengths), strict=True) for part in pair]
     positions = torch.cat([torch.arange(length + virtual) for length in lengths])
-    is_of_sample = torch.cat([torch.arange(length + virtual) >= virtual for length in lengths])
+    of_samples = (positions >= virtual).nonzero()[:, 0]  # on the host, which would wait for a GPU to find them
     hidden = decoder(
         inputs_embeds=torch.cat(parts)[None],
-        position_ids=positions[None].to(embeddings.device),
+        position_ids=queued_copy(positions, embeddings.device)[None],
         use_cache=False,
         **options,
     ).last_hidden_state
-    return hidden[:, is_of_sample.to(hidden.device)]
+    return hidden.index_select(1, queued_copy(of_samples, hidden.device))
 
 
 def _with_prefix(model: PeftModel, decoder: Decoder, batch: PackedBatch) -> Tensor:

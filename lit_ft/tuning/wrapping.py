@@ -12,7 +12,7 @@ from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.adaption_prompt.config import TRANSFORMERS_MODEL_CONFIG
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, cast_adapter_dtype
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,6 +22,7 @@ from lit_ft.model.architecture import Architecture
 from lit_ft.model.files import deferred_cast
 from lit_ft.model.parameter_patterns import matching
 from lit_ft.tuning import compatibility, prompt_learning
+from lit_ft.tuning.lora_init import changes_biases
 from lit_ft.tuning.targets import all_linear, experts
 
 
@@ -54,11 +55,17 @@ def add_peft(
     in_float32 = adapter_dtype == "float32"
     wrap = partial(get_peft_model, model, peft, autocast_adapter_dtype=in_float32)
     names = f"fix its init_args; the linear layers of {type(model).__name__} are {linear_layers(model)}"
+    biases = [parameter for name, parameter in model.named_parameters() if "bias" in name]
     with explained("model.peft", names, also=(re.error,)):
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
     check_ranks(wrapped)
     _check_trained_twice(wrapped)
+    if changes_biases(peft) and not any(bias.requires_grad for bias in biases):
+        raise RecipeError(
+            f"model.peft: bias={peft.bias} trains nothing: no layer of {type(model).__name__} that it is about has a "
+            "bias; set it to none"
+        )
     all_linear.check_shared(wrapped, shared)
     all_linear.check_groups(wrapped, peft.peft_type.value)
     return wrapped.train()
@@ -194,13 +201,21 @@ def _cast_copies(model: nn.Module, dtype: torch.dtype, in_float32: bool) -> None
 
 
 def _check_trained_twice(model: nn.Module) -> None:
-    for name, wrapper in model.named_modules():
-        parts = wrapper.modules() if isinstance(wrapper, AuxiliaryTrainingWrapper) else ()
-        if any(isinstance(part, AuxiliaryTrainingWrapper) and part is not wrapper for part in parts):
-            raise RecipeError(
-                f"model.peft: modules_to_save trains all rows of {name.rpartition('.')[2]}, or of embeddings that are "
-                "tied to it, and trainable_token_indices some of them; leave one of the two out"
-            )
+    wrappers = [(name, part) for name, part in model.named_modules() if isinstance(part, AuxiliaryTrainingWrapper)]
+    # By their weights, which tied embeddings have in common.
+    in_full, by_rows = (
+        {weight for _, part in wrappers if isinstance(part, kind) for weight in _frozen(part)}
+        for kind in (ModulesToSaveWrapper, TrainableTokensWrapper)
+    )
+    if twice := [name for name, part in wrappers if in_full & by_rows & _frozen(part)]:
+        raise RecipeError(
+            f"model.peft: modules_to_save trains all rows of {twice[0].rpartition('.')[2]}, or of embeddings that are "
+            "tied to it, and trainable_token_indices some of them; leave one of the two out"
+        )
+
+
+def _frozen(module: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in module.parameters() if not parameter.requires_grad}
 
 
 def check_numbers(peft: PeftConfig) -> None:

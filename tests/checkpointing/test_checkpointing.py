@@ -5,6 +5,7 @@ import random
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,23 @@ def test_every_damage_to_a_folder_is_found(tmp_path: Path, background: bool) -> 
                 (path / name).unlink()
             with pytest.raises(DamagedCheckpoint):
                 check_intact(path)
+
+
+def _save_while_callbacks_go_on(path: Path) -> None:
+    best, may_finish, finish = {"1.ckpt": 0.5}, threading.Event(), sharded._finish
+    sharded._finish = lambda *arguments: may_finish.wait(20) and finish(*arguments)  # this process is for this alone
+    checkpoint = {**content(1), "callbacks": {"ModelCheckpoint": {"best_k_models": best}}}
+    writing = sharded.save_sharded(checkpoint, path, [], background=dist.new_group(backend="gloo"))
+    assert writing is not None
+    best["2.ckpt"] = 0.25
+    may_finish.set()
+    writing.result()
+
+
+def test_a_folder_in_the_background_holds_what_there_was_when_it_was_asked_for(tmp_path: Path) -> None:
+    on_ranks(1, in_group, _save_while_callbacks_go_on, tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt" / "meta.pt", weights_only=True)
+    assert saved["callbacks"]["ModelCheckpoint"]["best_k_models"] == {"1.ckpt": 0.5}
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from model_folders import change, untied
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
@@ -35,6 +36,17 @@ def test_a_change_of_any_tensor_is_seen(base: Path, name: str) -> None:
         RecipeError, match="the adapter was trained on '.*base', whose weights changed since; bring back"
     ):
         check_same_base(before, fingerprint(str(base)), "the adapter")
+
+
+def test_files_of_any_names_are_looked_at(base: Path) -> None:
+    file = "model.safetensors-00001-of-00001.safetensors"
+    weights = load_file(base / "model.safetensors")
+    (base / "model.safetensors").unlink()
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(weights, file)}))
+    save_file(weights, base / file)
+    before = fingerprint(str(base))
+    save_file({name: weight + 1 for name, weight in weights.items()}, base / file)
+    assert fingerprint(str(base))["weights"] != before["weights"]
 
 
 def test_a_config_that_computes_otherwise_is_seen(base: Path) -> None:

@@ -201,3 +201,13 @@ def test_draws_follow_the_probabilities() -> None:
     share = torch.bincount(drawn, minlength=5) / rows
     assert share[2] == 0
     assert ((share - expected).abs() <= 4 * (expected * (1 - expected) / rows).sqrt()).all()
+
+
+def test_a_model_trains_on_where_an_answer_has_failed(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = CausalLM(model_folder)
+    module.configure_model()
+    module.train()
+    monkeypatch.setattr(module.base_model, "generate", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module.answer(["a question"], 4)
+    assert all(part.training for part in module.base_model.modules())

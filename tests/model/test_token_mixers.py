@@ -127,7 +127,7 @@ def test_a_model_whose_caches_have_unknown_names_is_refused(tmp_path: Path, monk
 
 def test_kernels_get_the_boundaries_of_the_samples() -> None:
     """The kernels themselves run on CUDA alone (not run here)."""
-    given = token_mixers._boundaries([2, 3, 1], torch.device("cpu"))
+    given = token_mixers._boundaries((2, 3, 1), torch.device("cpu"))
     assert given["cu_seq_lens_q"].tolist() == [0, 2, 5, 6]
     assert given["seq_idx"].tolist() == [[0, 0, 1, 1, 1, 2]]
     assert {tensor.dtype for tensor in given.values()} == {torch.int32}
@@ -138,7 +138,7 @@ def test_boundaries_without_kernels_are_refused_by_transformers() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
     mixer = next(token_mixers.mixers(model))
     with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        mixer(torch.ones(1, 6, 64), **token_mixers._boundaries([2, 4], torch.device("cpu")))
+        mixer(torch.ones(1, 6, 64), **token_mixers._boundaries((2, 4), torch.device("cpu")))
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"])

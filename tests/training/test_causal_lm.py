@@ -1,19 +1,23 @@
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, PrefixTuningConfig
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, trainable_shapes
+from lit_ft.checkpointing.storage.sharded import merge_optimizer_states
 from lit_ft.errors import NotFinite
 from lit_ft.packed_batch import pack_samples
+from lit_ft.training.optimizers.configure import configure_optimizers
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -137,6 +141,14 @@ def test_neftune_noise_is_bounded_by_each_samples_length(model_folder: str) -> N
     assert torch.equal(embedding(row["input_ids"]), clean)
 
 
+def test_neftune_goes_with_a_prefix_which_each_sample_has_alone(model_folder: str) -> None:
+    module = CausalLM(model_folder, peft=PrefixTuningConfig(num_virtual_tokens=3), neftune_alpha=5.0)
+    module.configure_model()
+    batch = pack_samples([(np.arange(length), np.arange(length)) for length in (9, 4)])
+    quiet = module.eval()(batch).loss_sum
+    assert not torch.equal(module.train()(batch).loss_sum, quiet)
+
+
 def test_a_padded_batch_of_someone_elses_data_trains(make_trainer: Any, model_folder: str) -> None:
     class Padded(LightningDataModule):
         def train_dataloader(self) -> Any:
@@ -249,6 +261,17 @@ def test_only_the_weights_that_patterns_name_train(make_trainer: Any, model_fold
 def test_patterns_that_make_no_sense(model_folder: str, options: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         CausalLM(model_folder, **options).check()
+
+
+def test_groups_with_one_factor_are_several_in_a_checkpoint_too(model_folder: str) -> None:
+    module = CausalLM(model_folder)
+    module.configure_model()
+    made = configure_optimizers(module, partial(torch.optim.SGD, lr=0.1), lr_factors={"q_proj": 2.0, "v_proj": 2.0})
+    assert isinstance(made, torch.optim.SGD)
+    state, names = made.state_dict(), {id(p): name for name, p in module.named_parameters()}
+    in_order = [names[id(p)] for group in made.param_groups for p in group["params"]]
+    joined, _ = merge_optimizer_states([(state, in_order)], list(names.values()))
+    assert [len(group["params"]) for group in joined["param_groups"]] == [len(g["params"]) for g in made.param_groups]
 
 
 def test_learning_rates_by_pattern(make_trainer: Any, model_folder: str, write_rows: Any) -> None:

@@ -3,18 +3,22 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
+from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer
 from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions
 from lit_ft.training.optimizers.schedules import CosineWithWarmup, LinearWithWarmup
 
+LORA = LoraConfig(r=4, target_modules=["q_proj"])
 Schedule = Callable[[Optimizer], Any]
 
 IN_TWO_PARTS = partial(SplitOptimizer, matrices=partial(SGD, lr=0.1), others=partial(AdamW, lr=0.1))
@@ -135,3 +139,43 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_as_it_did() -> None:
     with pytest.warns(UserWarning, match="does not record what the recipe gave .* goes on with the checkpoint's"):
         options.take_over(optimizer, [])
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.4]
+
+
+# --- runs ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path) -> Callable[..., Callable[..., Any]]:
+    """Function that trains two steps, and gives a function that resumes the run with other options of the module."""
+
+    def train_two_steps(**options: Any) -> Callable[..., Any]:
+        data, path = write_rows(), str(tmp_path / "saved.ckpt")
+        trainer = make_trainer(max_steps=2)
+        trainer.fit(CausalLM(model_folder, peft=LORA, **options), TextDataModule(data, micro_batch_size=2))
+        trainer.save_checkpoint(path)
+
+        def resume(**changed: Any) -> Any:
+            module = CausalLM(model_folder, peft=LORA, **changed)
+            trainer = make_trainer(max_steps=4)
+            trainer.fit(module, TextDataModule(data, micro_batch_size=2), ckpt_path=path)
+            return trainer
+
+        return resume
+
+    return train_two_steps
+
+
+def test_other_groups_are_refused(stopped: Any) -> None:
+    with pytest.raises(
+        RecipeError, match=r"groups of \[\d+\] weights, the recipe's of \[\d+, \d+\]; .* model.lr_factors"
+    ):
+        stopped()(lr_factors={"lora_B": 16.0})
+
+
+def test_a_schedule_that_comes_or_goes_is_said(stopped: Any) -> None:
+    schedule = partial(LinearWithWarmup, warmup=0, total_steps=8)
+    with pytest.warns(UserWarning, match="lr_scheduler: the checkpoint has none, so that it begins at its first step"):
+        stopped()(lr_scheduler=schedule)
+    with pytest.warns(UserWarning, match="has one and the recipe none: the learning rate stays at 7.5e-05; to go on"):
+        trainer = stopped(lr_scheduler=schedule)()
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(7.5e-5)

@@ -187,11 +187,10 @@ def test_lora_of_tied_embeddings_by_views_is_refused(model_folder: str) -> None:
         CausalLM(model_folder, peft=config).check()
 
 
-def test_embeddings_that_train_in_full_and_by_rows_are_refused(model_folder: str) -> None:
-    """PEFT notices it in the first forward pass only."""
-    config = peft.LoraConfig(
-        target_modules=["q_proj"], modules_to_save=["embed_tokens"], trainable_token_indices=[7, 8]
-    )
+@pytest.mark.parametrize("rows", [[7, 8], {"lm_head": [7, 8]}])
+def test_embeddings_that_train_in_full_and_by_rows_are_refused(model_folder: str, rows: Any) -> None:
+    """PEFT notices it in the first forward pass only, or, of a tied head, not at all."""
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], trainable_token_indices=rows)
     with pytest.raises(RecipeError, match="modules_to_save trains all rows of embed_tokens, .* leave one of the two"):
         CausalLM(model_folder, peft=config).check()
 

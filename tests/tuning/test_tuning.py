@@ -22,10 +22,11 @@ from safetensors.torch import load_file
 from shared_fixtures import make_rows, make_tokenizer, silent_trainer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from tuning_methods import CAUSAL, LAYERS, METHODS, ON_QUANTIZED_ONLY, works
 from turns import EVERY_CASE
 
+from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import saved_value
 from lit_ft.cli import main
@@ -363,6 +364,16 @@ def test_loftq_starts_nearer_to_the_unquantized_model(make_trainer: Any, model_f
     assert left["LoftQ"] < 0.9 * left["LoRA"]
 
 
+@pytest.mark.parametrize(("bias", "targets"), [("all", ["q_proj"]), ("lora_only", ["down_proj"])])
+def test_biases_that_are_not_there_are_refused(tmp_path: Path, model_folder: str, bias: Any, targets: Any) -> None:
+    if bias == "all":  # Qwen2 has biases in its attention
+        AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
+        tiny_config("llama").save_pretrained(tmp_path)
+        model_folder = str(tmp_path)
+    with pytest.raises(RecipeError, match=f"bias={bias} trains nothing: no layer of .* has a bias; set it to none"):
+        CausalLM(model_folder, init="random", peft=peft.LoraConfig(bias=bias, target_modules=targets)).check()
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -478,6 +489,22 @@ def test_adalora_takes_no_importance_from_infinite_gradients(model_folder: str) 
     method_hooks.after_optimizer_step(module.model, 2)
     importance = module.model.base_model.rankallocator.exp_avg_ipt.values()
     assert all(of_weight.isfinite().all() for of_weight in importance)
+
+
+def test_adalora_goes_on_where_the_model_was_moved_after_its_checkpoint_was_read(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning reads a checkpoint into host memory, then moves the model to a GPU."""
+    model = CausalLM(model_folder, peft=METHODS["AdaLoRA"]).check()
+    weights = {name: weight for name, weight in model.named_parameters() if "lora_" in name}
+    read = {name: torch.zeros(weight.shape) for name, weight in weights.items()}
+    method_hooks.load_state(model, {"rank_pattern": None, "ipt": read, "exp_avg_ipt": read, "exp_avg_unc": read})
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    monkeypatch.setattr(method_hooks, "_has_finite_gradients", lambda _: True)  # tensors without memory have no values
+    method_hooks.after_optimizer_step(model, 1)
+    moved = model.base_model.rankallocator.exp_avg_ipt.values()
+    assert {value.device.type for value in moved} == {"meta"}
 
 
 def test_adalora_says_that_its_schedule_is_not_the_runs(make_trainer: Any, model_folder: str, write_rows: Any) -> None:

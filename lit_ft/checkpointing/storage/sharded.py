@@ -5,6 +5,7 @@ tensors by name, independent of how they were sharded: it can be read under any 
 ``meta.pt`` in it is the rest of Lightning's checkpoint, ``manifest.json`` the sizes and checksums of its files.
 """
 
+import copy
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -201,8 +202,9 @@ def save_sharded(
             dcp.save(tensors, checkpoint_id=temporary)  # waits for all ranks
             _finish(temporary, path, rest)
         return None
-    copies = {key: tensor.clone() for key, tensor in tensors.items()}
-    writing = dcp.async_save(copies, checkpoint_id=temporary, process_group=background)
+    rest = copy.deepcopy(rest)  # callbacks go on, e.g. with their lists of the best checkpoints
+    # It returns once all tensors are copied to host memory, also those that are there.
+    writing = dcp.async_save(tensors, checkpoint_id=temporary, process_group=background)
     assert isinstance(writing, Future), "only other kinds of stagers return something else"
     finished: Future[None] = Future()
     writing.add_done_callback(lambda written: _finish_later(finished, written, temporary, path, rest, background))

@@ -222,7 +222,7 @@ def write_parts(
     rows: int,
     dtype: Callable[[Key], torch.dtype],
     weight: Callable[[Key], Tensor],
-    prefix: str = "",
+    prefix: str,
 ) -> Iterator[tuple[str, Callable[[Path], None]]]:
     """Folders to write: one per layer and one of the other weights, each a checkpoint of its own.
 

@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.errors import RecipeError, explained
+from lit_ft.model.files.size_check import weight_files
 
 FILE = "base.json"
 """File name of a fingerprint, in an adapter's folder."""
@@ -150,7 +151,8 @@ def read_fingerprint(folder: Path) -> Fingerprint | None:
 
 def _weight_files(folder: Path) -> list[Path]:
     files = sorted({*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")})
-    return files or sorted(folder.glob("pytorch_model*.bin"))
+    # Some models name their files otherwise, e.g. model.safetensors-00001-of-00002.safetensors (Qwen3.5).
+    return files or weight_files(folder, str(folder)) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def _digest_of(files: list[Path]) -> str:

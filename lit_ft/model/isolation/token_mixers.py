@@ -9,12 +9,13 @@ module of a layer whose ``forward`` takes one.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from lit_callbacks.distributed.host_copy import queued_copy
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
@@ -93,7 +94,7 @@ def _sample_by_sample(mixer: nn.Module, forward: Callable[..., object], *args: o
     if samples is None or len(samples) == 1:
         return forward(*args, **kwargs)
     if hidden.is_cuda and reads_boundaries(mixer) and _has_kernels():
-        return forward(*args, **kwargs, **_boundaries(samples, hidden.device))
+        return forward(*args, **kwargs, **_boundaries(tuple(samples), hidden.device))
     results, start = [], 0
     for number, length in enumerate(samples):
         part = _Part(number, start, start + length, sum(samples))
@@ -109,12 +110,16 @@ def _has_kernels() -> bool:
     return all(find_spec(package) is not None for package in ("fla", "causal_conv1d"))
 
 
-def _boundaries(samples: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Arguments of transformers' mixers: where samples begin and end, ``(S + 1,)``; each token's sample, ``(1, T)``."""
-    counts = torch.tensor(samples, dtype=torch.int32, device=device)
-    number = torch.arange(len(samples), dtype=torch.int32, device=device).repeat_interleave(counts)
+@lru_cache(maxsize=4)  # once for all layers and both passes of a batch
+def _boundaries(samples: tuple[int, ...], device: torch.device) -> Mapping[str, Tensor]:
+    """Arguments of transformers' mixers: where samples begin and end, ``(S + 1,)``; each token's sample, ``(1, T)``.
+
+    They are made on the host, which would wait for a GPU. Kernels compute more from boundaries, once for each tensor.
+    """
+    counts = torch.tensor(samples, dtype=torch.int32)
+    number = torch.arange(len(samples), dtype=torch.int32).repeat_interleave(counts)
     ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    return {"cu_seq_lens_q": ends, "seq_idx": number[None]}
+    return {"cu_seq_lens_q": queued_copy(ends, device), "seq_idx": queued_copy(number, device)[None]}
 
 
 class _Pieces(list[Tensor]):

@@ -11,6 +11,7 @@ from lit_ft.model import loading
 from lit_ft.model.activations import offload as activation_offload
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.compiled.attention import segments_of
+from lit_ft.model.isolation import lengths as current_lengths
 from lit_ft.model.isolation.lengths import samples_of
 from lit_ft.packed_batch import PackedBatch, TokenLoss, pad_to_multiple
 from lit_ft.training.loss import router_loss
@@ -134,7 +135,9 @@ class PackedForward:
         def with_noise(embedding: nn.Module, _: object, output: Tensor) -> Tensor:
             if not embedding.training:
                 return output
-            lengths = torch.tensor(self.segment_lengths)  # on the host, which would wait for a GPU to repeat by them
+            # A prefix is put before one sample at a time. On the host, which would wait for a GPU to repeat by them.
+            computed, tokens = current_lengths.current(), output.shape[1]
+            lengths = torch.tensor(computed if sum(computed) == tokens else self.segment_lengths)
             of_sample = alpha / (lengths * output.shape[-1]).sqrt()  # as the paper has it
             of_token = queued_copy(of_sample.repeat_interleave(lengths), output.device)
             bound = of_token[None, :, None].to(output.dtype)

@@ -26,6 +26,9 @@ from lit_ft.training.optimizers.schedules import WarmupSchedule
 
 MATRICES = "matrices"
 """Key of a parameter group: True for weight matrices of hidden layers, False for all other weights."""
+PATTERN = "pattern"
+"""Key of a parameter group: its pattern of ``lr_factors``, or None. By it, groups that are alike otherwise stay apart
+where a checkpoint joins those of pipeline stages."""
 
 
 @runtime_checkable
@@ -90,7 +93,9 @@ def _with_groups(optimizer: OptimizerCallable, module: nn.Module, factors: Mappi
     for name, parameter in trains.items():
         members[parameter in matrices, pattern_of.get(name)].append(parameter)
     members = {key: group for key, group in members.items() if group}
-    built = optimizer([{"params": group, MATRICES: is_matrix} for (is_matrix, _), group in members.items()])
+    built = optimizer(
+        [{"params": group, MATRICES: is_matrix, PATTERN: pattern} for (is_matrix, pattern), group in members.items()]
+    )
     for (_, pattern), group in zip(members, built.param_groups, strict=True):
         if pattern is not None:
             group["lr"] *= factors[pattern]

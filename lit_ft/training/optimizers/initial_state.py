@@ -73,7 +73,9 @@ class InitialAdamState(Callback):
         states: dict[Tensor, dict[str, Any]] = {p: {"step": torch.tensor(float(step))} for p in trains.values()}
         for moment in MOMENTS:
             self._read(moment, trains, states)
-        optimizer.state.update(states)
+        # Not into `optimizer.state` itself: a fused optimizer wants the step count on the device.
+        own = [states[p] for group in optimizer.param_groups for p in group["params"]]
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(own))})
         rank_zero_info(f"AdamW starts with the moments of {self.folder}, after {step:,} steps")
 
     def _read(self, moment: str, trains: dict[str, nn.Parameter], states: dict[Tensor, dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_ft.internals.torch import base_rates
+from lit_ft.training.optimizers.configure import PATTERN
 
 GIVEN = "given"
 """Key of a parameter group: its options as the recipe gave them, whatever a schedule has made of them since."""
@@ -61,7 +62,8 @@ class RecipeOptions:
 
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
     """Options of a group that a checkpoint can hold as they are, and compare."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names") and _is_plain(value)}
+    others = ("params", "param_names", PATTERN)
+    return {name: value for name, value in group.items() if name not in others and _is_plain(value)}
 
 
 def _is_plain(value: object) -> bool:

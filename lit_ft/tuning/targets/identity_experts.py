@@ -3,10 +3,21 @@
 They would have no gradient at all, and ranks that sum gradients would disagree on those there are: they hang or crash.
 """
 
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+
+@runtime_checkable
+class _IdentityExperts(Protocol):
+    """Experts of a layer, those without weights last, as transformers' class has them."""
+
+    num_routed_experts: int
+    """Number of experts with weights."""
+    zero_expert_num: int
+    gate_up_proj: Tensor
+    down_proj: Tensor
 
 
 def give_others_a_gradient(model: nn.Module) -> None:
@@ -16,11 +27,11 @@ def give_others_a_gradient(model: nn.Module) -> None:
         model: model, changed in place.
     """
     for module in model.modules():
-        if getattr(module, "zero_expert_num", 0):
+        if isinstance(module, _IdentityExperts) and module.zero_expert_num:
             module.register_forward_hook(_reach)
 
 
-def _reach(experts: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _reach(experts: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """Output of a layer's experts; to that of identity experts alone, 0 times a weight of each tensor is added.
 
     Args:
@@ -28,6 +39,7 @@ def _reach(experts: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tenso
         arguments: hidden states ``(T, H)``, each token's experts ``(T, k)`` and their weights ``(T, k)``.
         output: hidden states ``(T, H)``.
     """
+    assert isinstance(experts, _IdentityExperts), "they have this hook"
     if not torch.is_grad_enabled() or bool((arguments[1] < experts.num_routed_experts).any()):
         return output
     weights = experts.gate_up_proj, experts.down_proj
