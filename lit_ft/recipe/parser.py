@@ -1,6 +1,7 @@
 """Parser of recipes: help for all options, errors in one line (by ``parse_errors``), and only allowed code."""
 
 import argparse
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -18,6 +19,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from peft import PeftConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -69,6 +71,24 @@ def _dump_yaml(recipe: object) -> str:
     return yaml.dump(recipe, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
+class _DroppedOptions(logging.Handler):
+    """Warn about options of a class that another class, which takes its place, does not have.
+
+    jsonargparse tells only its logger, at the level of debugging, each time that it parses the recipe.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = re.match(r"Due to class_path change from '(.+)' to '(.+)', discarding init_args: (.*)\.$", record.msg)
+        if told is not None:
+            rank_zero_warn(f"{told[2]} takes the place of {told[1]}, whose options {told[3]} it does not have: dropped")
+
+
+_LOGGER = logging.getLogger(f"{__name__}.dropped")  # by name: jsonargparse copies parsers
+_LOGGER.setLevel(logging.DEBUG)
+_LOGGER.propagate = False
+_LOGGER.addHandler(_DroppedOptions())
+
+
 class RecipeParser(LightningArgumentParser):
     """LightningArgumentParser with one-line errors that suggest the nearest option, and help on the default classes."""
 
@@ -77,7 +97,7 @@ class RecipeParser(LightningArgumentParser):
         set_loader("yaml", _load_yaml, (yaml.YAMLError,))
         set_dumper("yaml", _dump_yaml)
         # An abbreviation would become another option's as soon as a version has one more of this beginning.
-        super().__init__(*args, **{"allow_abbrev": False, **options})
+        super().__init__(*args, **{"allow_abbrev": False, "logger": _LOGGER, **options})
 
     def instantiate(self, namespace: Namespace, *args: object, **options: object) -> Namespace:
         """Build the classes that the recipe names.

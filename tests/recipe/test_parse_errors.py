@@ -99,6 +99,19 @@ TYPED: dict[str, str] = {
 }
 
 
+def test_options_that_another_class_does_not_have_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lora = "{class_path: peft.LoraConfig, init_args: {r: 16, target_modules: [q_proj]}}"
+    (tmp_path / "a.yaml").write_text(f"model: {{pretrained: none, peft: {lora}}}\n")
+    with pytest.warns(UserWarning, match="takes the place of") as caught:
+        run(capsys, "fit", "--config", "a.yaml", "--model.peft", "peft.IA3Config", "--data.path", "none", code=2)
+    assert {str(one.message) for one in caught if "takes the place" in str(one.message)} == {
+        "peft.IA3Config takes the place of peft.LoraConfig, whose options {'r': 16} it does not have: dropped"
+    }
+
+
 @pytest.mark.parametrize("typed", TYPED)
 def test_one_line_that_says_what_to_write(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
