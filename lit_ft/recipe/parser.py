@@ -1,6 +1,8 @@
 """Parser of recipes: help for all options, errors in one line (by ``parse_errors``), and only allowed code."""
 
 import argparse
+import ast
+import inspect
 import logging
 import re
 from collections.abc import Iterator
@@ -79,8 +81,20 @@ class _DroppedOptions(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         told = re.match(r"Due to class_path change from '(.+)' to '(.+)', discarding init_args: (.*)\.$", record.msg)
-        if told is not None:
-            rank_zero_warn(f"{told[2]} takes the place of {told[1]}, whose options {told[3]} it does not have: dropped")
+        if told is not None and (options := _set_by_user(told[1], told[3])):
+            rank_zero_warn(f"{told[2]} takes the place of {told[1]}, whose options {options} it does not have: dropped")
+
+
+def _set_by_user(class_path: str, options: str) -> str:
+    """Those of a class's options, as text, that are neither null nor the class's default."""
+    module, _, name = class_path.rpartition(".")
+    parameters = inspect.signature(getattr(import_module(module), name)).parameters
+    try:
+        values: dict[str, object] = ast.literal_eval(options)
+    except (ValueError, SyntaxError):  # a value is an object
+        return options
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in values.items() if value not in (None, defaults.get(name)))
 
 
 _LOGGER = logging.getLogger(f"{__name__}.dropped")  # by name: jsonargparse copies parsers
