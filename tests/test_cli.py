@@ -270,7 +270,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "misspelt data option": (["--data.max_lenght", "3"], "did you mean 'max_length'?"),
     "misspelt trainer option": (["--trainer.max_stepz", "3"], "did you mean 'trainer.max_steps'?"),
-    "misspelt section": (["--optimiser.lr", "3"], "unknown option 'optimiser.lr'; did you mean 'optimizer'?"),
+    "misspelt section": (["--optimiser.lr", "3"], "unknown option 'optimiser.lr'; here it is optimizer.lr"),
     "an option of another section": (
         ["--model.target_modules", "[q_proj]"],
         "model: unknown option 'target_modules'; it belongs to model.peft: model.peft.target_modules",

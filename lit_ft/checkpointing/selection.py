@@ -153,14 +153,17 @@ def position_of(path: Path) -> Position | None:
     return _header(path).position
 
 
-def resumed_step(path: Path) -> tuple[int, bool]:
-    """Number of optimizer steps of a checkpoint, and whether the metrics of the last one had been logged by then.
+def resumed_step(path: Path) -> tuple[int, frozenset[str] | None]:
+    """Number of optimizer steps of a checkpoint, and the metrics of the last one that had not been logged by then.
+
+    Returns:
+        The number, and the metrics' names: none for a step that is not logged, None where all had been logged.
 
     Raises:
         DamagedCheckpoint: the checkpoint cannot be read.
     """
     header = _header(path)
-    return (0, True) if header.position is None else (header.position.global_step, header.is_logged)
+    return (0, None) if header.position is None else (header.position.global_step, header.unlogged)
 
 
 class _Header(NamedTuple):
@@ -168,8 +171,8 @@ class _Header(NamedTuple):
 
     position: Position | None
     """None for a checkpoint without loop state."""
-    is_logged: bool
-    """Whether the metrics of its step had been logged."""
+    unlogged: frozenset[str] | None
+    """Names of the metrics of its step that had not been logged; None where all had been."""
     best: dict[str, Best]
     """Best checkpoint by callback, with the path of that time."""
 
@@ -190,7 +193,8 @@ def _read_header(path: Path, identity: Identity) -> _Header:
         check_intact(path)  # its error describes the damage
         raise DamagedCheckpoint(path, f"it cannot be read ({type(error).__name__})") from error
     try:
-        return _Header(_position_in(path, content), UNLOGGED not in content, _best_in(content))
+        unlogged = frozenset(content[UNLOGGED]) if UNLOGGED in content else None
+        return _Header(_position_in(path, content), unlogged, _best_in(content))
     except (AttributeError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(path, f"it is no Lightning checkpoint ({type(error).__name__})") from error
 

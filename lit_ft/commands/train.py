@@ -306,10 +306,10 @@ class TrainingCLI(LightningCLI):
         given = self.options_init("trainer").callbacks
         return [one for one in (given if isinstance(given, list) else [given]) if one is not None]
 
-    def _resumed_step(self) -> tuple[int, bool]:
-        """Optimizer steps of the checkpoint that the run resumes from, and whether the last one was logged."""
+    def _resumed_step(self) -> tuple[int, frozenset[str] | None]:
+        """Optimizer steps of the checkpoint that the run resumes from, and metrics of the last one not yet logged."""
         if self.subcommand != "fit" or self.options.ckpt_path is None:
-            return 0, True
+            return 0, None
         return resumed_step(Path(self.options.ckpt_path))
 
     def _with_defaults(self, given: list[Callback]) -> list[Callback]:

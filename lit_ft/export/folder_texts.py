@@ -179,7 +179,7 @@ def _last_of(path: Path, checkpoint: Path | None) -> dict[str, float]:
         return {}
     rows = read_rows(path)
     if checkpoint is not None and (position := position_of(checkpoint)) is not None:
-        rows, _ = rows_before(position.global_step, True, rows)
+        rows, _ = rows_before(position.global_step, None, rows)
     return {name: float(value) for row in rows for name, value in row.items()}
 
 

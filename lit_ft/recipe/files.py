@@ -25,6 +25,8 @@ OWN_SECTIONS = ("data", "lr_scheduler", "model", "optimizer", "trainer")
 _NEEDED_SECTIONS = ("data", "model", "trainer")
 _QUOTED = ("'", '"', "|", ">")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
+_THEIR_CLASSES = {"_component_", "_target_"}
+"""What torchtune and Hydra write for ``class_path``."""
 _LISTS_OF_CLASSES = ("callbacks", "callbacks+", "logger", "logger+", "plugins", "plugins+")
 _FILES_OF_MODELS = {
     "peft_type": "the config of an adapter, no recipe; name a recipe, or talk to the adapter: python -m lit_ft chat",
@@ -190,7 +192,9 @@ def _entries(node: yaml.Node) -> dict[str, yaml.Node]:
 
 
 def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
-    if set(OWN_SECTIONS) & {key for key, value in entries.items() if isinstance(value, yaml.MappingNode)}:
+    sections = {key: _entries(value) for key, value in entries.items() if isinstance(value, yaml.MappingNode)}
+    has_their_classes = any(not _THEIR_CLASSES.isdisjoint(options) for options in sections.values())
+    if set(OWN_SECTIONS) & sections.keys() and not has_their_classes:
         return
     for key, what in _FILES_OF_MODELS.items():
         if key in entries and path.suffix == ".json":
@@ -202,12 +206,13 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
             f"--data.path {path.parent / named[0]}"
         )
     theirs = {key: OPTIONS[key] for key in entries if key in OPTIONS}
-    if len(theirs) >= 3:
+    if len(theirs) >= 3 or has_their_classes:
         short = {key: re.split(r"[;,(:]", ours)[0].strip() for key, ours in theirs.items()}
         told = ", ".join(f"{key} = {ours}" for key, ours in short.items() if ours != "nothing")
         needless = ", ".join(key for key, ours in short.items() if ours == "nothing")
         rest = f"; leave out {needless}" if needless else ""
-        raise RecipeError(f"{path}: has options of another trainer; begin with recipes/qwen.yaml. Here {told}{rest}")
+        here = f". Here {told}{rest}" if told else ""
+        raise RecipeError(f"{path}: has options of another trainer; begin with recipes/qwen.yaml{here}")
 
 
 # --- keys ----------------------------------------------------------------------------------------

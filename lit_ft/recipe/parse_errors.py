@@ -113,7 +113,8 @@ def _of_a_word(value: str) -> str:
     if value == "help" or re.match(r"[\w.+]+=", value):
         return f"{value!r} has no dashes; write --{value}"
     if value.endswith(SUFFIXES):
-        return f"{value!r} belongs to no option; of several files write --data.sources '[{{path: {value}}}, ...]'"
+        several = f"of several files write --data.sources '[{{path: {value}}}, ...]'"
+        return f"{value!r} belongs to no option; name data with --data.path {value}; {several}"
     return f"{value!r} belongs to no option; write --OPTION {value}"
 
 
@@ -162,9 +163,11 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
     head = f"{key}: " if key else ""
     # The full name, or its first section: `optimiser.class_path` is a misspelled `optimizer`.
     section, _, word = name.rpartition(".")
-    ours = OPTIONS.get(word) if section in ("", "model", "data", "trainer") else None
+    # Sections of other trainers too, e.g. `train.epochs`.
+    is_elsewhere = section in ("", "model", "data", "trainer") or section.split(".")[0] not in _sections(own)
+    ours = OPTIONS.get(word) if is_elsewhere else None
     part = (ours or "").rpartition(".")[0]
-    is_recipe = "trainer.max_epochs" in own  # not a class in it
+    is_recipe = _IN_RECIPES in own
     if ours == f"{part}.{name}" and part in EXAMPLES and not is_recipe:
         return _needs_class(name, part)
     if not is_recipe and (section_of_base := _section_of_base(own)) is not None:
@@ -192,8 +195,14 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
     return f"{head}unknown option {shortened(name, 100)!r}; {advice}"
 
 
+_IN_RECIPES = "trainer.max_epochs"
+"""Option that the parser of a recipe has, and the parser of a class in it has not."""
 _MOST_LISTED = 20
 """Number of options of a class up to which they are all named."""
+
+
+def _sections(options: list[str]) -> set[str]:
+    return {name.split(".")[0] for name in options}
 
 
 def _home_of(option: str) -> str | None:
@@ -223,9 +232,9 @@ def _needs_class(option: str, part: str) -> str:
 
 
 def _options(message: str, parser: ArgumentParser, classes: Iterable[type]) -> list[str]:
-    """Names of the options that an unknown name is compared with."""
+    """Names of the options that an unknown name is compared with: of a recipe, those of its default classes too."""
     options = [name for name in option_names(parser) if not name.endswith("help")]
-    compared = list(classes)
+    compared = list(classes) if _IN_RECIPES in options else []
     for class_path in re.findall(r"class_path '([\w.]+)'", message):
         module, _, name = class_path.rpartition(".")
         if allowed_code.is_allowed(module, [*allowed_code.PACKAGES, *allowed_code.allowed_by_user()]):

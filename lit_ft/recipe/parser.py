@@ -1,6 +1,9 @@
 """Parser of recipes: help for all options, errors in one line (by ``parse_errors``), and only allowed code."""
 
 import argparse
+import ast
+import inspect
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -18,6 +21,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from peft import PeftConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -69,6 +73,36 @@ def _dump_yaml(recipe: object) -> str:
     return yaml.dump(recipe, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
+class _DroppedOptions(logging.Handler):
+    """Warn about options of a class that another class, which takes its place, does not have.
+
+    jsonargparse tells only its logger, at the level of debugging, each time that it parses the recipe.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = re.match(r"Due to class_path change from '(.+)' to '(.+)', discarding init_args: (.*)\.$", record.msg)
+        if told is not None and (options := _set_by_user(told[1], told[3])):
+            rank_zero_warn(f"{told[2]} takes the place of {told[1]}, whose options {options} it does not have: dropped")
+
+
+def _set_by_user(class_path: str, options: str) -> str:
+    """Those of a class's options, as text, that are neither null nor the class's default."""
+    module, _, name = class_path.rpartition(".")
+    parameters = inspect.signature(getattr(import_module(module), name)).parameters
+    try:
+        values: dict[str, object] = ast.literal_eval(options)
+    except (ValueError, SyntaxError):  # a value is an object
+        return options
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in values.items() if value not in (None, defaults.get(name)))
+
+
+_LOGGER = logging.getLogger(f"{__name__}.dropped")  # by name: jsonargparse copies parsers
+_LOGGER.setLevel(logging.DEBUG)
+_LOGGER.propagate = False
+_LOGGER.addHandler(_DroppedOptions())
+
+
 class RecipeParser(LightningArgumentParser):
     """LightningArgumentParser with one-line errors that suggest the nearest option, and help on the default classes."""
 
@@ -77,7 +111,7 @@ class RecipeParser(LightningArgumentParser):
         set_loader("yaml", _load_yaml, (yaml.YAMLError,))
         set_dumper("yaml", _dump_yaml)
         # An abbreviation would become another option's as soon as a version has one more of this beginning.
-        super().__init__(*args, **{"allow_abbrev": False, **options})
+        super().__init__(*args, **{"allow_abbrev": False, "logger": _LOGGER, **options})
 
     def instantiate(self, namespace: Namespace, *args: object, **options: object) -> Namespace:
         """Build the classes that the recipe names.

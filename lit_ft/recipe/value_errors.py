@@ -40,7 +40,7 @@ def _of_simple_types(text: str) -> str:
     if words:
         words += ["true", "false"] if "bool" in plain else []
         meant = [_OTHER_WORDS.get(value.lower(), "")] if _OTHER_WORDS.get(value.lower()) in words else []
-        near = meant or get_close_matches(value, words, n=1)
+        near = meant or get_close_matches(value.lower(), words, n=1)
         return f"{value!r} is none of {', '.join(words)}" + (f"; did you mean {near[0]}?" if near else "")
     if plain and plain <= {"int", "float", "bool"} and plain != {"bool"}:
         return no_number(value, whole="float" not in plain)
@@ -64,10 +64,12 @@ _KINDS = {
 }
 _OTHER_WORDS = {
     "bf16": "bfloat16",
+    "chatml": "messages",
     "float": "float32",
     "fp16": "16-mixed",
     "fp32": "float32",
     "half": "float16",
+    "openai": "messages",
 }
 """Other trainers' words for values."""
 

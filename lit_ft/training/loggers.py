@@ -5,7 +5,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,18 +32,18 @@ from lit_ft.run.folder import RunFolder
 class MetricsCSV(CSVLogger):
     """``metrics.csv`` in the run folder; a resumed run appends to it, after removing lines of steps that it repeats."""
 
-    def __init__(self, run: RunFolder, resumed_step: int = 0, is_logged: bool = True) -> None:
+    def __init__(self, run: RunFolder, resumed_step: int = 0, unlogged: Set[str] | None = None) -> None:
         """Log into a run folder.
 
         Args:
             run: run folder.
             resumed_step: number of optimizer steps of the checkpoint that the run resumes from; 0 for a new run.
-            is_logged: whether the metrics of the checkpoint's last step were logged before it was written.
+            unlogged: metrics of the checkpoint's last step that were not logged when it was written; None: all were.
         """
         # Lightning saves after its own logging, which is the last of a logged step, so a killed process loses none of
         # it. Values that a callback logs between such steps are written with the next.
         super().__init__(run.root, name="", version="", flush_logs_every_n_steps=sys.maxsize)
-        self.resumed_step, self.is_logged = resumed_step, is_logged
+        self.resumed_step, self.unlogged = resumed_step, unlogged
 
     def log_hyperparams(self, params: object = None) -> None:
         """Write nothing: the run folder has ``config.yaml``."""
@@ -52,15 +52,15 @@ class MetricsCSV(CSVLogger):
     def experiment(self) -> ExperimentWriter:
         """Writer of the file; the first access removes lines of steps after the checkpoint that is resumed."""
         if self._experiment is None and rank() == 0:
-            self._experiment = _MetricsFile(self.log_dir, self.resumed_step, self.is_logged)
+            self._experiment = _MetricsFile(self.log_dir, self.resumed_step, self.unlogged)
         return super().experiment
 
 
 class _MetricsFile(ExperimentWriter):
     """Writer that appends lines; if a new column needs another header, the file is replaced atomically."""
 
-    def __init__(self, folder: str, resumed_step: int, is_logged: bool) -> None:
-        self._resumed_step, self._is_logged = resumed_step, is_logged
+    def __init__(self, folder: str, resumed_step: int, unlogged: Set[str] | None) -> None:
+        self._resumed_step, self._unlogged = resumed_step, unlogged
         super().__init__(folder)
 
     def _check_log_dir_exists(self) -> None:
@@ -68,7 +68,7 @@ class _MetricsFile(ExperimentWriter):
         path = Path(self.metrics_file_path)
         if not path.is_file():
             return
-        kept, dropped = rows_before(self._resumed_step, self._is_logged, read_rows(path))
+        kept, dropped = rows_before(self._resumed_step, self._unlogged, read_rows(path))
         self.metrics_keys = sorted({key for row in kept for key in row})
         self._replace(kept)
         if dropped:
@@ -121,18 +121,24 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def rows_before(
-    step: int, is_logged: bool, rows: list[dict[str, str]]
+    step: int, unlogged: Set[str] | None, rows: list[dict[str, str]]
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Lines that were logged before a checkpoint was written, and later ones.
 
-    Lightning, whose lines have an epoch, counts steps from 0: the last one before the checkpoint is ``step - 1``, or
-    the one before it if that was not logged yet. Callbacks that log by themselves use the number of completed steps.
+    In lines with an epoch steps count from 0, as Lightning's do: ``step - 1`` is the last one before the checkpoint. Of
+    that one, the lines from the first with ``unlogged`` metrics on are later. Other lines have a number of completed
+    steps.
     """
     kept: list[dict[str, str]] = []
     dropped: list[dict[str, str]] = []
+    names = None if unlogged is None else unlogged - {"epoch"}
+    is_later = False
     for row in rows:
-        last = step - 1 - (not is_logged) if "epoch" in row else step
-        is_before = step > 0 and str(row.get("step")).isdigit() and int(row["step"]) <= last
+        number = int(row["step"]) if str(row.get("step")).isdigit() else step + 1
+        if names is not None and "epoch" in row and number == step - 1:
+            is_later = is_later or not names or not names.isdisjoint(row)
+            number += is_later
+        is_before = step > 0 and number <= (step - 1 if "epoch" in row else step)
         (kept if is_before else dropped).append(row)
     return kept, dropped
 
@@ -257,7 +263,7 @@ def put_files_in(folder: Path, logger: object) -> None:
             one["dict_kwargs"] = more | (one.get("dict_kwargs") or {})
 
 
-def beside_defaults(given: object, run: RunFolder, resumed_step: int, is_logged: bool) -> list[Logger]:
+def beside_defaults(given: object, run: RunFolder, resumed_step: int, unlogged: Set[str] | None) -> list[Logger]:
     """Loggers of a run: ``metrics.csv`` and TensorBoard, each unless the recipe has one of its kind; then the recipe's.
 
     ``given`` is the recipe's ``trainer.logger``; the other arguments are those of ``MetricsCSV``.
@@ -265,7 +271,7 @@ def beside_defaults(given: object, run: RunFolder, resumed_step: int, is_logged:
     loggers = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Logger)]
     defaults: list[Logger] = []
     if not any(isinstance(one, CSVLogger) for one in loggers):
-        defaults.append(MetricsCSV(run, resumed_step, is_logged))
+        defaults.append(MetricsCSV(run, resumed_step, unlogged))
     if not any(isinstance(one, TensorBoardLogger) for one in loggers):
         defaults.append(StepEvents(run.root, name="tensorboard", version="", purge_step=resumed_step or None))
     return defaults + loggers

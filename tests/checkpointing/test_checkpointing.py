@@ -283,7 +283,7 @@ def test_what_a_checkpoint_says_is_read_once_and_anew_after_a_replacement(
     for step in (1, 2):
         io.save_checkpoint({"loops": {}, "global_step": step, "callbacks": {"one": best, "other": [1]}}, path)
         for _ in range(3):
-            assert resumed_step(path) == (step, True)
+            assert resumed_step(path) == (step, None)
             assert best_known(tmp_path) == [(path, "val/loss", 0.5)]
     assert reads == [path, path]
     assert str(path) not in Path("/proc/self/maps").read_text()  # a removed checkpoint takes no space on the disk

@@ -87,6 +87,11 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "begin with recipes/qwen.yaml. Here model_name_or_path = model.pretrained, lora_rank = model.peft.r, "
         "cutoff_len = data.max_length; leave out stage",
     ),
+    "a recipe of torchtune, whose sections are called as ours": (
+        "lora.yaml",
+        "model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_rank: 64}\nepochs: 1\n",
+        "begin with recipes/qwen.yaml. Here epochs = trainer.max_epochs",
+    ),
     "an option beside its class": (
         "a.yaml",
         "optimizer:\n  class_path: torch.optim.AdamW\n  lr: 1.0e-4\n",

@@ -52,7 +52,10 @@ TYPED: dict[str, str] = {
     "fit --data rows.json": "data: rows.json is no mapping; give options by name: data: {path: rows.json}",
     "fit --trainer max_epochs=3": "trainer: 'max_epochs=3' is no mapping; give options by name, e.g. trainer: {max_e",
     "fit --data '[a.json]'": "data: ['a.json'] is a list; of several files write data: {sources: [{path: ...}, {path",
-    "fit --data.path a.json b.json": "'b.json' belongs to no option; of several files write --data.sources '[{path: b",
+    "fit --data.path a.json b.json": "; of several files write --data.sources '[{path: b.json}, ...]'",
+    "fit rows.json": "'rows.json' belongs to no option; name data with --data.path rows.json; of several files",
+    "fit --data.type alpaca": "data: unknown option 'type'; see --help for what there is",
+    "fit --train.epochs 3": "unknown option 'train.epochs'; here it is trainer.max_epochs",
     "fit --data.path '[a.json, b.json]'": "data.path: a list is given; of several files write data.sources: [{path: a",
     "fit --data.sources a.json": "data.sources: 'a.json' is no source; each is a mapping, e.g. [{path: a.json}]",
     "fit --model.peft false": "model.peft: 'false' is no class path; for none write null",
@@ -94,6 +97,19 @@ TYPED: dict[str, str] = {
     "convert data --pat x": "unknown option 'pat'; did you mean 'path'?",
     "convert model --fro hf x": "unknown option 'fro'; did you mean 'from'?",
 }
+
+
+def test_options_that_another_class_does_not_have_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lora = "{class_path: peft.LoraConfig, init_args: {r: 16, target_modules: [q_proj]}}"
+    (tmp_path / "a.yaml").write_text(f"model: {{pretrained: none, peft: {lora}}}\n")
+    with pytest.warns(UserWarning, match="takes the place of") as caught:
+        run(capsys, "fit", "--config", "a.yaml", "--model.peft", "peft.IA3Config", "--data.path", "none", code=2)
+    assert {str(one.message) for one in caught if "takes the place" in str(one.message)} == {
+        "peft.IA3Config takes the place of peft.LoraConfig, whose options r=16 it does not have: dropped"
+    }
 
 
 @pytest.mark.parametrize("typed", TYPED)

@@ -37,6 +37,7 @@ PARSER.add_argument("--merge", type=bool)
         ("either", "none", "'none' is no number"),
         ("dtype", "bf16", "'bf16' is none of auto, float32, bfloat16; did you mean bfloat16?"),
         ("dtype", "bfloat61", "'bfloat61' is none of auto, float32, bfloat16; did you mean bfloat16?"),
+        ("dtype", "BFloat16", "'BFloat16' is none of auto, float32, bfloat16; did you mean bfloat16?"),
         ("dtype", "x", "'x' is none of auto, float32, bfloat16"),
         ("precision", "fp16", "'fp16' is none of 16-mixed, 32-true, 16; did you mean 16-mixed?"),
         ("whole", "{a: 1}", "{'a': 1} is no whole number"),

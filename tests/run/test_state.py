@@ -25,7 +25,7 @@ from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.run.folder import RUNS, RunFolder, unfinished_run
 from lit_ft.run.lock import lock_run
 from lit_ft.run.state import RunState
-from lit_ft.training.loggers import MetricsCSV
+from lit_ft.training.loggers import MetricsCSV, read_rows
 
 
 @pytest.fixture(scope="module")
@@ -249,8 +249,18 @@ def test_a_resumed_run_drops_the_rows_of_steps_that_it_repeats(tmp_path: Path) -
     # Three steps were taken: Lightning's rows 0, 1 and 2, and what a callback logged after the third.
     log(tmp_path, [(3, {"epoch": 0, "train/loss": 9.0})], resumed_step=3)
     assert rows(tmp_path) == [("0", "0.0"), ("1", "1.0"), ("2", "2.0"), ("3", "3.5"), ("3", "9.0")]
-    log(tmp_path, [(2, {"epoch": 0, "train/loss": 2.0})], resumed_step=3, is_logged=False)
+    log(tmp_path, [(2, {"epoch": 0, "train/loss": 2.0})], resumed_step=3, unlogged={"epoch", "train/loss"})
     assert [step for step, _ in rows(tmp_path)] == ["0", "1", "3", "2"]
+
+
+def test_what_a_callback_logged_of_the_resumed_step_is_kept(tmp_path: Path) -> None:
+    """It measures the step before the checkpoint is written; Lightning logs the loss, and validates, after that."""
+    of_step_3 = [{"mine": 7.0}, {"train/loss": 2.0}, {"mine": 8.0}]
+    log(tmp_path, [(2, {"epoch": 0, **metrics}) for metrics in of_step_3])
+    _ = MetricsCSV(RunFolder(tmp_path), resumed_step=3, unlogged={"epoch", "train/loss"}).experiment
+    assert [row["mine"] for row in read_rows(tmp_path / "metrics.csv")] == ["7.0"]
+    _ = MetricsCSV(RunFolder(tmp_path), resumed_step=3, unlogged=frozenset()).experiment
+    assert read_rows(tmp_path / "metrics.csv") == []
 
 
 class StopAfterThree(Callback):

@@ -25,6 +25,14 @@ def attributes_of(trainer: Trainer) -> TrainerAttributes:
     return cast(TrainerAttributes, trainer)
 
 
+def logged_step(trainer: Trainer) -> int:
+    """Number under which Lightning logs what modules log in the current step, counted from 0.
+
+    It counts one per step, for any number of optimizers, which the public ``global_step`` does not.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 def disable_signal_handlers(trainer: Trainer) -> None:
     """Keep Lightning from installing its signal handlers.
 

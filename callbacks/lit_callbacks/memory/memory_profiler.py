@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lit_callbacks.distributed.gather import is_split
 from lit_callbacks.internals import torch_internals
-from lit_callbacks.internals.lightning_internals import attributes_of
+from lit_callbacks.internals.lightning_internals import attributes_of, logged_step
 from lit_callbacks.memory import memory_readings
 from lit_callbacks.memory.memory_advice import mib, out_of_memory_page
 from lit_callbacks.memory.memory_readings import in_mib
@@ -112,7 +112,7 @@ class MemoryProfiler(Callback):
         """End the phase ``setup``, and follow the phases of training."""
         self._take("setup")
         self._phase, self._global_step = "other", trainer.global_step
-        self._first_step = trainer.global_step
+        self._first_step = logged_step(trainer)
         self._measures = self._is_logged(trainer)
         watch(trainer, self._switch)
         self._is_watching = True
@@ -211,7 +211,7 @@ class MemoryProfiler(Callback):
             self._overall = (0, 0)
         by_phase = {f"{phase}/{name}": value for phase, known in self.peaks.items() for name, value in known.items()}
         row = in_mib(figures) | by_phase
-        log_figures(trainer, {f"memory/{name}": value for name, value in row.items()}, trainer.global_step - 1)
+        log_figures(trainer, {f"memory/{name}": value for name, value in row.items()})
         self.timeline.append({"step": trainer.global_step, **row})
         self._look_for_a_leak(figures["allocated"] or figures["host_rss"])
 

@@ -181,7 +181,7 @@ class SpikeGuard(Callback):
                 if value is not None and math.isfinite(value):
                     self._history[name].append(value)
         if self.skipped_steps != self._logged:
-            log_figures(trainer, {"spike_guard/skipped_steps": float(self.skipped_steps)}, trainer.global_step)
+            log_figures(trainer, {"spike_guard/skipped_steps": float(self.skipped_steps)})
             self._logged = self.skipped_steps
 
     def _measure(

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-from lit_callbacks.internals.lightning_internals import attributes_of
+from lit_callbacks.internals.lightning_internals import attributes_of, logged_step
 from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
 from lit_callbacks.output.quantities import as_count, as_number
@@ -127,7 +127,7 @@ class ThroughputMonitor(Callback):
         self._run: Measured = Measured()
         self._batches: list[_Counted] = []
         self._pending: deque[tuple[list[_Counted], list[Interval[Any]]]] = deque()
-        self._skipped, self._global_step = 0, trainer.global_step
+        self._skipped, self._global_step, self._number = 0, trainer.global_step, logged_step(trainer)
         # A strategy that keeps only some layers on each rank has stored the formula of the full model.
         of_full_model = pl_module.full_model_flops if isinstance(pl_module, KnowsFullModelFlops) else None
         formula = partial(TransformerFlops.of, pl_module)
@@ -164,13 +164,14 @@ class ThroughputMonitor(Callback):
         step = trainer.global_step
         if step == self._global_step:
             return
-        every, before, self._global_step = attributes_of(trainer).log_every_n_steps, self._global_step, step
+        every, before = attributes_of(trainer).log_every_n_steps, self._number
+        self._global_step, self._number = step, logged_step(trainer) + 1
         intervals, batches, self._batches = self._timer.take_intervals(), self._batches, []
         if self._skipped < self.skip_steps:
             self._skipped += 1
             return
         self._pending.append((batches, intervals))
-        if every and step // every != before // every:
+        if every and self._number // every != before // every:
             self._collect()
             self._log(trainer)
 
@@ -216,7 +217,7 @@ class ThroughputMonitor(Callback):
                 "and checkpoints"
             )
         figures = self._figures(trainer, Measured.of(self._steps))
-        log_figures(trainer, {f"throughput/{name}": value for name, value in figures.items()}, self._global_step - 1)
+        log_figures(trainer, {f"throughput/{name}": value for name, value in figures.items()})
         if (tokens := figures.get("tokens_per_second")) is not None:
             trainer.progress_bar_metrics["throughput/tokens_per_second"] = tokens
 

@@ -12,8 +12,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
-from lit_callbacks import ThroughputMonitor
+from lit_callbacks import MemoryProfiler, ThroughputMonitor
 from lit_callbacks.phases import PhaseProfiler, watch
+from lit_callbacks.report.report_data import read_metrics
 from lit_callbacks.throughput import clocks
 from lit_callbacks.throughput.batch_counts import BatchCounts, count_batch
 from plain_modules import Digits, TinyLM, digits, make_trainer, texts
@@ -232,7 +233,9 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path, clock: Clock) -
             for optimizer in self.optimizers():  # type: ignore[union-attr]
                 optimizer.zero_grad()
                 clock.now += 2
-                self.manual_backward(torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
+                loss = torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+                self.log("train/loss", loss)
+                self.manual_backward(loss)
                 optimizer.step()
 
         def configure_optimizers(self) -> Any:
@@ -243,10 +246,15 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path, clock: Clock) -
 
             return [Slow(layer.parameters(), lr=0.1) for layer in (self.layers[0], self.layers[2])]
 
-    monitor = ThroughputMonitor()
-    trainer = make_trainer(tmp_path, callbacks=[monitor], log_every_n_steps=3)
+    monitor, memory = ThroughputMonitor(), MemoryProfiler(tmp_path, picture=False)
+    trainer = make_trainer(
+        tmp_path, callbacks=[monitor, memory], log_every_n_steps=3, logger=CSVLogger(tmp_path, name="", version="")
+    )
     trainer.fit(Manual(), digits())
     assert trainer.global_step == 16
+    curves = read_metrics(tmp_path / "metrics.csv")
+    of = {name: [step for step, _ in curves[name]] for name in curves}
+    assert of["train/loss"] == of["throughput/samples_per_second"] == of["memory/host_rss_mib"] == [3, 6]
     assert monitor.summary["samples_per_second"] == 2 / 6
     assert monitor.summary["step_seconds/optimizer"] == 2
     assert monitor.summary["step_seconds/forward_backward"] == 4
