@@ -5,16 +5,29 @@ from __future__ import annotations
 from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from jsonargparse import ActionYesNo, Namespace
+from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 from jsonargparse._common import parser_context
 from jsonargparse._typehints import ActionTypeHint
 
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
 _UNIONS = (Union, UnionType)
+
+
+class ListReplacingParser(ArgumentParser):
+    """Parser for which a list takes the place of an earlier one as a whole.
+
+    With jsonargparse's own, items of a list get options of the items at the same places in an earlier list of the same
+    length, even those of other classes.
+    """
+
+    def _check_value_key(
+        self, action: Action, value: Any, key: str, cfg: Namespace | None, append: bool = False
+    ) -> Any:
+        if isinstance(value, list) and not append and cfg is not None and isinstance(cfg.get(action.dest), list):
+            cfg = cfg.clone()
+            cfg.pop(action.dest)
+        return super()._check_value_key(action, value, key, cfg, append)
 
 
 def option_names(parser: ArgumentParser) -> list[str]:

@@ -30,7 +30,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.bounded_yaml import bounded
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
-from lit_ft.internals.jsonargparse import option_names
+from lit_ft.internals.jsonargparse import ListReplacingParser, option_names
 from lit_ft.recipe import allowed_code
 from lit_ft.recipe.parse_errors import explain
 from lit_ft.training.causal_lm import CausalLM
@@ -103,7 +103,7 @@ _LOGGER.propagate = False
 _LOGGER.addHandler(_DroppedOptions())
 
 
-class RecipeParser(LightningArgumentParser):
+class RecipeParser(ListReplacingParser, LightningArgumentParser):
     """LightningArgumentParser with one-line errors that suggest the nearest option, and help on the default classes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

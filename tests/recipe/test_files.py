@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from command_line import recipe
 from jsonargparse import Namespace
 
@@ -19,6 +20,38 @@ def test_options_override_files_wherever_they_stand(
         with pytest.raises(SystemExit):
             main([*arguments, "--print_config"])
         assert "max_length: 33" in capsys.readouterr().out
+
+
+def test_items_of_a_list_get_nothing_of_those_of_an_earlier_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: str
+) -> None:
+    """A list replaces an earlier one, also one of the same length with items that have the same options."""
+    given = recipe(tmp_path, model_folder, "rows.json")
+    lists = {
+        "before.yaml": (
+            "[{class_path: lightning.pytorch.callbacks.EarlyStopping, init_args: {monitor: train/loss, mode: max}}]",
+            "[{path: a.json, weight: 0.7, name: ours}, {path: b.json, weight: 0.3}]",
+        ),
+        "after.yaml": (
+            "[{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {save_top_k: 2}}]",
+            "[{path: c.json}, {path: d.json, weight: 2}]",
+        ),
+    }
+    for name, (callbacks, sources) in lists.items():
+        (tmp_path / name).write_text(f"trainer: {{callbacks: {callbacks}}}\ndata: {{sources: {sources}}}\n")
+        given += ["--config", str(tmp_path / name)]
+    with pytest.raises(SystemExit):
+        main([*given, "--data.path", "null", "--print_config"])
+    parsed = yaml.safe_load(capsys.readouterr().out)
+    (callback,) = parsed["trainer"]["callbacks"]
+    assert callback["class_path"].endswith("ModelCheckpoint")
+    options = {"monitor": None, "mode": "min", "save_top_k": 2}
+    assert {name: callback["init_args"][name] for name in options} == options
+    sources = parsed["data"].get("init_args", parsed["data"])["sources"]
+    assert [(one["path"], one["weight"], one["name"]) for one in sources] == [
+        ("c.json", None, None),
+        ("d.json", 2, None),
+    ]
 
 
 def test_files_are_first_and_negative_numbers_stay_with_their_option() -> None:
