@@ -13,6 +13,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
+from lit_callbacks.either_package import is_a
 from lit_callbacks.internals.lightning_internals import attributes_of
 
 Phase = Literal["data", "forward", "backward", "optimizer", "callbacks", "other", "validation", "checkpoint"]
@@ -157,7 +158,7 @@ class PhaseProfiler(Profiler):
         self.validates = False
         """Whether validation is running; it has no action of its own."""
         self._context = cache(self._new_context)
-        if isinstance(inner, PassThroughProfiler):
+        if is_a(inner, PassThroughProfiler):
             self.profile = self._context  # type: ignore[method-assign]
 
     def _new_context(self, action_name: str) -> Any:

@@ -42,6 +42,8 @@ def run(arguments: list[str]) -> None:
         raise RecipeError(
             f"--{given[0]}: sweep sets it for each trial; --sweep_dir DIR names the folder of all of them"
         )
+    if {"-", "--config=-", "-c=-"} & set(fit):
+        raise RecipeError("--config -: each trial reads the recipe, the standard input only one; name a file")
     count, propose = _plan(variations, options.trials)
     first = _check(fit, variations, options.metric, is_grid=options.trials is None)
     goal = Goal(options.metric, options.mode or _mode(options.metric))

@@ -1,7 +1,9 @@
 """Recipe files and the command line that names them, checked before they are parsed."""
 
+import io
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
@@ -79,7 +81,9 @@ def check_files(arguments: Sequence[str]) -> None:
     given += [one.split("=", 1)[1] for one in arguments if one.startswith(("--config=", "-c="))]
     for path in (Path(name) for name in given if "\x00" not in name):
         try:
-            if path.is_file():
+            if str(path) == "-":
+                _check_yaml(Path("standard input"), _standard_input())
+            elif path.is_file():
                 _check_yaml(path, path.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise RecipeError(
@@ -87,6 +91,17 @@ def check_files(arguments: Sequence[str]) -> None:
             ) from error
         except OSError as error:
             raise RecipeError(f"--config {path}: cannot be read ({error.strerror}); name another file") from error
+
+
+def _standard_input() -> str:
+    """Text of the standard input, which the parser can read once more."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        raise RecipeError(
+            "--config -: only the first process of a run gets the standard input; write the recipe to a file"
+        )
+    text = sys.stdin.read().encode(errors="surrogateescape").decode("utf-8")
+    sys.stdin = io.StringIO(text)
+    return text
 
 
 def expand_home(value: object) -> object:

@@ -118,6 +118,7 @@ def test_a_search_depends_on_earlier_results_alone(tmp_path: Path, sweep: list[s
         (["--vary", "model.peft.r=8,sixteen"], "sixteen"),
         (["--vary", "run_dir=a,b"], "--vary run_dir: the sweep sets it"),
         (["--vary", "optimizer.lr=1e-4,1e-3", "--run_dir", "x"], "--run_dir: sweep sets it for each trial"),
+        (["--vary", "optimizer.lr=1e-4,1e-3", "--config", "-"], "--config -: each trial reads the recipe"),
         (["--vary", "optimizer.lr=1e-4..1e-3"], "--vary optimizer.lr is a range"),
         (["--vary", "optimizer.lr=1e-3..1e-4", "--trials", "2"], "from a lower to a higher number"),
         (["--vary", "optimizer.lr=1e-4,1e-3", "--trials", "2"], "only 2 combinations"),

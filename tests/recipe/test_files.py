@@ -1,5 +1,6 @@
 """Recipe files and the order of the command line."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -236,3 +237,31 @@ def test_the_home_folder_in_values(monkeypatch: pytest.MonkeyPatch) -> None:
         data=Namespace(path="/home/me/a.json", sources=[{"path": "/home/me/b"}], system="a ~/c"),
         n=3,
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {path: a, path: b}", "standard input:1: 'path' stands in line 1 already"),
+        ("", "standard input: is empty; a recipe names at least"),
+        ("# \udcff", r"--config -: is not UTF-8 \(byte 2\)"),
+    ],
+)
+def test_the_standard_input_is_checked_as_a_file_is(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    with pytest.raises(RecipeError, match=message):
+        check_files(["fit", "--config", "-"])
+
+
+def test_a_recipe_of_the_standard_input_is_read_by_one_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_folder: str
+) -> None:
+    given = recipe(tmp_path, model_folder, "rows.json")
+    text = Path(given[given.index("--config") + 1]).read_text(encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "-", "--print_config"])
+    assert "max_length: 96" in capsys.readouterr().out
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(RecipeError, match="only the first process of a run gets the standard input"):
+        check_files(["fit", "--config=-"])

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_callbacks.distributed.gather import full_tensor
+from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import torch_internals
 from lit_callbacks.protocols import SumsGradientNorm
 
@@ -32,7 +33,7 @@ def squared_norm(parameters: Sequence[Tensor], trainer: Trainer) -> Tensor:
         Scalar, fp32.
     """
     # This runs over some hundred gradients in each step, with cold CPU caches: nothing is looked up twice.
-    world_size, is_flat = trainer.world_size, isinstance(trainer.strategy, FSDPStrategy)
+    world_size, is_flat = trainer.world_size, is_a(trainer.strategy, FSDPStrategy)
     alike: dict[tuple[float, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         assert parameter.grad is not None

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lit_callbacks.distributed.gather import full_weights, is_split, reshard
+from lit_callbacks.either_package import is_a
 from lit_callbacks.export.atomic_folder import check_replaceable, keep_newest, write_atomically
 from lit_callbacks.export.base_files import BaseFiles, add_files
 from lit_callbacks.export.merge_check import MergeFailed
@@ -83,6 +84,11 @@ class AdapterMerger(Callback):
         model = find_model(pl_module)
         if self.merged_dir is not None:
             check_mergeable(model)
+        if self.on_best and not _monitored(trainer):
+            rank_zero_warn(
+                "AdapterMerger(on_best=True) writes nothing on the way: no ModelCheckpoint has a monitor; give one, as "
+                "ModelCheckpoint(monitor='val/loss')"
+            )
         self._best, self._has_new_best, self._last_step = _best_paths(trainer), False, trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -197,9 +203,12 @@ def _adapter_writer(module: LightningModule, model: Any) -> Callable[..., object
     return module.save_adapter if isinstance(module, SavesAdapter) else model.save_pretrained
 
 
+def _monitored(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [c for c in trainer.checkpoint_callbacks if is_a(c, ModelCheckpoint) and c.monitor is not None]
+
+
 def _best_paths(trainer: Trainer) -> list[str]:
-    monitored = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.monitor is not None]
-    return [callback.best_model_path for callback in monitored]
+    return [callback.best_model_path for callback in _monitored(trainer)]
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.profilers import Profiler
 
+from lit_callbacks.either_package import is_a
+
 
 class TrainerAttributes(Protocol):
     """Public attributes that Lightning's connectors give to a Trainer, where type checkers do not see them."""
@@ -64,7 +66,7 @@ def delay_kill(seconds: float) -> Callable[[], None]:
     Returns:
         Function that undoes it.
     """
-    observers = [one for one in threading.enumerate() if isinstance(one, _ChildProcessObserver)]
+    observers = [one for one in threading.enumerate() if is_a(one, _ChildProcessObserver)]
     for observer in observers:
         observer._terminate_all = partial(_after, seconds, observer._terminate_all)  # type: ignore[method-assign]
 

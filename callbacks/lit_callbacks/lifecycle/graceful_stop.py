@@ -12,15 +12,15 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lit_callbacks.distributed.all_reduce import all_reduce
 from lit_callbacks.distributed.host_copy import HostCopy
+from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import lightning_internals
-from lit_callbacks.protocols import WritesToFolder
+from lit_callbacks.protocols import HasClusterEnvironment, WritesToFolder
 
 SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a repeated signal counts as the same one: launchers and schedulers may send it twice."""
@@ -103,10 +103,10 @@ class GracefulStop(Callback):
         if self._previous:
             return
         self._reset()
-        self._trainer = trainer
         if threading.current_thread() is not threading.main_thread():
             rank_zero_warn("GracefulStop sees no signals: training runs outside the main thread")
             return
+        self._trainer = trainer
         lightning_internals.disable_signal_handlers(trainer)
         for number in {signal.SIGINT, signal.SIGTERM, _requeue_signal(trainer) or signal.SIGTERM}:
             self._previous[number] = signal.signal(number, self._receive)
@@ -116,6 +116,7 @@ class GracefulStop(Callback):
             signal.signal(number, handler)
         if self._previous:
             lightning_internals.enable_signal_handlers(self._trainer)
+            del self._trainer  # else a copy of the callback would be one of the trainer too
         self._previous = {}
 
     def _receive(self, number: int, _: FrameType | None) -> None:
@@ -177,7 +178,7 @@ class GracefulStop(Callback):
             lightning_internals.save_and_requeue(trainer, number)
         elif number:
             path = str(self.checkpoint or self._default_path(trainer))
-            if isinstance(trainer.checkpoint_callback, ModelCheckpoint):
+            if is_a(trainer.checkpoint_callback, ModelCheckpoint):
                 # Else the resumed run writes last-v1.ckpt too; it spells paths so.
                 trainer.checkpoint_callback.last_model_path = os.path.realpath(path)
             trainer.save_checkpoint(path)
@@ -236,7 +237,7 @@ class GracefulStop(Callback):
 def _requeue_signal(trainer: Trainer) -> int | None:
     """Signal on which Lightning saves and requeues a SLURM job; None outside of ``fit`` and of such jobs."""
     strategy = trainer.strategy
-    environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
-    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+    environment = strategy.cluster_environment if isinstance(strategy, HasClusterEnvironment) else None
+    if not is_a(environment, SLURMEnvironment) or not environment.auto_requeue:
         return None
     return environment.requeue_signal if trainer.state.fn == TrainerFn.FITTING else None

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lit_callbacks.batch_ids import PerSample, batch_ids
 from lit_callbacks.distributed.all_reduce import all_reduce
 from lit_callbacks.distributed.gradient_norms import norms_by_name, parameters_of, squared_norm
+from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import torch_internals
 from lit_callbacks.output.attempts import Attempts
 from lit_callbacks.output.log_figures import log_figures
@@ -301,7 +302,7 @@ def _norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> tu
 
 
 def _why_unskippable(trainer: Trainer, optimizer: Optimizer) -> str | None:
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
+    if is_a(trainer.strategy, DeepSpeedStrategy):
         return "DeepSpeed keeps gradients to itself, so SpikeGuard sees the loss only and can only warn and stop"
     if grad_scaler(trainer) is not None and torch_internals.unscales_gradients_itself(optimizer):
         return "a fused optimizer under precision 16-mixed unscales gradients itself; set fused=False or bf16-mixed"

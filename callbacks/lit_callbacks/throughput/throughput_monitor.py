@@ -290,4 +290,5 @@ def describe(summary: dict[str, float], steps: int, ranks: int) -> str:
     total = summary["step_seconds"]
     parts = ", ".join(f"{name.replace('_', '+')} {summary[f'step_seconds/{name}'] / total:.1%}" for name in PARTS)
     measured = f"{as_count(steps, 'step')} on {as_count(ranks, 'device')}"
-    return f"throughput of {measured}: {', '.join(texts)}\na step takes {as_number(total)} s: {parts}"
+    rated = ", ".join(texts) or "unknown, as batches hold no tensors; pass count=<function from batch to BatchCounts>"
+    return f"throughput of {measured}: {rated}\na step takes {as_number(total)} s: {parts}"

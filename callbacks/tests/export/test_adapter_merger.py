@@ -104,6 +104,12 @@ def test_each_best_checkpoint_has_its_adapter(tmp_path: Path) -> None:
         assert_same(tmp_path / f"adapter-best-step-{step}", module.steps[step - 1])
 
 
+def test_without_a_monitored_checkpoint_there_is_no_best_one_which_is_said(tmp_path: Path) -> None:
+    merger = AdapterMerger(tmp_path / "adapter", on_best=True)
+    with pytest.warns(UserWarning, match="writes nothing on the way: no ModelCheckpoint has a monitor"):
+        make_trainer(tmp_path, callbacks=[merger, ModelCheckpoint(tmp_path)], max_steps=1).fit(Adapted(lora()), texts())
+
+
 def test_prompt_learning_is_refused_before_training(tmp_path: Path) -> None:
     module = Adapted(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     merger = AdapterMerger(tmp_path / "adapter", tmp_path / "merged")

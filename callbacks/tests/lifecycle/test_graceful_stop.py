@@ -1,11 +1,13 @@
 """SIGINT and SIGTERM at every stage of a run, in one process and on several ranks."""
 
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 from forked_ranks import Ranks
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lit_callbacks import GracefulStop, RankFailureWatchdog, StoppedAtOnce, StopRequested
+from lit_callbacks.internals.lightning_internals import attributes_of
 from lit_callbacks.lifecycle import graceful_stop
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -128,6 +132,22 @@ def test_a_resumed_run_replaces_the_file_that_it_resumes_from(tmp_path: Path, mo
         signals, path = [], folder / "last.ckpt"
         assert torch.load(path, weights_only=False)["global_step"] == expected
     assert not list(folder.glob("last-v*"))
+
+
+def test_after_a_run_it_can_be_pickled_without_the_trainer(tmp_path: Path) -> None:
+    run = make_trainer(tmp_path)
+    run.fit(Plain(), DataLoader([torch.ones(4)] * 2, collate_fn=lambda rows: torch.stack(rows)))  # not picklable
+    stop = next(c for c in attributes_of(run).callbacks if isinstance(c, GracefulStop))
+    assert isinstance(pickle.loads(pickle.dumps(stop)), GracefulStop)
+
+
+def test_a_slurm_job_of_pytorch_lightning_is_requeued_too() -> None:
+    """That package has a copy of each of Lightning's classes."""
+    environment = type("SLURMEnvironment", (), {"__module__": "lightning_fabric.plugins.environments.slurm"})()
+    environment.auto_requeue, environment.requeue_signal = True, signal.SIGUSR1
+    strategy, state = SimpleNamespace(cluster_environment=environment), SimpleNamespace(fn=TrainerFn.FITTING)
+    trainer: Any = SimpleNamespace(strategy=strategy, state=state)
+    assert graceful_stop._requeue_signal(trainer) == signal.SIGUSR1
 
 
 def test_a_signal_within_the_last_step_stops_and_one_after_it_lets_the_run_finish(tmp_path: Path, capfd: Any) -> None:

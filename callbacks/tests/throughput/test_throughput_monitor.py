@@ -17,6 +17,7 @@ from lit_callbacks.phases import PhaseProfiler, watch
 from lit_callbacks.report.report_data import read_metrics
 from lit_callbacks.throughput import clocks
 from lit_callbacks.throughput.batch_counts import BatchCounts, count_batch
+from lit_callbacks.throughput.throughput_monitor import PARTS, describe
 from plain_modules import Digits, TinyLM, digits, make_trainer, texts
 from ranks import on_ranks
 from torch import Tensor
@@ -339,3 +340,13 @@ def test_what_batches_hold() -> None:
     assert int(padded.pairs(None)) == 2 * 5 * 5
     assert int(padded.pairs(3)) == 2 * 5 * 3
     assert count_batch(row).pairs(4) == 4 * 4 + 5 * 4
+
+
+def test_a_run_whose_batches_cannot_be_counted_says_so() -> None:
+    """As batches of texts: there are seconds, and no rates."""
+    seconds = dict.fromkeys((f"step_seconds/{part}" for part in PARTS), 0.1)
+    lines = describe({"step_seconds": 0.5, **seconds}, steps=3, ranks=1).splitlines()
+    assert lines[0] == (
+        "throughput of 3 steps on 1 device: unknown, as batches hold no tensors; "
+        "pass count=<function from batch to BatchCounts>"
+    )
