@@ -13,6 +13,7 @@ import torch
 from forked_ranks import Ranks
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.trainer.connectors import signal_connector
 from lit_callbacks import GracefulStop, RankFailureWatchdog, StoppedAtOnce, StopRequested
 from lit_callbacks.lifecycle import graceful_stop
 from torch import nn
@@ -79,6 +80,29 @@ def make_trainer(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
 
 def saved_step(stop: pytest.ExceptionInfo[StopRequested]) -> int:
     return int(torch.load(stop.value.checkpoint, weights_only=True)["global_step"])
+
+
+# --- SLURM ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "lightning's"])
+def test_a_job_on_one_device_is_saved_and_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    for name, value in {"NTASKS": "1", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_JOB_NAME", "fit")
+    calls: list[list[str]] = []
+    monkeypatch.setattr(signal_connector, "call", lambda command: calls.append(command) or 0)
+    path = tmp_path / "last.ckpt" if named else tmp_path / "hpc_ckpt_1.ckpt"
+    callbacks = [Signal("on_before_zero_grad", 2, signal.SIGUSR1), GracefulStop(path if named else None)]
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
+    run = Trainer(callbacks=callbacks, accelerator="cpu", default_root_dir=tmp_path, max_epochs=1, **quiet)
+    run.fit(Plain(), loader())
+    assert calls == [["scontrol", "requeue", "7"]]
+    assert list(tmp_path.iterdir()) == [path]
+    assert torch.load(path, weights_only=True)["global_step"] == 3
+    assert run.global_step == 6  # until SLURM ends it
 
 
 # --- stages --------------------------------------------------------------------------------------
