@@ -142,14 +142,6 @@ class WritesModelFolder(Protocol):
 
 
 @runtime_checkable
-class HasClusterEnvironment(Protocol):
-    """A strategy of several processes, which knows the cluster that has started them."""
-
-    cluster_environment: object
-    """Lightning's ``ClusterEnvironment``, or None."""
-
-
-@runtime_checkable
 class ScalesGradients(Protocol):
     """A precision plugin that may scale the loss, and so the gradients, under fp16."""
 

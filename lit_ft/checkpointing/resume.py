@@ -5,6 +5,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_ft.accumulation import accumulation
 from lit_ft.checkpointing.fit_progress import FitProgress
+from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import set_logged_steps, validation_interval
 from lit_ft.process import datamodule_of
 from lit_ft.protocols import Checkpoint, ChecksOrder, LoaderState, RecountsMicroBatches, RewindsPosition
@@ -36,6 +37,9 @@ def go_back_to_a_step(checkpoint: Checkpoint, trainer: Trainer) -> Replay | None
 
     Returns:
         Replay of the micro-batches that are trained on again; None if there are none.
+
+    Raises:
+        RecipeError: the run has trained more epochs than it is to have.
     """
     data = datamodule_of(trainer)
     progress = FitProgress(checkpoint)
@@ -57,6 +61,11 @@ def go_back_to_a_step(checkpoint: Checkpoint, trainer: Trainer) -> Replay | None
     if progress.epoch_is_over and not progress.epoch_is_to_be_ended:
         progress.finish_epoch()
         replay = Replay(trainer, 0)
+    if trainer.max_epochs is not None and 0 <= trainer.max_epochs < progress.epoch:
+        raise RecipeError(
+            f"trainer.max_epochs={trainer.max_epochs} is less than the {progress.epoch} epochs after which the "
+            "checkpoint was written; raise it, or resume from an earlier checkpoint"
+        )
     return replay
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.internals.lightning_internals import attributes_of
@@ -126,8 +127,15 @@ class RunState(Callback):
     def _write_what_is_missing(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log_what_was_not(trainer)
         is_newer = trainer.strategy.broadcast(self._finished_step) != trainer.global_step
-        rank_zero_info(f"the run was at its last step, {trainer.global_step:,}, already: nothing is left to train")
-        for callback in attributes_of(trainer).callbacks:
+        callbacks = attributes_of(trainer).callbacks
+        if any((one.time_remaining() or 1.0) < 0 for one in callbacks if isinstance(one, Timer)):
+            rank_zero_info(
+                f"trainer.max_time counts from the start of the run, and was over at step {trainer.global_step:,}: "
+                "nothing is trained; to go on, resume with a longer max_time"
+            )
+        else:
+            rank_zero_info(f"the run was at its last step, {trainer.global_step:,}, already: nothing is left to train")
+        for callback in callbacks:
             if isinstance(callback, WritesAtTheEnd):
                 callback.write_final(trainer, pl_module, only_missing=not is_newer)
 

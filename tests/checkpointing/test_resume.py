@@ -13,7 +13,7 @@ from one_process import Signal
 from peft import LoraConfig
 from turns import in_turn
 
-from lit_ft import CausalLM, TextDataModule
+from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.training.optimizers.schedules import CosineWithWarmup
 
 pytestmark = pytest.mark.slow
@@ -77,3 +77,14 @@ def test_stopped_anywhere(
     assert sorted(path.name for path in (tmp_path / "stopped").glob("last*")) == ["last.ckpt"]
     for name, tensor in wanted.items():
         assert torch.equal(got[name], tensor), name
+
+
+def test_fewer_epochs_than_were_trained_are_refused(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path
+) -> None:
+    data, path = TextDataModule(write_rows(), micro_batch_size=2), tmp_path / "saved.ckpt"
+    trainer = make_trainer(max_epochs=2, max_steps=-1)
+    trainer.fit(CausalLM(model_folder), data)
+    trainer.save_checkpoint(path)
+    with pytest.raises(RecipeError, match="trainer.max_epochs=1 is less than the 2 epochs after which the checkpoint"):
+        make_trainer(max_epochs=1, max_steps=-1).fit(CausalLM(model_folder), data, ckpt_path=path)

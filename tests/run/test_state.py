@@ -142,6 +142,20 @@ def test_a_finished_run_is_left_as_it_is_and_mended_where_its_adapter_is_gone(tm
 
 
 @pytest.mark.processes
+def test_time_that_is_used_up_is_no_last_step(
+    make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    data = write_rows()
+    for resumed in (None, tmp_path / "saved.ckpt"):
+        state = RunState(tmp_path / "finished.json", tmp_path)
+        trainer = make_trainer(max_steps=-1, max_epochs=1000, max_time={"seconds": 1}, callbacks=[state])
+        trainer.fit(CausalLM(model_folder), TextDataModule(data, micro_batch_size=2), ckpt_path=resumed)
+        trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    assert f"was over at step {trainer.global_step}: nothing is trained; to go on, resume with a longer" in caplog.text
+    assert "nothing is left to train" not in caplog.text
+
+
 def test_a_run_killed_before_its_first_checkpoint_starts_again_by_the_same_command(
     tmp_path: Path, recipe: Path
 ) -> None:

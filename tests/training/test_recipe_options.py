@@ -95,6 +95,17 @@ def test_an_unchanged_recipe_changes_nothing(caplog: pytest.LogCaptureFixture) -
     optimizer, schedules = resumed(make, make, schedule)
     assert train(optimizer, schedules, 6) == train(*made(make, schedule)[:2], 9)[3:]
     assert "by the recipe" not in caplog.text
+    assert "goes on at" not in caplog.text
+
+
+def test_a_schedule_of_another_length_has_its_own_rate_from_the_next_step_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    make = partial(SGD, lr=0.1)
+    short, long = (partial(CosineWithWarmup, total_steps=steps) for steps in (3, 9))
+    optimizer, schedules = resumed(make, make, short, long)
+    assert train(optimizer, schedules, 6) == train(*made(make, long)[:2], 9)[3:]
+    assert "the learning rate goes on at 0.075, by the recipe's schedule and run length" in caplog.text
+    assert "it was 0" in caplog.text
 
 
 def test_rates_that_a_schedule_sets_itself_are_those_of_its_options() -> None:

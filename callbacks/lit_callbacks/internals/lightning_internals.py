@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, cast
 
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.profilers import Profiler
@@ -52,9 +53,24 @@ def enable_signal_handlers(trainer: Trainer) -> None:
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
-def save_and_requeue(trainer: Trainer, signal_number: int) -> None:
-    """Save a checkpoint and requeue the SLURM job, as Lightning does when SLURM's signal arrives."""
+def cluster_environment(trainer: Trainer) -> ClusterEnvironment | None:
+    """Environment that has started the processes, e.g. SLURM; strategies of one device have no such attribute."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+def save_and_requeue(trainer: Trainer, signal_number: int, path: str | None) -> None:
+    """Save a checkpoint and requeue the SLURM job, as Lightning does when SLURM's signal arrives.
+
+    Args:
+        trainer: trainer of the run.
+        signal_number: number of the signal.
+        path: path of the checkpoint; None is Lightning's own, ``hpc_ckpt_1.ckpt`` and so on in ``default_root_dir``.
+    """
+    connector = trainer._checkpoint_connector
+    if path is not None:
+        connector.hpc_save_path = lambda folder: path  # type: ignore[method-assign, assignment]
     trainer._signal_connector._slurm_sigusr_handler_fn(signal_number, None)  # type: ignore[arg-type]
+    vars(connector).pop("hpc_save_path", None)
 
 
 def delay_kill(seconds: float) -> Callable[[], None]:

@@ -20,7 +20,7 @@ from lit_callbacks.distributed.all_reduce import all_reduce
 from lit_callbacks.distributed.host_copy import HostCopy
 from lit_callbacks.either_package import is_a
 from lit_callbacks.internals import lightning_internals
-from lit_callbacks.protocols import HasClusterEnvironment, WritesToFolder
+from lit_callbacks.protocols import WritesToFolder
 
 SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a repeated signal counts as the same one: launchers and schedulers may send it twice."""
@@ -72,7 +72,7 @@ class GracefulStop(Callback):
     run finishes its final writes. A second signal always ends the process at once.
 
     From ``setup`` to ``teardown``, Lightning's own SIGTERM handler, which broadcasts, is disabled; Lightning handles
-    SLURM's requeue signal at the end of an optimizer step.
+    SLURM's requeue signal at the end of an optimizer step, and the run goes on until SLURM ends it.
     """
 
     def __init__(self, checkpoint: str | Path | None = None) -> None:
@@ -80,7 +80,8 @@ class GracefulStop(Callback):
 
         Args:
             checkpoint: path of the checkpoint to write; None is ``last.ckpt`` in the folder of the checkpoint callback,
-                or in ``trainer.default_root_dir`` without one.
+                or in ``trainer.default_root_dir`` without one. For SLURM's requeue signal, None is the path from
+                which Lightning resumes a requeued job by itself.
         """
         self.checkpoint = checkpoint
         self._trainer: Trainer
@@ -175,14 +176,19 @@ class GracefulStop(Callback):
         self._step = trainer.global_step
         if (number := self._agreed_signal(trainer)) == _requeue_signal(trainer):
             self._received = None
-            lightning_internals.save_and_requeue(trainer, number)
+            lightning_internals.save_and_requeue(trainer, number, self._path(trainer) if self.checkpoint else None)
         elif number:
-            path = str(self.checkpoint or self._default_path(trainer))
-            if is_a(trainer.checkpoint_callback, ModelCheckpoint):
-                # Else the resumed run writes last-v1.ckpt too; it spells paths so.
-                trainer.checkpoint_callback.last_model_path = os.path.realpath(path)
+            path = self._path(trainer)
             trainer.save_checkpoint(path)
             self._stop = StopRequested(number, path)
+
+    def _path(self, trainer: Trainer) -> str:
+        """Path of the checkpoint to write, which the checkpoint callback learns of."""
+        path = str(self.checkpoint or self._default_path(trainer))
+        if is_a(trainer.checkpoint_callback, ModelCheckpoint):
+            # Else the resumed run writes last-v1.ckpt too; it spells paths so.
+            trainer.checkpoint_callback.last_model_path = os.path.realpath(path)
+        return path
 
     def _agreed_signal(self, trainer: Trainer) -> int:
         """Signal number that all ranks agree on; 0 if none has received a signal.
@@ -236,8 +242,7 @@ class GracefulStop(Callback):
 
 def _requeue_signal(trainer: Trainer) -> int | None:
     """Signal on which Lightning saves and requeues a SLURM job; None outside of ``fit`` and of such jobs."""
-    strategy = trainer.strategy
-    environment = strategy.cluster_environment if isinstance(strategy, HasClusterEnvironment) else None
+    environment = lightning_internals.cluster_environment(trainer)
     if not is_a(environment, SLURMEnvironment) or not environment.auto_requeue:
         return None
     return environment.requeue_signal if trainer.state.fn == TrainerFn.FITTING else None

@@ -15,6 +15,7 @@ import torch
 from forked_ranks import Ranks
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.states import TrainerFn
 from lit_callbacks import GracefulStop, RankFailureWatchdog, StoppedAtOnce, StopRequested
 from lit_callbacks.internals.lightning_internals import attributes_of
@@ -85,6 +86,29 @@ def saved_step(stop: pytest.ExceptionInfo[StopRequested]) -> int:
     return int(torch.load(stop.value.checkpoint, weights_only=True)["global_step"])
 
 
+# --- SLURM ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "lightning's"])
+def test_a_job_on_one_device_is_saved_and_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    for name, value in {"NTASKS": "1", "JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_JOB_NAME", "fit")
+    calls: list[list[str]] = []
+    monkeypatch.setattr(signal_connector, "call", lambda command: calls.append(command) or 0)
+    path = tmp_path / "last.ckpt" if named else tmp_path / "hpc_ckpt_1.ckpt"
+    callbacks = [Signal("on_before_zero_grad", 2, signal.SIGUSR1), GracefulStop(path if named else None)]
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
+    run = Trainer(callbacks=callbacks, accelerator="cpu", default_root_dir=tmp_path, max_epochs=1, **quiet)
+    run.fit(Plain(), loader())
+    assert calls == [["scontrol", "requeue", "7"]]
+    assert list(tmp_path.iterdir()) == [path]
+    assert torch.load(path, weights_only=True)["global_step"] == 3
+    assert run.global_step == 6  # until SLURM ends it
+
+
 # --- stages --------------------------------------------------------------------------------------
 
 
@@ -145,8 +169,8 @@ def test_a_slurm_job_of_pytorch_lightning_is_requeued_too() -> None:
     """That package has a copy of each of Lightning's classes."""
     environment = type("SLURMEnvironment", (), {"__module__": "lightning_fabric.plugins.environments.slurm"})()
     environment.auto_requeue, environment.requeue_signal = True, signal.SIGUSR1
-    strategy, state = SimpleNamespace(cluster_environment=environment), SimpleNamespace(fn=TrainerFn.FITTING)
-    trainer: Any = SimpleNamespace(strategy=strategy, state=state)
+    connector, state = SimpleNamespace(cluster_environment=environment), SimpleNamespace(fn=TrainerFn.FITTING)
+    trainer: Any = SimpleNamespace(_accelerator_connector=connector, state=state)
     assert graceful_stop._requeue_signal(trainer) == signal.SIGUSR1
 
 

@@ -1,5 +1,6 @@
 """Options of an optimizer that a resumed run takes from its recipe, where the recipe gives others than before."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_ft.internals.torch import base_rates
 from lit_ft.training.optimizers.configure import PATTERN
+from lit_ft.training.optimizers.schedules import WarmupSchedule
 
 GIVEN = "given"
 """Key of a parameter group: its options as the recipe gave them, whatever a schedule has made of them since."""
@@ -30,9 +32,10 @@ class RecipeOptions:
     def take_over(self, optimizer: Optimizer, schedules: Iterable[LRScheduler]) -> None:
         """Change what a checkpoint has restored where the recipe has changed since it was written, and say so.
 
-        Learning rates, also those of schedules, become as many times larger or smaller as the recipe's own. In a new
-        run nothing happens.
+        Learning rates, also those of schedules, become as many times larger or smaller as the recipe's own. A schedule
+        of another length gives the next step its own rate, not that of the checkpoint. In a new run nothing happens.
         """
+        schedules = list(schedules)
         rates = [one for schedule in schedules for one in base_rates(schedule)]
         taken: dict[str, None] = {}
         ignored: dict[str, None] = {}
@@ -58,6 +61,23 @@ class RecipeOptions:
             rank_zero_info(f"optimizer: by the recipe, {'; '.join(taken)}; all else is the checkpoint's")
         if ignored:
             rank_zero_warn(f"optimizer: {'; '.join(ignored)}; the resumed run goes on with the checkpoint's options")
+        for schedule in schedules:
+            if isinstance(schedule, WarmupSchedule):
+                _follow(optimizer, schedule)
+
+
+def _follow(optimizer: Optimizer, schedule: WarmupSchedule) -> None:
+    """Set the learning rates to those of a schedule at its place; a checkpoint has those of its own schedule."""
+    before = optimizer.param_groups[0]["lr"]
+    factor = schedule.factor(schedule.last_epoch)
+    for group, base in zip(optimizer.param_groups, schedule.base_lrs, strict=True):
+        group["lr"] = base * factor
+    now = optimizer.param_groups[0]["lr"]
+    if not math.isclose(now, before, rel_tol=1e-6):
+        rank_zero_info(
+            f"lr_scheduler: the learning rate goes on at {now:.4g}, by the recipe's schedule and run length; by those "
+            f"of the checkpoint it was {before:.4g}"
+        )
 
 
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
