@@ -108,7 +108,7 @@ def test_what_cannot_be_opened(
 def test_a_tokenizer_alone_is_named_by_its_path(run: Path) -> None:
     for name, message in (("merged", "has not written it yet"), ("checkpoints/x", r"path='.*checkpoints/x' does not")):
         with pytest.raises(RecipeError, match=message):
-            open_tokenizer(str(run / name))
+            open_tokenizer(str(run / name), None)
 
 
 def test_models_that_are_opened_together_share_the_base_s_weights(run: Path, tmp_path: Path, model_folder: str) -> None:
