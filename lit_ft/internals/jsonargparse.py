@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
+from logging import LogRecord
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -28,6 +30,24 @@ class ListReplacingParser(ArgumentParser):
             cfg = cfg.clone()
             cfg.pop(action.dest)
         return super()._check_value_key(action, value, key, cfg, append)
+
+
+class ClassChange(NamedTuple):
+    """A class of a recipe that takes the place of another."""
+
+    before: str
+    after: str
+    dropped: str
+    """Options of the earlier class that the other does not have, as text of a dictionary."""
+
+
+def class_change(record: LogRecord) -> ClassChange | None:
+    """What a record of the parser's logger tells of a changed class; None for others.
+
+    jsonargparse tells it nowhere else, at the level of debugging, each time that it parses a recipe.
+    """
+    told = re.match(r"Due to class_path change from '(.+)' to '(.+)', discarding init_args: (.*)\.$", record.msg)
+    return None if told is None else ClassChange(*told.groups())
 
 
 def option_names(parser: ArgumentParser) -> list[str]:

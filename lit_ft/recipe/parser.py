@@ -30,7 +30,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.bounded_yaml import bounded
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
-from lit_ft.internals.jsonargparse import ListReplacingParser, option_names
+from lit_ft.internals.jsonargparse import ListReplacingParser, class_change, option_names
 from lit_ft.recipe import allowed_code
 from lit_ft.recipe.parse_errors import explain
 from lit_ft.training.causal_lm import CausalLM
@@ -74,15 +74,13 @@ def _dump_yaml(recipe: object) -> str:
 
 
 class _DroppedOptions(logging.Handler):
-    """Warn about options of a class that another class, which takes its place, does not have.
-
-    jsonargparse tells only its logger, at the level of debugging, each time that it parses the recipe.
-    """
+    """Warn about options of a class that another class, which takes its place, does not have."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        told = re.match(r"Due to class_path change from '(.+)' to '(.+)', discarding init_args: (.*)\.$", record.msg)
-        if told is not None and (options := _set_by_user(told[1], told[3])):
-            rank_zero_warn(f"{told[2]} takes the place of {told[1]}, whose options {options} it does not have: dropped")
+        if (change := class_change(record)) is not None and (options := _set_by_user(change.before, change.dropped)):
+            rank_zero_warn(
+                f"{change.after} takes the place of {change.before}, whose options {options} it does not have: dropped"
+            )
 
 
 def _set_by_user(class_path: str, options: str) -> str:
