@@ -204,6 +204,9 @@ class WithoutWaiting(Callback):
         self.context = synchronizations_are_errors(self.device if is_followed else "cpu")
         self.context.__enter__()
 
+    def on_exception(self, *_: Any) -> None:
+        self.context.__exit__(None, None, None)
+
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_warm_step_does_not_wait_for_the_device(
