@@ -12,7 +12,7 @@ from jsonargparse import Namespace
 
 from lit_ft import RecipeError
 from lit_ft.cli import main
-from lit_ft.commands.train import RecipeCLI
+from lit_ft.commands.sweep import TrialCLI
 from lit_ft.recipe.files import check_files, expand_home, read_once, read_pipes
 
 
@@ -115,7 +115,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "a recipe of LitGPT": (
         "lora.yaml",
         "checkpoint_dir: x\nlora_r: 8\ndata: {class_path: litgpt.A}\ntrain: {local_batch_size: 8, epochs: 4}\n",
-        "Here checkpoint_dir = model.pretrained or run_dir, lora_r = model.peft.r, local_batch_size = data.micro_batch_s",
+        "Here checkpoint_dir = model.pretrained or run_dir, lora_r = model.peft.r, local_batch_size = data.micro",
     ),
     "a recipe of verl": (
         "sft.yaml",
@@ -275,7 +275,7 @@ def test_a_recipe_from_a_pipe_is_checked_as_a_file_is(
         told = capsys.readouterr()
         wanted = f"{name}:3: 'path' stands in line 2 already" if is_refused else "max_length: 96"
         assert wanted in (told.err if is_refused else told.out)
-    assert RecipeCLI(["fit", "--config", texts[False]]).recipe_name == "run"
+    assert TrialCLI(["--config", texts[False]], builds=False).recipe_name == "run"
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(RecipeError, match="only the first process of a run gets a pipe"):
         read_pipes(["fit", "--config", "/dev/fd/63"])
