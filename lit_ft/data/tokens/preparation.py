@@ -93,9 +93,11 @@ class Preparation:
     def _format(self, source: Source) -> str:
         if source.format != "auto" and not source.columns:
             return source.format
+        first_bad = ""
         for location, row in source.rows(streaming=True):  # no copy of a hub data set for the first row
             if isinstance(row, BadRow):
                 self.refuse(location, row)
+                first_bad = first_bad or f"; {location}: {row}"
                 continue
             if missing := [name for name in (source.columns or {}).values() if name not in row]:
                 names = ", ".join(map(repr, row))
@@ -112,7 +114,7 @@ class Preparation:
                     f"are {', '.join(columns_of(form))}"
                 )
             return form
-        raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed")
+        raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed{first_bad}")
 
     def refuse(self, location: str, message: object) -> None:
         """Raise for a row that cannot be used, unless such rows are skipped.
@@ -223,10 +225,10 @@ class Preparation:
         return available_cores() if sum(file.stat().st_size for file in source.content()) > 5_000_000 else 0
 
     def describe(self, prepared: Prepared, tokenization: Tokenization, besides: Collection[str] = ()) -> list[str]:
-        """Messages about what was done to the rows of a source, without those of the notes ``besides``."""
+        """Messages about what was done to the rows of a source, without those of ``besides``: notes, and bad rows."""
         notes = Counter({name: count for name, count in prepared.notes.items() if name not in besides})
         lines = tokenization.describe(notes, prepared.rows)
-        if prepared.bad_rows:
+        if prepared.bad_rows and "bad rows" not in besides:
             named = "; ".join(prepared.bad)
             more = ", ..." if prepared.bad_rows > len(prepared.bad) else ""
             lines.append(
@@ -236,6 +238,10 @@ class Preparation:
         return [f"{prepared.source.path}: {line}" for line in lines]
 
     def _check_left(self, prepared: Prepared) -> None:
+        if prepared.bad_rows == prepared.rows:
+            raise RecipeError(
+                f"{prepared.source.path}: not one of {prepared.rows:,} rows can be used, e.g. {prepared.bad[0]}"
+            )
         if len(prepared.arrays) == 0:
             reasons = "; ".join(prepared.lines) or "no row has anything to learn from"
             raise RecipeError(
