@@ -57,6 +57,13 @@ class Prepared:
     """Messages for the user."""
 
 
+def _drained(parts: list[np.ndarray]) -> np.ndarray:
+    """Parts as one array, without what they take: both would be twice the memory of all tokens."""
+    whole = np.concatenate(parts)
+    parts.clear()
+    return whole
+
+
 @dataclass(frozen=True)
 class Preparation:
     """Options that decide how the rows of a source become samples."""
@@ -206,15 +213,13 @@ class Preparation:
                 count.add(encoded.count)
         if not rows:
             raise RecipeError(f"{source.path!r} holds no rows; at least one is needed")
-        arrays = collect(
-            np.concatenate([batch.ids for batch in batches]),
-            np.concatenate([batch.labels for batch in batches]),
-            np.concatenate([batch.lengths for batch in batches]),
-            np.concatenate([first + batch.rows for first, batch in zip(firsts, batches, strict=True)]),
-        )
-        write_arrays(folder, arrays)
-        np.save(folder / FULL_LENGTHS, np.concatenate([batch.full_lengths for batch in batches]))
+        ids, labels = [batch.ids for batch in batches], [batch.labels for batch in batches]
         notes = sum((batch.notes for batch in batches), Counter[str]())
+        np.save(folder / FULL_LENGTHS, np.concatenate([batch.full_lengths for batch in batches]))
+        numbers = [first + batch.rows for first, batch in zip(firsts, batches, strict=True)]
+        lengths = np.concatenate([batch.lengths for batch in batches])
+        batches.clear()
+        write_arrays(folder, collect(_drained(ids), _drained(labels), lengths, np.concatenate(numbers)))
         meta = {"rows": rows, "notes": notes, "bad": bad, "bad_rows": bad_rows}
         (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
