@@ -63,8 +63,8 @@ def targets_of(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     has_tokens = lengths > 0
     is_target[starts[has_tokens]] = False
     targets = np.zeros(len(lengths), dtype=np.int64)
-    # Not by cumulative sums of all tokens, which take twice the memory of the ids and labels.
-    targets[has_tokens] = np.add.reduceat(is_target, starts[has_tokens], dtype=np.int64)
+    # Not by cumulative sums of all tokens, which take twice the memory of ids and labels; int32 takes half of one.
+    targets[has_tokens] = np.add.reduceat(is_target, starts[has_tokens], dtype=np.int32)
     return targets
 
 
