@@ -109,6 +109,7 @@ class CheckCLI(RecipeCLI):
         """
         self.samples = samples
         self.report = Report()
+        self.skips_bad_rows = False
         super().__init__(arguments)
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
@@ -125,6 +126,7 @@ class CheckCLI(RecipeCLI):
         data = self.datamodule
         asked, sources = data.splits.preparation, data.splits.sources
         overlong = "drop" if asked.overlong == "error" else asked.overlong
+        self.skips_bad_rows = asked.on_bad_row == "skip"
         data.splits.preparation = replace(asked, on_bad_row="skip", overlong=overlong)
         if data.streaming:
             data.streaming = False
@@ -139,8 +141,6 @@ class CheckCLI(RecipeCLI):
             if unused := base.unused_tensors(base.skeleton()):
                 self.report.facts["base model"] = unused
         for prepared in [one for split in data.splits.prepared.values() for one in split]:
-            if prepared.bad_rows and asked.on_bad_row == "error":
-                self.report.problems.append(f"{prepared.bad_rows:,} rows cannot be used: {'; '.join(prepared.bad)}")
             if prepared.notes["dropped"] and asked.overlong == "error":
                 count = as_count(prepared.notes["dropped"], "sample")
                 self.report.problems.append(f"{count} over data.max_length={asked.max_length} (data.overlong=error)")
@@ -151,7 +151,7 @@ class CheckCLI(RecipeCLI):
         assert isinstance(data, TextDataModule)
         splits, tokenizer = data.splits, data.splits.tokenizer
         for split, samples in splits.items():
-            inspect_split(split, splits.prepared[split], samples, splits.preparation, report)
+            inspect_split(split, splits.prepared[split], samples, splits.preparation, report, self.skips_bad_rows)
         train = splits["train"]
         report.histogram = histogram(train.lengths)
         trainer = self.options.trainer

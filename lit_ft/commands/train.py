@@ -49,9 +49,10 @@ from lit_ft.model.generation import GREEDY, Sampling
 from lit_ft.process import choose_threads_of_ranks, describe_threads, resume_threads, started_at
 from lit_ft.protocols import ChecksModel, ChecksOptimizer, ChecksRecipe
 from lit_ft.recipe.allowed_code import as_options, check_unpickling
+from lit_ft.recipe.argument_order import in_order
 from lit_ft.recipe.callback_checks import FirstValidationCheck, check_callbacks, check_schedule
 from lit_ft.recipe.checks import allow_one_loader, check_something_trains, check_values
-from lit_ft.recipe.files import check_files, expand_home, in_order
+from lit_ft.recipe.files import check_files, expand_home, read_pipes
 from lit_ft.recipe.parse_errors import unwrap_class_error
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.recipe.run_options import add_predict_options, add_run_options
@@ -144,8 +145,12 @@ class TrainingCLI(LightningCLI):
             arguments: command line, subcommand first.
         """
         self.schedule: LRScheduler | ReduceLROnPlateau | None = None  # tried out on small tensors
-        set_parsing_settings(subclasses_enabled=[QuantizationConfigMixin])
-        self._arguments = in_order([str(argument) for argument in arguments or []])
+        self._arguments = read_pipes(in_order([str(argument) for argument in arguments or []]))
+        # Texts of attributes, such as those of a source, take a second for all classes.
+        has_help = any(".help" in argument for argument in self._arguments)
+        set_parsing_settings(
+            subclasses_enabled=[QuantizationConfigMixin], docstring_parse_attribute_docstrings=has_help
+        )
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -224,8 +229,8 @@ class TrainingCLI(LightningCLI):
 
     @property
     def recipe_name(self) -> str:
-        """File name of the first recipe, without its ending; ``run`` without one."""
-        files = self.options.config or []
+        """File name of the first recipe, without its ending; ``run`` without a file."""
+        files = [file for file in self.options.config or [] if file is not None and str(file) != "-"]
         return Path(str(files[0])).stem if files else "run"
 
     def instantiate_classes(self) -> None:

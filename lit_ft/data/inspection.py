@@ -161,6 +161,14 @@ def judge_truncation(name: str, prepared: Prepared, max_length: int | None) -> l
     ]
 
 
+def judge_bad_rows(name: str, prepared: Prepared) -> list[str]:
+    """Problem of a source with rows that cannot be used, at which training would stop."""
+    if not prepared.bad_rows:
+        return []
+    more = ", ..." if prepared.bad_rows > len(prepared.bad) else ""
+    return [f"{name}: {prepared.bad_rows:,} of {prepared.rows:,} rows cannot be used: {'; '.join(prepared.bad)}{more}"]
+
+
 def judge_placeholders(name: str, prepared: Prepared, tokenization: Tokenization) -> list[str]:
     """Problem of a source of which more than ``PLACEHOLDER_LIMIT`` of the rows hold unfilled placeholders."""
     count = prepared.notes["placeholders"]
@@ -240,9 +248,23 @@ def steps_of(samples: Samples, plan: BatchPlan, accumulate: int) -> dict[str, st
 
 
 def inspect_split(
-    split: str, prepared: list[Prepared], samples: Samples, preparation: Preparation, report: Report
+    split: str,
+    prepared: list[Prepared],
+    samples: Samples,
+    preparation: Preparation,
+    report: Report,
+    skips_bad_rows: bool = False,
 ) -> None:
-    """Add the statistics and problems of a split's sources to a report."""
+    """Add the statistics and problems of a split's sources to a report.
+
+    Args:
+        split: name of the split.
+        prepared: its sources, of which bad rows were skipped.
+        samples: its samples.
+        preparation: how its rows become samples.
+        report: the report.
+        skips_bad_rows: whether the recipe skips such rows too; else they are a problem.
+    """
     report.sources[split] = []
     for number, one in enumerate(prepared):
         is_indexed = one.source.index_prefix is not None
@@ -252,8 +274,9 @@ def inspect_split(
         report.sources[split].append(source)
         truncation = judge_truncation(source.name, one, preparation.max_length)
         placeholders = [] if tokenization is None else judge_placeholders(source.name, one, tokenization)
-        report.problems += [line for line in truncation + placeholders if line not in report.problems]
-        judged = ["truncated"] * len(truncation) + ["placeholders"] * len(placeholders)
+        bad_rows = [] if skips_bad_rows else judge_bad_rows(source.name, one)
+        report.problems += [line for line in truncation + placeholders + bad_rows if line not in report.problems]
+        judged = ["truncated"] * len(truncation) + ["placeholders"] * len(placeholders) + ["bad rows"] * len(bad_rows)
         lines = one.lines if tokenization is None else preparation.describe(one, tokenization, besides=judged)
         report.warnings += [line for line in lines if line not in report.warnings]
         if source.duplicates:

@@ -20,13 +20,13 @@ class ListReplacingParser(ArgumentParser):
     """Parser for which a list takes the place of an earlier one as a whole.
 
     With jsonargparse's own, items of a list get options of the items at the same places in an earlier list of the same
-    length, even those of other classes.
+    length, or of an earlier value that is no list, even those of other classes.
     """
 
     def _check_value_key(
         self, action: Action, value: Any, key: str, cfg: Namespace | None, append: bool = False
     ) -> Any:
-        if isinstance(value, list) and not append and cfg is not None and isinstance(cfg.get(action.dest), list):
+        if isinstance(value, list) and not append and cfg is not None and cfg.get(action.dest) is not None:
             cfg = cfg.clone()
             cfg.pop(action.dest)
         return super()._check_value_key(action, value, key, cfg, append)
@@ -66,6 +66,15 @@ def allow_untyped(option: Action) -> None:
     LightningCLI does so for models; ``add_argument`` takes no ``fail_untyped``, as ``add_subclass_arguments`` does.
     """
     option.sub_add_kwargs["fail_untyped"] = False  # type: ignore[attr-defined]
+
+
+def leave_out_of_help(parser: ArgumentParser, option: str, positional: int) -> None:
+    """Show no first arguments of the classes that an option takes, which the code that builds them gives.
+
+    Where the option may be null, too, jsonargparse shows them as required.
+    """
+    (shown,) = (action for action in parser._actions if action.dest == f"{option}.help")
+    shown.sub_add_kwargs = {"fail_untyped": False, "skip": {positional}}
 
 
 class OptionSchema(NamedTuple):

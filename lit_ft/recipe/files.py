@@ -1,10 +1,11 @@
-"""Recipe files and the command line that names them, checked before they are parsed."""
+"""Recipe files, pipes and texts that the command line names, checked before they are parsed."""
 
 import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +17,6 @@ from lit_ft.bounded_yaml import SAFE_LOADER, check_size
 from lit_ft.errors import RecipeError
 from lit_ft.recipe.other_trainers import OPTIONS
 from lit_ft.recipe.value_errors import shortened
-
-_NO_VALUE = re.compile(r"--(?=$|[A-Za-z])\S*$")
-"""What begins with two dashes is an option, unless it has a space."""
-_NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-
 
 OWN_SECTIONS = ("data", "lr_scheduler", "model", "optimizer", "trainer")
 """Keys of a recipe that hold options."""
@@ -39,66 +35,98 @@ _FILES_OF_MODELS = {
 """By a key of a file that lies in the folder of a model: what the file is; the folder follows."""
 
 
-def in_order(arguments: Sequence[str]) -> list[str]:
-    """Command line with its files first, so that options override files wherever they stand; argparse takes the last.
+def read_once(arguments: Sequence[str]) -> str | None:
+    """Value of ``--config`` that one process can read once, a pipe or ``-`` for the standard input; None without."""
+    return next((name for _, name in _given(arguments) if name == "-" or _is_pipe(name)), None)
 
-    Negative numbers are joined to their option: argparse takes ``-1e-3`` for an option of its own.
+
+def read_pipes(arguments: Sequence[str]) -> list[str]:
+    """Command line with the text of each pipe of ``--config`` in place of its name; the text is checked as a file is.
 
     Raises:
-        RecipeError: an option begins with one dash, or an option of a section has no value.
+        RecipeError: as for ``check_files``.
     """
-    command, given = list(arguments[:1]), iter(arguments[1:])
-    files: list[str] = []
-    options: list[str] = []
-    for argument in given:
-        if argument in ("--", "="):
-            raise RecipeError(f"{argument!r} stands alone; write --OPTION VALUE, or --OPTION=VALUE without spaces")
-        if re.fullmatch(r"-[A-Za-z][\w.]{2,}(=.*)?", argument):  # argparse would take it for -c with a value
-            raise RecipeError(f"{argument!r} begins with one dash; write -{argument}")
-        if argument in ("--config", "-c"):
-            files += [argument, *([value] if (value := next(given, None)) is not None else [])]
-        elif argument.startswith(("--config=", "-c=")):
-            files.append(argument)
-        elif _NEGATIVE_NUMBER.fullmatch(argument) and options and re.fullmatch(r"--[\w.+]+", options[-1]):
-            options[-1] += f"={argument}"
-        else:
-            options.append(argument)
-    for option, value in pairwise([*options, "--"]):
-        # argparse would name the section alone.
-        if re.fullmatch(r"--\w+(\.[\w+]+)+", option) and not option.endswith(".help") and _NO_VALUE.match(value):
-            raise RecipeError(f"{option} has no value behind it; add one")
-    return command + files + options
+    read = list(arguments)
+    for number, name in _given(arguments):
+        if _is_pipe(name):
+            _refuse_other_ranks(name, "a pipe")
+            with _explained(name):
+                text = Path(name).read_text(encoding="utf-8")
+            _check_yaml(Path(name), text)
+            read[number] = read[number].removesuffix(name) + text
+    return read
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Refuse files of ``--config`` that are no recipes.
+    """Refuse files and texts of ``--config`` that are no recipes, and values of options that have a key twice.
 
     Raises:
         RecipeError: a file is not readable, not UTF-8, not YAML, not a mapping, or has a key twice; the message names
             the file and the line.
     """
-    given = [b for a, b in pairwise(arguments) if a in ("--config", "-c")]
-    given += [one.split("=", 1)[1] for one in arguments if one.startswith(("--config=", "-c="))]
-    for path in (Path(name) for name in given if "\x00" not in name):
-        try:
-            if str(path) == "-":
+    for _, name in _given(arguments):
+        with _explained(name):
+            if name == "-":
                 _check_yaml(Path("standard input"), _standard_input())
-            elif path.is_file():
-                _check_yaml(path, path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise RecipeError(
-                f"--config {path}: is not UTF-8 (byte {error.start}); save the recipe as UTF-8 text"
-            ) from error
-        except OSError as error:
-            raise RecipeError(f"--config {path}: cannot be read ({error.strerror}); name another file") from error
+            elif isinstance(_composed(name), yaml.MappingNode) and not os.path.isfile(name):
+                _check_yaml(Path(_TEXT), name)
+            elif "\x00" not in name and Path(name).is_file():
+                _check_yaml(Path(name), Path(name).read_text(encoding="utf-8"))
+    for option, value in pairwise([*arguments, ""]):
+        name, joined, text = option.partition("=")
+        given = text if joined else value
+        if name.startswith("--") and given.startswith(("{", "[")):
+            for key, _, _ in _repeated_keys(_composed(given), set()):
+                raise RecipeError(f"{name}: {key!r} stands twice in its value; keep one")
+
+
+_TEXT = "--config TEXT"
+"""Name of a recipe that is given as a text in place of a file's name."""
+
+
+def _given(arguments: Sequence[str]) -> list[tuple[int, str]]:
+    """Values of ``--config``, each with the number of its argument."""
+    given = [(number, b) for number, (a, b) in enumerate(pairwise(arguments), 1) if a in ("--config", "-c")]
+    joined = [(n, one.split("=", 1)[1]) for n, one in enumerate(arguments) if one.startswith(("--config=", "-c="))]
+    return given + joined
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Explain why a file cannot be read."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"--config {name}: is not UTF-8 (byte {error.start}); save the recipe as UTF-8 text"
+        ) from error
+    except OSError as error:
+        raise RecipeError(f"--config {name}: cannot be read ({error.strerror}); name another file") from error
+
+
+def _composed(text: str) -> yaml.Node | None:
+    """Nodes of a YAML text; None where it is no YAML."""
+    check_size(text)
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=SAFE_LOADER)
+    except yaml.YAMLError:
+        return None
+    return node
+
+
+def _is_pipe(name: str) -> bool:
+    """Whether a value of ``--config`` names a pipe, as a shell's ``<(command)`` does."""
+    return name.startswith(("/dev/fd/", "/proc/self/fd/")) or (os.path.exists(name) and Path(name).is_fifo())
+
+
+def _refuse_other_ranks(name: str, what: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        raise RecipeError(f"--config {name}: only the first process of a run gets {what}; write the recipe to a file")
 
 
 def _standard_input() -> str:
     """Text of the standard input, which the parser can read once more."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        raise RecipeError(
-            "--config -: only the first process of a run gets the standard input; write the recipe to a file"
-        )
+    _refuse_other_ranks("-", "the standard input")
     text = sys.stdin.read().encode(errors="surrogateescape").decode("utf-8")
     sys.stdin = io.StringIO(text)
     return text
@@ -139,6 +167,9 @@ def _check_yaml(path: Path, text: str) -> None:
     try:
         root = yaml.compose(text, Loader=SAFE_LOADER)
     except yaml.YAMLError as error:
+        if path.suffix == ".toml":
+            names = re.findall(r"^(\w+)\s*=", text, re.MULTILINE)
+            raise _of_other_trainer(path, [name for name in names if name in OPTIONS]) from error
         raise _no_yaml(path, text, error) from error
     if root is None:
         raise RecipeError(f"{path}: is empty; a recipe names at least a model and data, as recipes/qwen.yaml does")
@@ -209,7 +240,13 @@ def _entries(node: yaml.Node) -> dict[str, yaml.Node]:
 def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
     sections = {key: _entries(value) for key, value in entries.items() if isinstance(value, yaml.MappingNode)}
     has_their_classes = any(not _THEIR_CLASSES.isdisjoint(options) for options in sections.values())
-    if set(OWN_SECTIONS) & sections.keys() and not has_their_classes:
+    theirs = [key for key in entries if key in OPTIONS]
+    has_only_theirs = len(theirs) == len(entries) > 0
+    for section, options in sections.items():
+        theirs += [key for key in options if OPTIONS.get(key, own := f"{section}.{key}").split()[0] != own]
+    if has_only_theirs or has_their_classes or len(theirs) >= 3:
+        raise _of_other_trainer(path, theirs)
+    if set(OWN_SECTIONS) & sections.keys():
         return
     for key, what in _FILES_OF_MODELS.items():
         if key in entries and path.suffix == ".json":
@@ -220,20 +257,22 @@ def _refuse_other_files(path: Path, entries: dict[str, yaml.Node]) -> None:
             f"--config {path}: is LLaMA-Factory's list of data sets, no recipe; name the file of one: "
             f"--data.path {path.parent / named[0]}"
         )
-    theirs = {key: OPTIONS[key] for key in entries if key in OPTIONS}
-    if len(theirs) >= 3 or has_their_classes:
-        short = {key: re.split(r"[;,(:]", ours)[0].strip() for key, ours in theirs.items()}
-        told = ", ".join(f"{key} = {ours}" for key, ours in short.items() if ours != "nothing")
-        needless = ", ".join(key for key, ours in short.items() if ours == "nothing")
-        rest = f"; leave out {needless}" if needless else ""
-        here = f". Here {told}{rest}" if told else ""
-        raise RecipeError(f"{path}: has options of another trainer; begin with recipes/qwen.yaml{here}")
+
+
+def _of_other_trainer(path: Path, theirs: Iterable[str]) -> RecipeError:
+    """Error about a file with options of another trainer, with what stands for each of them here."""
+    short = {key: re.split(r"[;,(:]", OPTIONS[key])[0].strip() for key in theirs}
+    told = ", ".join(f"{key} = {ours}" for key, ours in short.items() if ours != "nothing")
+    needless = ", ".join(key for key, ours in short.items() if ours == "nothing")
+    rest = f"; leave out {needless}" if needless else ""
+    here = f". Here {told}{rest}" if told else ""
+    return RecipeError(f"{path}: has options of another trainer; begin with recipes/qwen.yaml{here}")
 
 
 # --- keys ----------------------------------------------------------------------------------------
 
 
-def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[tuple[str, int, int]]:
+def _repeated_keys(node: yaml.Node | None, seen: set[int]) -> Iterator[tuple[str, int, int]]:
     """Keys that a mapping has twice, each with the two lines, counted from 1."""
     if id(node) in seen:  # an anchor, or a document that refers to itself
         return

@@ -11,7 +11,7 @@ from textwrap import dedent
 
 from jsonargparse import ArgumentParser
 
-from lit_ft.data.text.sources import SUFFIXES
+from lit_ft.data.text.sources import SUFFIXES, Source
 from lit_ft.errors import RecipeError
 from lit_ft.internals.jsonargparse import option_names, positional_names
 from lit_ft.recipe import allowed_code
@@ -87,7 +87,9 @@ def explain(message: str, parser: ArgumentParser, classes: Iterable[type]) -> st
 def _of_command_line(message: str, parser: ArgumentParser) -> str | None:
     """Explanation of a command line that argparse cannot split into options and values; None for other messages."""
     if (without := re.match(r"argument (?:-\w/)?(--[\w.]+): expected one argument", message)) is not None:
-        example = ", e.g. --config recipes/qwen.yaml" if without[1] == "--config" else ""
+        classes = EXAMPLES.get(without[1].removeprefix("--").removesuffix(".help")) if ".help" in without[1] else None
+        value = "recipes/qwen.yaml" if without[1] == "--config" else classes[0] if classes else ""
+        example = f", e.g. {without[1]} {value}" if value else ""
         return f"{without[1]} has no value behind it; add one{example}"
     if (absent := re.search(r'Parser key "config": File does not exist: \'(.*)\'', message)) is not None:
         return f"--config {absent[1]}: there is no such file{_near_file(Path(absent[1]))}"
@@ -182,14 +184,17 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
         return f"{name!r} is no option of a section; write it at the left edge of the recipe"
     if is_recipe and (home := _home_of(first)) is not None:
         return f"unknown option {shortened(name, 100)!r}; it belongs to {home}: {home}.{dotted}"
+    elsewhere = _place_of(word)
+    if elsewhere is not None and key in ("", *SECTIONS):
+        return f"{head}unknown option {shortened(name, 100)!r}; {elsewhere}"
     near = [option for option in options if option.startswith(dotted)]  # an abbreviation
     near += [near for part in (dotted, first) for near in get_close_matches(part, options, cutoff=0.7)]
     own = [option for option in own if not option.endswith("help")]
     advice = "see --help for what there is"
     if near:
         advice = f"did you mean {near[0]!r}?"
-    elif (home := _home_of(word)) is not None:
-        advice = f"it belongs to {home}: {home}.{word}"
+    elif elsewhere is not None:
+        advice = elsewhere
     elif 0 < len(own) <= _MOST_LISTED and not message.startswith("unrecognized"):
         advice = f"there are {', '.join(own)}"
     return f"{head}unknown option {shortened(name, 100)!r}; {advice}"
@@ -215,6 +220,33 @@ def _home_of(option: str) -> str | None:
 
     homes = {"trainer": Trainer, "data": TextDataModule, "model": CausalLM, "model.peft": LoraConfig}
     return next((home for home, cls in homes.items() if option in inspect.signature(cls).parameters), None)
+
+
+def _place_of(option: str) -> str | None:
+    """Where a recipe has an option of this name: in another section, or in a class below one; None where nowhere."""
+    if (home := _home_of(option)) is not None:
+        return f"it belongs to {home}: {home}.{option}"
+    if option in inspect.signature(Source).parameters:
+        return f"it is an option of each source: data.sources: [{{path: ..., {option}: ...}}]"
+    for key, class_paths in _CLASSES_BELOW.items():
+        for module, _, name in (class_path.rpartition(".") for class_path in class_paths):
+            if option in inspect.signature(getattr(import_module(module), name)).parameters:
+                return f"it is an option of {module}.{name}, a class for {key}"
+    return None
+
+
+_CLASSES_BELOW = {
+    "optimizer": ("torch.optim.AdamW",),
+    "lr_scheduler": ("lit_ft.schedules.CosineWithWarmup",),
+    "trainer.callbacks": (
+        "lightning.pytorch.callbacks.EarlyStopping",
+        "lightning.pytorch.callbacks.ModelCheckpoint",
+        "lit_ft.ExactMatch",
+    ),
+    "trainer.strategy": ("lit_ft.strategies.FSDPStrategy", "lit_ft.strategies.ModelParallelStrategy"),
+    "model.quantization": ("transformers.BitsAndBytesConfig",),
+}
+"""Classes whose options are looked for where an option is unknown, by the option that takes the class."""
 
 
 def _section_of_base(options: list[str]) -> str | None:

@@ -104,12 +104,15 @@ def test_end_tokens_are_those_of_training_and_of_generation(run: Any, tmp_path: 
 def test_bad_rows_are_all_listed_and_exit_1(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     rows = [*make_rows(3), {"instruction": "a"}, {"instruction": "a", "output": ""}]
     output = run("check", *recipe(tmp_path, model_folder, {"path": write_rows(rows)}), code=1)
-    assert "wrong: 2 rows cannot be used" in output
+    assert ": 2 of 5 rows cannot be used: " in output
+    assert "skipped" not in output
     assert "row 4: has no 'output'" in output
     assert "row 5: 'output' is empty" in output
     assert "something would train wrong" in output
     skipped = recipe(tmp_path, model_folder, {"path": write_rows(rows), "on_bad_row": "skip"})
-    assert "nothing would train wrong" in run("check", *skipped)
+    output = run("check", *skipped)
+    assert "2 of 5 rows cannot be used and were skipped (data.on_bad_row=skip)" in output
+    assert "nothing would train wrong" in output
 
 
 def test_rows_that_are_too_long_to_train_on(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:

@@ -2,6 +2,7 @@
 
 import random
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from lit_ft import RecipeError
 from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader
 from lit_ft.data.loaders.mixing import Mixing, check_weights
 from lit_ft.data.loaders.packing import best_fit
-from lit_ft.data.tokens.samples import Samples, collect, join
+from lit_ft.data.tokens.samples import Samples, collect, join, targets_of
 from lit_ft.packed_batch import from_padded, pack_samples
 
 
@@ -23,6 +24,19 @@ def samples_of(*sources: list[int]) -> Samples:
         ids = np.concatenate([np.arange(3, 3 + n, dtype=np.int32) for n in lengths])
         parts.append(collect(ids, ids, np.array(lengths)))
     return join(parts, [f"source{number}" for number in range(len(sources))])
+
+
+def test_targets_are_counted_in_little_memory() -> None:
+    """The first token of a sample is no target; a sample without tokens has none."""
+    labels = np.array([7, 7, -100, 7, 7, -100, 7], dtype=np.int32)
+    assert targets_of(labels, np.array([0, 3, 0, 1, 3, 0])).tolist() == [0, 1, 0, 0, 1, 0]
+    assert targets_of(labels[:0], np.array([0, 0])).tolist() == [0, 0]
+    many = np.zeros(2_000_000, dtype=np.int32)
+    tracemalloc.start()
+    assert targets_of(many, np.full(1000, 2000)).sum() == len(many) - 1000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6 * len(many)
 
 
 @pytest.mark.parametrize("packing", [None, 64])

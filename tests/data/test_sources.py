@@ -336,7 +336,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     ),
     "open quotes": ("a.csv", b'q,a\n1,"2\n\n', "a.csv:3: is not CSV (unexpected end of data); fix the quotes"),
     "quote amid a cell": ("a.csv", b'q,a\n"1"2,3\n', "a.csv:2: is not CSV ('"),
-    "old line ends": ("a.csv", b"q,a\r1,2\r", "a.csv:1: is not CSV (new-line character seen in unquoted field"),
+    "old line ends": ("a.csv", b"q,a\r1,2\r", "a.csv: its lines end with CR alone; save it with LF or CR and LF"),
     "a column twice": ("a.csv", b"q,a,q\n1,2,3\n", "a.csv:1: has two columns 'q'; rename one"),
     "empty": ("a.jsonl", b"", "a.jsonl: is empty; at least one row is needed"),
     "no Parquet": ("a.parquet", b"PAR1", "a.parquet: is not a Parquet file ("),
@@ -346,6 +346,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         b"x",
         "a.xlsx: .xlsx is not read; give .json, .jsonl, .csv, .tsv, .txt, .md, .json.gz",
     ),
+    "packed in another way": ("a.jsonl.zst", b"x", "a.jsonl.zst: .zst is not read; unpack it first"),
     "no suffix": ("rows", b"x", "rows: no suffix is not read; give .json"),
 }
 

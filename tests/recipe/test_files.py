@@ -1,6 +1,8 @@
 """Recipe files and the order of the command line."""
 
 import io
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,17 +12,8 @@ from jsonargparse import Namespace
 
 from lit_ft import RecipeError
 from lit_ft.cli import main
-from lit_ft.recipe.files import check_files, expand_home, in_order
-
-
-def test_options_override_files_wherever_they_stand(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: str
-) -> None:
-    given = recipe(tmp_path, model_folder, "rows.json")
-    for arguments in (["fit", "--data.max_length", "33", *given[1:]], [*given, "--data.max_length", "33"]):
-        with pytest.raises(SystemExit):
-            main([*arguments, "--print_config"])
-        assert "max_length: 33" in capsys.readouterr().out
+from lit_ft.commands.sweep import TrialCLI
+from lit_ft.recipe.files import check_files, expand_home, read_once, read_pipes
 
 
 def test_items_of_a_list_get_nothing_of_those_of_an_earlier_one(
@@ -55,14 +48,6 @@ def test_items_of_a_list_get_nothing_of_those_of_an_earlier_one(
     ]
 
 
-def test_files_are_first_and_negative_numbers_stay_with_their_option() -> None:
-    assert in_order(["fit", "--a.b", "-1e-3", "--config", "x", "-c=y", "--c", "-5", "--d=-1", "-.5", "--config"]) == [
-        *("fit", "--config", "x", "-c=y", "--config"),
-        *("--a.b=-1e-3", "--c=-5", "--d=-1", "-.5"),
-    ]
-    assert in_order([]) == []
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -72,6 +57,7 @@ def test_files_are_first_and_negative_numbers_stay_with_their_option() -> None:
         "a: [{path: x}, {path: y}]\n",
         "lr_scheduler: null\n",
         "data: {system: \uff1a}\n",
+        "model: {gradient_checkpointing: true}\noptimizer: {lr: 1, weight_decay: 1}\nlr_scheduler: {warmup: 1}\n",
     ],
 )
 def test_good_files(text: str, tmp_path: Path) -> None:
@@ -125,6 +111,31 @@ WRONG: dict[str, tuple[str, str, str]] = {
         "lora.yaml",
         "model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_rank: 64}\nepochs: 1\n",
         "begin with recipes/qwen.yaml. Here epochs = trainer.max_epochs",
+    ),
+    "a recipe of LitGPT": (
+        "lora.yaml",
+        "checkpoint_dir: x\nlora_r: 8\ndata: {class_path: litgpt.A}\ntrain: {local_batch_size: 8, epochs: 4}\n",
+        "Here checkpoint_dir = model.pretrained or run_dir, lora_r = model.peft.r, local_batch_size = data.micro",
+    ),
+    "a recipe of verl": (
+        "sft.yaml",
+        "data: {train_files: a, max_length: 9}\nmodel: {partial_pretrain: x, use_liger: true}\ntrainer: {nnodes: 1}\n",
+        "Here train_files = data.path, partial_pretrain = model.pretrained, use_liger = model.liger, nnodes = trainer",
+    ),
+    "a recipe of NeMo AutoModel": (
+        "squad.yaml",
+        "model: {_target_: nemo.Model}\npeft: {_target_: nemo.Peft, dim: 8}\nstep_scheduler: {local_batch_size: 8}\n",
+        "Here _target_ = class_path, dim = model.peft.r, local_batch_size = data.micro_batch_size",
+    ),
+    "a recipe of torchtitan": (
+        "llama3.toml",
+        '[model]\nhf_assets_path = "x"\n[training]\nlocal_batch_size = 1\nsteps = 9\n',
+        "Here hf_assets_path = model.pretrained, local_batch_size = data.micro_batch_size, steps = trainer.max_steps",
+    ),
+    "two words of another trainer": (
+        "a.yaml",
+        "model_name_or_path: x\ndataset_name: y\n",
+        "begin with recipes/qwen.yaml. Here model_name_or_path = model.pretrained, dataset_name = data.path",
     ),
     "an option beside its class": (
         "a.yaml",
@@ -201,26 +212,6 @@ def test_what_is_wrong_with_a_file(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--data.system", "--data.system has no value behind it; add one"),
-        ("--model.peft.r --trainer.max_steps 3", "--model.peft.r has no value behind it; add one"),
-        ("--data.path --config x", "--data.path has no value behind it; add one"),
-        ("-- --config x", "'--' stands alone; write --OPTION VALUE"),
-        ("--data.path = rows.json", "'=' stands alone; write --OPTION VALUE, or --OPTION=VALUE without spaces"),
-    ],
-)
-def test_what_is_wrong_with_a_command_line(arguments: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        in_order(["fit", *arguments.split()])
-
-
-def test_values_that_look_like_options() -> None:
-    given = ["fit", "--data.system", "-- be kind", "--optimizer.lr", "-1e-3", "--merge", "--model.help", "--a.b", "-"]
-    assert in_order(given) == [*given[:3], "--optimizer.lr=-1e-3", *given[5:]]
-
-
 def test_a_file_that_refers_to_itself_ends(tmp_path: Path) -> None:
     (tmp_path / "loop.yaml").write_text("a: &a [*a]\n")
     with pytest.raises(ValueError, match="refers to itself"):
@@ -265,3 +256,40 @@ def test_a_recipe_of_the_standard_input_is_read_by_one_process(
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(RecipeError, match="only the first process of a run gets the standard input"):
         check_files(["fit", "--config=-"])
+
+
+def test_a_recipe_from_a_pipe_is_checked_as_a_file_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_folder: str
+) -> None:
+    given = recipe(tmp_path, model_folder, "rows.json")
+    texts = {True: "data:\n  path: a\n  path: b\n", False: Path(given[given.index("--config") + 1]).read_text()}
+    for is_refused, text in texts.items():
+        source, sink = os.pipe()
+        os.write(sink, text.encode())
+        os.close(sink)
+        name = f"/dev/fd/{source}"
+        assert read_once(["fit", f"--config={name}"]) == name
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", name, "--print_config"])
+        os.close(source)
+        told = capsys.readouterr()
+        wanted = f"{name}:3: 'path' stands in line 2 already" if is_refused else "max_length: 96"
+        assert wanted in (told.err if is_refused else told.out)
+    assert TrialCLI(["--config", texts[False]], builds=False).recipe_name == "run"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(RecipeError, match="only the first process of a run gets a pipe"):
+        read_pipes(["fit", "--config", "/dev/fd/63"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "data:\n  path: a\n  path: b"], "--config TEXT:3: 'path' stands in line 2 already"),
+        (["--config={model_name_or_path: x}"], "Here model_name_or_path = model.pretrained"),
+        (["--data", "{path: a, path: b}"], "--data: 'path' stands twice in its value; keep one"),
+        (["--data.sources=[{path: a, path: b}]"], "--data.sources: 'path' stands twice in its value; keep one"),
+    ],
+)
+def test_texts_of_the_command_line_are_checked_as_files_are(arguments: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        check_files(["fit", *arguments])

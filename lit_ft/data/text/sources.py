@@ -121,7 +121,8 @@ class Source:
         path = Path(self.path).expanduser()
         if path.is_file():
             if not _is_data(path.name):
-                raise RecipeError(f"{self.path}: {path.suffix or 'no suffix'} is not read; give {', '.join(SUFFIXES)}")
+                advice = "unpack it first" if _is_data(path.stem) else f"give {', '.join(SUFFIXES)}"
+                raise RecipeError(f"{self.path}: {path.suffix or 'no suffix'} is not read; {advice}")
             return [path]
         if path.is_dir():
             # Of the folders that are links, which rglob does not follow, the links are candidates: they are named.
@@ -441,6 +442,8 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, RawRow | BadRow
                     row = BadRow(f"has {len(cells)} cells under {len(columns)} columns; quote cells that hold {sign}")
                 yield f"{file}:{reader.line_num}", row
         except csv.Error as error:
+            if "universal-newline" in str(error):  # a CR within a cell, which is one line to all others
+                raise RecipeError(f"{file}: its lines end with CR alone; save it with LF or CR and LF") from error
             raise RecipeError(f"{file}:{max(reader.line_num, 1)}: is not CSV ({error}); fix the quotes") from error
 
 

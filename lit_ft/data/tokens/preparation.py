@@ -57,6 +57,13 @@ class Prepared:
     """Messages for the user."""
 
 
+def _drained(parts: list[np.ndarray]) -> np.ndarray:
+    """Parts as one array, without what they take: both would be twice the memory of all tokens."""
+    whole = np.concatenate(parts)
+    parts.clear()
+    return whole
+
+
 @dataclass(frozen=True)
 class Preparation:
     """Options that decide how the rows of a source become samples."""
@@ -93,9 +100,11 @@ class Preparation:
     def _format(self, source: Source) -> str:
         if source.format != "auto" and not source.columns:
             return source.format
+        first_bad = ""
         for location, row in source.rows(streaming=True):  # no copy of a hub data set for the first row
             if isinstance(row, BadRow):
                 self.refuse(location, row)
+                first_bad = first_bad or f"; {location}: {row}"
                 continue
             if missing := [name for name in (source.columns or {}).values() if name not in row]:
                 names = ", ".join(map(repr, row))
@@ -112,7 +121,7 @@ class Preparation:
                     f"are {', '.join(columns_of(form))}"
                 )
             return form
-        raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed")
+        raise RecipeError(f"{source.path!r} holds no row that can be read; at least one is needed{first_bad}")
 
     def refuse(self, location: str, message: object) -> None:
         """Raise for a row that cannot be used, unless such rows are skipped.
@@ -204,15 +213,13 @@ class Preparation:
                 count.add(encoded.count)
         if not rows:
             raise RecipeError(f"{source.path!r} holds no rows; at least one is needed")
-        arrays = collect(
-            np.concatenate([batch.ids for batch in batches]),
-            np.concatenate([batch.labels for batch in batches]),
-            np.concatenate([batch.lengths for batch in batches]),
-            np.concatenate([first + batch.rows for first, batch in zip(firsts, batches, strict=True)]),
-        )
-        write_arrays(folder, arrays)
-        np.save(folder / FULL_LENGTHS, np.concatenate([batch.full_lengths for batch in batches]))
+        ids, labels = [batch.ids for batch in batches], [batch.labels for batch in batches]
         notes = sum((batch.notes for batch in batches), Counter[str]())
+        np.save(folder / FULL_LENGTHS, np.concatenate([batch.full_lengths for batch in batches]))
+        numbers = [first + batch.rows for first, batch in zip(firsts, batches, strict=True)]
+        lengths = np.concatenate([batch.lengths for batch in batches])
+        batches.clear()
+        write_arrays(folder, collect(_drained(ids), _drained(labels), lengths, np.concatenate(numbers)))
         meta = {"rows": rows, "notes": notes, "bad": bad, "bad_rows": bad_rows}
         (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
@@ -223,10 +230,10 @@ class Preparation:
         return available_cores() if sum(file.stat().st_size for file in source.content()) > 5_000_000 else 0
 
     def describe(self, prepared: Prepared, tokenization: Tokenization, besides: Collection[str] = ()) -> list[str]:
-        """Messages about what was done to the rows of a source, without those of the notes ``besides``."""
+        """Messages about what was done to the rows of a source, without those of ``besides``: notes, and bad rows."""
         notes = Counter({name: count for name, count in prepared.notes.items() if name not in besides})
         lines = tokenization.describe(notes, prepared.rows)
-        if prepared.bad_rows:
+        if prepared.bad_rows and "bad rows" not in besides:
             named = "; ".join(prepared.bad)
             more = ", ..." if prepared.bad_rows > len(prepared.bad) else ""
             lines.append(
@@ -236,6 +243,10 @@ class Preparation:
         return [f"{prepared.source.path}: {line}" for line in lines]
 
     def _check_left(self, prepared: Prepared) -> None:
+        if prepared.bad_rows == prepared.rows:
+            raise RecipeError(
+                f"{prepared.source.path}: not one of {prepared.rows:,} rows can be used, e.g. {prepared.bad[0]}"
+            )
         if len(prepared.arrays) == 0:
             reasons = "; ".join(prepared.lines) or "no row has anything to learn from"
             raise RecipeError(
