@@ -1,5 +1,8 @@
 """Contents of a checkpoint besides Lightning's own: trainable weights, state of the tuning method, base model."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -13,6 +16,7 @@ from lit_ft.errors import RecipeError
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
+from lit_ft.training.optimizers.configure import PATTERN
 from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
@@ -40,8 +44,8 @@ class SavedState:
         self._optimizer_options: frozenset[str] = frozenset()
         self._saved_optimizer_options: frozenset[str] = frozenset()
         self._recipe_options: RecipeOptions | None = None
-        self._group_sizes: list[int] = []
-        self._saved_group_sizes: list[int] = []
+        self._groups: _Groups | None = None
+        self._saved_groups: _Groups | None = None
         self._has_saved_schedule: bool | None = None
         """None unless a fit resumes."""
         self.replay: Replay | None = None
@@ -56,7 +60,7 @@ class SavedState:
         name_of = {id(p): name for name, p in self.module.named_parameters()}
         self.optimizer_names = [[name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]]
         self._optimizer_options = frozenset(optimizer.param_groups[0])
-        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._groups = _Groups.of(optimizer.param_groups, self.optimizer_names)
         self._recipe_options = RecipeOptions(optimizer)
         self._check_optimizer()
 
@@ -113,7 +117,8 @@ class SavedState:
             states = checkpoint.get("optimizer_states") or [{}]
             groups = states[0].get("param_groups", [])
             self._saved_optimizer_options = frozenset(option for group in groups[:1] for option in group)
-            self._saved_group_sizes = [len(group["params"]) for group in groups]
+            parts = [group for part in states[0].get("parts", []) for group in part["param_groups"]]
+            self._saved_groups = _Groups.of(groups or parts, checkpoint.get("optimizer_names"))
             self._has_saved_schedule = bool(checkpoint.get("lr_schedulers"))
             self._check_optimizer()
             self.replay = go_back_to_a_step(checkpoint, trainer)
@@ -126,12 +131,12 @@ class SavedState:
                 f"the checkpoint is that of another optimizer, with {', '.join(sorted(saved - here))} and not "
                 f"{', '.join(sorted(here - saved))}; resume with the optimizer that wrote it"
             )
-        sizes, saved_sizes = self._group_sizes, self._saved_group_sizes
+        own, other = self._groups, self._saved_groups
         # A pipeline stage has some of the weights, and takes its part of the groups by their names.
-        if sizes != saved_sizes and sum(sizes) == sum(saved_sizes):
+        if own is not None and other is not None and own.differ(other):
             raise RecipeError(
-                f"the checkpoint's optimizer has groups of {saved_sizes} weights, the recipe's of {sizes}; resume with "
-                "the model.lr_factors that wrote it"
+                f"the checkpoint's optimizer has {other.describe()}, the recipe's {own.describe()}; resume with the "
+                "model.lr_factors that wrote it, which are in config.yaml of its run"
             )
 
     def end_replay(self, trainer: Trainer, batch_idx: int | None = None) -> None:
@@ -139,6 +144,33 @@ class SavedState:
         if self.replay is not None and (batch_idx is None or batch_idx >= self.replay.until):
             self.replay.stop(trainer)
             self.replay = None
+
+
+class _Groups(NamedTuple):
+    """Groups of an optimizer's weights, whose state is loaded by their order."""
+
+    patterns: list[str | None]
+    """Patterns of ``lr_factors``."""
+    sizes: list[int]
+    names: list[str] | None
+    """Names of the weights in order; None where a checkpoint of an earlier version lacks them."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]] | None) -> "_Groups":
+        patterns = list(dict.fromkeys(group.get(PATTERN) for group in groups))
+        return cls(patterns, [len(group["params"]) for group in groups], names[0] if names else None)
+
+    def differ(self, other: "_Groups") -> bool:
+        """Whether the same weights are grouped or ordered otherwise."""
+        if self.names is None or other.names is None:
+            return self.sizes != other.sizes and sum(self.sizes) == sum(other.sizes)
+        is_other = (self.sizes, self.names) != (other.sizes, other.names)
+        return is_other and bool(other.sizes) and set(self.names) == set(other.names)
+
+    def describe(self) -> str:
+        """Text with the patterns, and the numbers of weights."""
+        named = ", ".join(repr(pattern) for pattern in self.patterns if pattern is not None)
+        return f"groups of {self.sizes} weights" + (f" (lr_factors {named})" if named else " (no lr_factors)")
 
 
 def _complete_average(checkpoint: Checkpoint, frozen: dict[str, Tensor]) -> None:

@@ -1,6 +1,7 @@
 """The same command starts a run and goes on with it, whatever ended the process before."""
 
 import csv
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from killed_runs import fit
 from lightning.pytorch import Callback
 from lit_callbacks import AdapterMerger
@@ -24,7 +26,7 @@ from lit_ft.checkpointing.storage import replacement
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.run.folder import RUNS, RunFolder, unfinished_run
 from lit_ft.run.lock import lock_run
-from lit_ft.run.state import RunState
+from lit_ft.run.state import RunState, ended_by_time, finished_step
 from lit_ft.training.loggers import MetricsCSV, read_rows
 
 
@@ -154,6 +156,27 @@ def test_time_that_is_used_up_is_no_last_step(
         trainer.save_checkpoint(tmp_path / "saved.ckpt")
     assert f"was over at step {trainer.global_step}: nothing is trained; to go on, resume with a longer" in caplog.text
     assert "nothing is left to train" not in caplog.text
+    assert ended_by_time(state.marker)
+    trainer = make_trainer(max_steps=2, max_time={"minutes": 9}, callbacks=[state])
+    trainer.fit(CausalLM(model_folder), TextDataModule(data))
+    assert finished_step(state.marker) == 2
+    assert not ended_by_time(state.marker)
+
+
+def test_a_run_that_ended_by_time_goes_on_with_more_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(RUNS / "recipe" / "2026-01-01_00-00-00")
+    AnyCheckpointIO().save_checkpoint({"loops": {}}, run.checkpoints / "last.ckpt")
+    content = {"seed_everything": 1, "model": {}, "data": {}, "trainer": {"max_time": "00:01:00:00"}}
+    run.config.write_text(yaml.safe_dump(content))
+    for end, goes_on in (({}, False), ({"ended_by": "max_time"}, True)):
+        run.finished.write_text(json.dumps({"global_step": 3, **end}))
+        for more in (None, "00:01:00:01", {"hours": 2}):
+            assert (unfinished_run("recipe", more) == run) is goes_on
+        for no_more in ("00:01:00:00", {"minutes": 59}):
+            assert unfinished_run("recipe", no_more) is None
+    run.config.write_text(yaml.safe_dump({**content, "trainer": {"max_time": None}}))  # a Timer of the recipe's own
+    assert unfinished_run("recipe") is None
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again_by_the_same_command(
@@ -259,7 +282,7 @@ def rows(run: Path) -> list[tuple[str, str]]:
 
 def test_a_resumed_run_drops_the_rows_of_steps_that_it_repeats(tmp_path: Path) -> None:
     log(tmp_path, [(step, {"epoch": 0, "train/loss": float(step)}) for step in range(5)])
-    log(tmp_path, [(3, {"mine": 3.5}), (4, {"mine": 4.5})], resumed_step=5)
+    log(tmp_path, [(3, {"mine": 3.5}), (4, {"mine": 4.5}), (3, {"lr-SGD": 0.1})], resumed_step=5)
     # Three steps were taken: Lightning's rows 0, 1 and 2, and what a callback logged after the third.
     log(tmp_path, [(3, {"epoch": 0, "train/loss": 9.0})], resumed_step=3)
     assert rows(tmp_path) == [("0", "0.0"), ("1", "1.0"), ("2", "2.0"), ("3", "3.5"), ("3", "9.0")]

@@ -11,10 +11,10 @@ import torch
 from peft import LoraConfig
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer
+from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer, describe_own_rates
 from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions
 from lit_ft.training.optimizers.schedules import CosineWithWarmup, LinearWithWarmup
 
@@ -115,6 +115,22 @@ def test_rates_that_a_schedule_sets_itself_are_those_of_its_options() -> None:
     assert train(optimizer, schedules, 5) == [pytest.approx(rates) for rates in wanted]
 
 
+def test_a_rate_that_has_no_effect_is_said() -> None:
+    one, two = ([nn.Parameter(torch.ones(2))] for _ in range(2))
+    for make, first in ((partial(OneCycleLR, total_steps=9), 0.008), (partial(CyclicLR, base_lr=0.01), 0.01)):
+        optimizer = SGD(one, lr=0.5, momentum=0.9)
+        note = describe_own_rates(make(optimizer, max_lr=0.2), [0.5], optimizer)
+        assert note is not None
+        assert f"takes learning rates from its own options (from {first} on), so that optimizer.lr=0.5 has no" in note
+    optimizer = SGD([{"params": one}, {"params": two, "lr": 2.0}], lr=0.5, momentum=0.9)
+    note = describe_own_rates(OneCycleLR(optimizer, max_lr=0.2, total_steps=9), [0.5, 2.0], optimizer)
+    assert note is not None
+    assert "so that optimizer.lr and model.lr_factors have no effect; set them there, as max_lr" in note
+    for schedule in filter(None, SCHEDULES.values()):
+        optimizer = SGD(one, lr=0.5)
+        assert describe_own_rates(schedule(optimizer), [0.5], optimizer) is None
+
+
 def test_decay_and_betas_too(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     then = partial(AdamW, lr=0.1, betas=(0.8, 0.9), weight_decay=0.5, eps=1e-6)
@@ -178,9 +194,12 @@ def stopped(make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Pat
 
 def test_other_groups_are_refused(stopped: Any) -> None:
     with pytest.raises(
-        RecipeError, match=r"groups of \[\d+\] weights, the recipe's of \[\d+, \d+\]; .* model.lr_factors"
+        RecipeError, match=r"\[4\] weights \(no lr_factors\), the recipe's .*\[2, 2\] .*'lora_B'\); .* config.yaml"
     ):
         stopped()(lr_factors={"lora_B": 16.0})
+    with pytest.raises(RecipeError, match=r"\[2, 2\] weights \(.* 'lora_B'\), the recipe's .*\[2, 2\] .*'lora_A'\); "):
+        stopped(lr_factors={"lora_B": 16.0})(lr_factors={"lora_A": 16.0})
+    stopped(lr_factors={"lora_B": 16.0})(lr_factors={"lora_B[.]": 16.0})  # the same weights
 
 
 def test_a_schedule_that_comes_or_goes_is_said(stopped: Any) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -67,7 +67,10 @@ def configure_optimizers(
     built = _with_groups(optimizer, module, lr_factors or {})
     if lr_scheduler is None:
         return built
+    given = [group["lr"] for group in built.param_groups]
     scheduler = lr_scheduler(built)
+    if (note := describe_own_rates(scheduler, given, built)) is not None:
+        rank_zero_info(note)
     if not isinstance(scheduler, WarmupSchedule):
         metric = scheduler.monitor if isinstance(scheduler, ReadsMetric) else None
         rank_zero_info(
@@ -80,6 +83,25 @@ def configure_optimizers(
         if (warning := scheduler.warning) is not None:
             rank_zero_warn(warning)
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def describe_own_rates(scheduler: object, given: Sequence[float], optimizer: Optimizer) -> str | None:
+    """Text on a schedule whose learning rates are its own options, as those of OneCycleLR and CyclicLR; else None.
+
+    Args:
+        scheduler: the schedule.
+        given: learning rates of the optimizer's groups before the schedule was made.
+        optimizer: the optimizer.
+    """
+    bases = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    if all(float(base) == float(lr) for base, lr in zip(bases, given, strict=True)):
+        return None
+    rates = set(map(float, given))
+    vain = f"optimizer.lr={rates.pop():g} has" if len(rates) == 1 else "optimizer.lr and model.lr_factors have"
+    return (
+        f"lr_scheduler: {type(scheduler).__name__} takes learning rates from its own options (from {float(bases[0]):g} "
+        f"on), so that {vain} no effect; set them there, as max_lr"
+    )
 
 
 def _with_groups(optimizer: OptimizerCallable, module: nn.Module, factors: Mapping[str, float]) -> Optimizer:
