@@ -67,7 +67,7 @@ from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
 from lit_ft.training.loggers import beside_defaults, log_recipe, placed
-from lit_ft.training.optimizers.configure import configure_optimizers, try_out
+from lit_ft.training.optimizers.configure import check_total_steps, configure_optimizers, try_out
 from lit_ft.training.steps.lightning_callbacks import check_lightning_callbacks
 from lit_ft.tuning.compatibility import check_situation
 
@@ -410,6 +410,7 @@ class TrainingCLI(LightningCLI):
                 has_data = data.splits.validates if isinstance(data, TextDataModule) else True
                 check_callbacks(self._given_callbacks(), validates := bool(has_data and limit != 0))
                 check_schedule(self.schedule, validates)
+                check_total_steps(self.schedule, self.trainer)
             allow_one_loader(self.datamodule)
         if isinstance(self.datamodule, TextDataModule):
             self._check_positions("data.max_length", self.datamodule.requested_length)

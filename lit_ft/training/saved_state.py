@@ -16,8 +16,8 @@ from lit_ft.errors import RecipeError
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
-from lit_ft.training.optimizers.configure import PATTERN
-from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions
+from lit_ft.training.optimizers.configure import PATTERN, check_total_steps
+from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions, check_same_schedule
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 
@@ -46,22 +46,23 @@ class SavedState:
         self._recipe_options: RecipeOptions | None = None
         self._groups: _Groups | None = None
         self._saved_groups: _Groups | None = None
-        self._has_saved_schedule: bool | None = None
+        self._schedules: list[object] = []
+        self._saved_schedules: list[Mapping[str, object]] | None = None
         """None unless a fit resumes."""
         self.replay: Replay | None = None
         """Micro-batches that a resumed run trains on again."""
 
-    def name_parameters(self, optimizer: Optimizer) -> None:
-        """Store the names of an optimizer's parameters, which its own state only numbers.
+    def name_parameters(self, optimizer: Optimizer, schedules: Sequence[object] = ()) -> None:
+        """Store the names of an optimizer's parameters, which its own state only numbers, and note its schedules.
 
         Raises:
-            RecipeError: the checkpoint that was read is that of another optimizer.
+            RecipeError: the checkpoint that was read is that of another optimizer or schedule.
         """
         name_of = {id(p): name for name, p in self.module.named_parameters()}
         self.optimizer_names = [[name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]]
         self._optimizer_options = frozenset(optimizer.param_groups[0])
         self._groups = _Groups.of(optimizer.param_groups, self.optimizer_names)
-        self._recipe_options = RecipeOptions(optimizer)
+        self._recipe_options, self._schedules = RecipeOptions(optimizer, schedules), list(schedules)
         self._check_optimizer()
 
     def take_options_of_recipe(self, trainer: Trainer) -> None:
@@ -69,7 +70,9 @@ class SavedState:
         if self._recipe_options is not None:
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
             self._recipe_options.take_over(trainer.optimizers[0], schedules)
-            if self._has_saved_schedule is not None and self._has_saved_schedule is not bool(schedules):
+            for schedule in schedules:  # which may have become the checkpoint's
+                check_total_steps(schedule, trainer)
+            if self._saved_schedules is not None and bool(self._saved_schedules) is not bool(schedules):
                 rate = trainer.optimizers[0].param_groups[0]["lr"]
                 rank_zero_warn(
                     "lr_scheduler: "
@@ -119,7 +122,7 @@ class SavedState:
             self._saved_optimizer_options = frozenset(option for group in groups[:1] for option in group)
             parts = [group for part in states[0].get("parts", []) for group in part["param_groups"]]
             self._saved_groups = _Groups.of(groups or parts, checkpoint.get("optimizer_names"))
-            self._has_saved_schedule = bool(checkpoint.get("lr_schedulers"))
+            self._saved_schedules = checkpoint.get("lr_schedulers") or []
             self._check_optimizer()
             self.replay = go_back_to_a_step(checkpoint, trainer)
 
@@ -131,6 +134,8 @@ class SavedState:
                 f"the checkpoint is that of another optimizer, with {', '.join(sorted(saved - here))} and not "
                 f"{', '.join(sorted(here - saved))}; resume with the optimizer that wrote it"
             )
+        for schedule, state in zip(self._schedules, self._saved_schedules or [], strict=False):
+            check_same_schedule(schedule, state)
         own, other = self._groups, self._saved_groups
         # A pipeline stage has some of the weights, and takes its part of the groups by their names.
         if own is not None and other is not None and own.differ(other):

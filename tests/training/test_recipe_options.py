@@ -11,10 +11,18 @@ import torch
 from peft import LoraConfig
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    CyclicLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer, describe_own_rates
+from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer, check_total_steps, describe_own_rates
 from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions
 from lit_ft.training.optimizers.schedules import CosineWithWarmup, LinearWithWarmup
 
@@ -31,7 +39,7 @@ def made(make: Callable[..., Optimizer], schedule: Schedule | None) -> tuple[Opt
     optimizer = make([*groups, {"params": [nn.Parameter(torch.ones(2))], MATRICES: False}])
     optimizer.param_groups[1]["lr"] *= 4
     schedules = [] if schedule is None else [schedule(optimizer)]
-    return optimizer, schedules, RecipeOptions(optimizer)
+    return optimizer, schedules, RecipeOptions(optimizer, schedules)
 
 
 def train(optimizer: Optimizer, schedules: list[Any], steps: int) -> list[list[float]]:
@@ -131,6 +139,41 @@ def test_a_rate_that_has_no_effect_is_said() -> None:
         assert describe_own_rates(schedule(optimizer), [0.5], optimizer) is None
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        (
+            partial(StepLR, step_size=2, gamma=0.3),
+            partial(StepLR, step_size=2, gamma=0.5),
+            "gamma=0.5 has no effect, 0.3",
+        ),
+        (
+            partial(MultiStepLR, milestones=[1, 3]),
+            partial(MultiStepLR, milestones=[1]),
+            r"milestones=\[1\] .*\[1, 3\] ho",
+        ),
+        (
+            partial(ReduceLROnPlateau, patience=0),
+            partial(ReduceLROnPlateau, patience=2),
+            "patience=2 has no effect, 0 h",
+        ),
+    ],
+)
+def test_an_option_of_a_schedule_that_has_no_effect_is_said(first: Schedule, then: Schedule, said: str) -> None:
+    make = partial(SGD, lr=0.1)
+    with pytest.warns(UserWarning, match=f"lr_scheduler: {said}.* goes on as in the checkpoint"):
+        optimizer, schedules = resumed(make, make, first, then)
+    assert train(optimizer, schedules, 6) == train(*made(make, first)[:2], 9)[3:]
+
+
+def test_a_schedule_that_would_end_the_run_is_refused(make_trainer: Any) -> None:
+    schedule = OneCycleLR(SGD([nn.Parameter(torch.ones(1))], lr=1, momentum=0.9), max_lr=1.0, total_steps=2)
+    for fits in ({"max_epochs": 2}, {"max_epochs": 3, "max_steps": 2}, {"max_epochs": -1}):
+        check_total_steps(schedule, make_trainer(**fits))
+    with pytest.raises(RecipeError, match=r"2 times .total_steps., and would end .* trainer.max_epochs=3; give both"):
+        check_total_steps(schedule, make_trainer(max_epochs=3))
+
+
 def test_decay_and_betas_too(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     then = partial(AdamW, lr=0.1, betas=(0.8, 0.9), weight_decay=0.5, eps=1e-6)
@@ -206,6 +249,10 @@ def test_a_schedule_that_comes_or_goes_is_said(stopped: Any) -> None:
     schedule = partial(LinearWithWarmup, warmup=0, total_steps=8)
     with pytest.warns(UserWarning, match="lr_scheduler: the checkpoint has none, so that it begins at its first step"):
         stopped()(lr_scheduler=schedule)
+    with pytest.raises(
+        RecipeError, match="of another lr_scheduler than StepLR, with lr_lambdas and not gamma, step_size"
+    ):
+        stopped(lr_scheduler=schedule)(lr_scheduler=partial(StepLR, step_size=1))
     with pytest.warns(UserWarning, match="has one and the recipe none: the learning rate stays at 7.5e-05; to go on"):
         trainer = stopped(lr_scheduler=schedule)()
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(7.5e-5)

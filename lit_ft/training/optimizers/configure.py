@@ -14,6 +14,7 @@ from lit_callbacks.distributed.gather import full_shape
 from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import StateDict
 from transformers import PreTrainedModel
 
@@ -102,6 +103,21 @@ def describe_own_rates(scheduler: object, given: Sequence[float], optimizer: Opt
         f"lr_scheduler: {type(scheduler).__name__} takes learning rates from its own options (from {float(bases[0]):g} "
         f"on), so that {vain} no effect; set them there, as max_lr"
     )
+
+
+def check_total_steps(schedule: object, trainer: Trainer) -> None:
+    """Refuse a ``OneCycleLR`` that would end the run with an error at the end of an epoch.
+
+    Raises:
+        RecipeError: it has fewer steps than the run has epochs.
+    """
+    epochs = trainer.max_epochs if trainer.max_steps == -1 else None
+    if isinstance(schedule, OneCycleLR) and epochs is not None and schedule.total_steps < epochs:
+        raise RecipeError(
+            f"lr_scheduler: OneCycleLR steps once per epoch, {schedule.total_steps} times (total_steps), and would end "
+            f"the run in its next epoch with an error: trainer.max_epochs={epochs}; give both alike when the run "
+            "starts, or take a schedule of lit_ft.schedules, which a resumed run may make longer"
+        )
 
 
 def _with_groups(optimizer: OptimizerCallable, module: nn.Module, factors: Mapping[str, float]) -> Optimizer:
