@@ -332,7 +332,8 @@ class TrainingCLI(LightningCLI):
         last: list[Callback] = []
         if isinstance(self.model, CausalLM) or self.options.merge:
             last.append(AdapterMerger(folder.adapter, folder.merged if self.options.merge else None, texts_of(folder)))
-        if self.options.trainer.enable_checkpointing is not False:
+        # In a fast_dev_run, which says that it saves nothing, a ModelCheckpoint would save its end.
+        if self.options.trainer.enable_checkpointing is not False and not self.options.trainer.fast_dev_run:
             last += [ModelCheckpoint(folder.checkpoints, save_last=True), LastCheckpoint(folder.checkpoints)]
         return [*_missing(first, given), *given, *_missing(last, given)]
 

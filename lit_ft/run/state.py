@@ -45,17 +45,18 @@ class RunState(Callback):
         """Whether a callback that stops the run would make Lightning log the newest step."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the state that earlier processes left, and remove the finished marker."""
+        """Read the state that earlier processes left; the finished marker goes when the loop begins."""
         if trainer.is_global_zero:
             self._session = 1 + max(
                 (candidate.position.session for candidate in candidates(self.checkpoints)[0]), default=0
             )
             self._finished_step = finished_step(self.marker)
-            self.marker.unlink(missing_ok=True)
         loop = trainer.fit_loop
         run = loop.run
 
         def run_or_finish() -> None:
+            if trainer.is_global_zero:  # not before: a checkpoint that is read after this hook may be refused
+                self.marker.unlink(missing_ok=True)
             loop.setup_data()
             is_over = loop.done and trainer.limit_train_batches != 0
             run()

@@ -239,7 +239,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer over the trainable parameters, and the schedule."""
-        made = configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors)
+        made = configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors, self._state.shapes)
         if isinstance(made, torch.optim.Optimizer):
             self._state.name_parameters(made)
         else:

@@ -21,6 +21,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.output.logged_rows import counts_from_zero
+from lit_callbacks.output.quantities import as_count
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
@@ -55,7 +56,7 @@ class MetricsCSV(CSVLogger):
 
     @property
     def experiment(self) -> ExperimentWriter:
-        """Writer of the file; the first access removes lines of steps after the checkpoint that is resumed."""
+        """Writer of the file."""
         if self._experiment is None and rank() == 0:
             self._experiment = _MetricsFile(self.log_dir, self.resumed_step, self.unlogged)
         return super().experiment
@@ -65,21 +66,24 @@ class _MetricsFile(ExperimentWriter):
     """Writer that appends lines; if a new column needs another header, the file is replaced atomically."""
 
     def __init__(self, folder: str, resumed_step: int, unlogged: Set[str] | None) -> None:
-        self._resumed_step, self._unlogged = resumed_step, unlogged
+        self._resumed_step, self._unlogged, self._is_begun = resumed_step, unlogged, False
         super().__init__(folder)
 
     def _check_log_dir_exists(self) -> None:
-        # Lightning's own method deletes the file here.
-        path = Path(self.metrics_file_path)
+        """Leave the file as it is, which Lightning's own method deletes."""
+
+    def _drop_repeated(self, path: Path) -> None:
+        """Remove lines of steps after the checkpoint, once: not before the first new one, as a run may be refused."""
+        self._is_begun = True
         if not path.is_file():
             return
         kept, dropped = rows_before(self._resumed_step, self._unlogged, read_rows(path))
         self.metrics_keys = sorted({key for row in kept for key in row})
         self._replace(kept)
-        if dropped:
+        if later := rows_before(self._resumed_step, None, dropped)[1]:  # others are logged again from the checkpoint
             rank_zero_info(
-                f"{path}: {len(dropped):,} rows of steps after {self._resumed_step:,}, which the run resumes from, are "
-                "dropped; it trains and logs these steps again"
+                f"{path} is without {as_count(len(later), 'row')} of steps after {self._resumed_step:,}, which the run "
+                "resumes from: it trains and logs these steps again"
             )
 
     def save(self) -> None:
@@ -91,6 +95,8 @@ class _MetricsFile(ExperimentWriter):
         path = Path(self.metrics_file_path)
         if self.metrics:
             with explain_failed_write(path):
+                if not self._is_begun:
+                    self._drop_repeated(path)
                 self._append(path)
 
     def _append(self, path: Path) -> None:
@@ -343,8 +349,15 @@ def beside_defaults(given: object, run: RunFolder, resumed_step: int, unlogged: 
     if not any(isinstance(one, CSVLogger) for one in loggers):
         defaults.append(MetricsCSV(run, resumed_step, unlogged))
     if not any(isinstance(one, TensorBoardLogger) for one in loggers):
-        defaults.append(StepEvents(run.root, name="tensorboard", version="", purge_step=resumed_step or None))
+        hides = resumed_step if _has_later_rows(run.root, resumed_step) else None
+        defaults.append(StepEvents(run.root, name="tensorboard", version="", purge_step=hides))
     return defaults + loggers
+
+
+def _has_later_rows(folder: Path, resumed_step: int) -> bool:
+    """Whether TensorBoard is to hide what was logged from a step on: not what was measured at the end of a run."""
+    file = folder / "metrics.csv"
+    return resumed_step > 0 and (not file.is_file() or bool(rows_before(resumed_step, None, read_rows(file))[1]))
 
 
 def _append_all_or_nothing(path: Path, text: str) -> None:

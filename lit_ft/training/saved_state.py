@@ -1,6 +1,7 @@
 """Contents of a checkpoint besides Lightning's own: trainable weights, state of the tuning method, base model."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from lit_ft.checkpointing.buffers import BufferWatch
 from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, trainable_shapes
+from lit_ft.checkpointing.storage.sharded import SAVED_GROUPS
 from lit_ft.errors import RecipeError
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
 from lit_ft.protocols import Checkpoint
@@ -61,7 +63,7 @@ class SavedState:
         name_of = {id(p): name for name, p in self.module.named_parameters()}
         self.optimizer_names = [[name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]]
         self._optimizer_options = frozenset(optimizer.param_groups[0])
-        self._groups = _Groups.of(optimizer.param_groups, self.optimizer_names)
+        self._groups = _Groups.of(optimizer.param_groups, self.optimizer_names[0])
         self._recipe_options, self._schedules = RecipeOptions(optimizer, schedules), list(schedules)
         self._check_optimizer()
 
@@ -121,7 +123,8 @@ class SavedState:
             groups = states[0].get("param_groups", [])
             self._saved_optimizer_options = frozenset(option for group in groups[:1] for option in group)
             parts = [group for part in states[0].get("parts", []) for group in part["param_groups"]]
-            self._saved_groups = _Groups.of(groups or parts, checkpoint.get("optimizer_names"))
+            names = checkpoint.get("optimizer_names") or [None]
+            self._saved_groups = _Groups.of(*checkpoint.get(SAVED_GROUPS, [(groups or parts, names[0])])[0])
             self._saved_schedules = checkpoint.get("lr_schedulers") or []
             self._check_optimizer()
             self.replay = go_back_to_a_step(checkpoint, trainer)
@@ -137,7 +140,6 @@ class SavedState:
         for schedule, state in zip(self._schedules, self._saved_schedules or [], strict=False):
             check_same_schedule(schedule, state)
         own, other = self._groups, self._saved_groups
-        # A pipeline stage has some of the weights, and takes its part of the groups by their names.
         if own is not None and other is not None and own.differ(other):
             raise RecipeError(
                 f"the checkpoint's optimizer has {other.describe()}, the recipe's {own.describe()}; resume with the "
@@ -152,25 +154,32 @@ class SavedState:
 
 
 class _Groups(NamedTuple):
-    """Groups of an optimizer's weights, whose state is loaded by their order."""
+    """Groups of an optimizer's weights."""
 
     patterns: list[str | None]
     """Patterns of ``lr_factors``."""
     sizes: list[int]
-    names: list[str] | None
-    """Names of the weights in order; None where a checkpoint of an earlier version lacks them."""
+    names: list[list[str]] | None
+    """Names of the weights by group; None where a checkpoint of an earlier version lacks them."""
 
     @classmethod
-    def of(cls, groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]] | None) -> "_Groups":
-        patterns = list(dict.fromkeys(group.get(PATTERN) for group in groups))
-        return cls(patterns, [len(group["params"]) for group in groups], names[0] if names else None)
+    def of(cls, groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> "_Groups":
+        """Groups of an optimizer's state, with the names of its weights in order."""
+        sizes = [len(group["params"]) for group in groups]
+        ends = list(accumulate(sizes))
+        by_group = [list(names[end - size : end]) for size, end in zip(sizes, ends, strict=True)] if names else None
+        return cls(list(dict.fromkeys(group.get(PATTERN) for group in groups)), sizes, by_group)
 
-    def differ(self, other: "_Groups") -> bool:
-        """Whether the same weights are grouped or ordered otherwise."""
-        if self.names is None or other.names is None:
-            return self.sizes != other.sizes and sum(self.sizes) == sum(other.sizes)
-        is_other = (self.sizes, self.names) != (other.sizes, other.names)
-        return is_other and bool(other.sizes) and set(self.names) == set(other.names)
+    def differ(self, saved: "_Groups") -> bool:
+        """Whether the saved optimizer groups the same weights otherwise, or in another order.
+
+        A pipeline stage has some of the weights, and takes its part of the saved groups by their names.
+        """
+        if self.names is None or saved.names is None:
+            return self.sizes != saved.sizes and sum(self.sizes) == sum(saved.sizes)
+        own = {name for group in self.names for name in group}
+        parts = [[name for name in group if name in own] for group in saved.names]
+        return sum(map(len, parts)) == len(own) and [part for part in parts if part] != self.names
 
     def describe(self) -> str:
         """Text with the patterns, and the numbers of weights."""

@@ -48,6 +48,13 @@ def test_two_callbacks_write_one_last_file(
     assert counter.count == saves
 
 
+def test_it_is_no_earlier_one_where_another_file_is_the_newest(make_trainer: Any, tmp_path: Path) -> None:
+    callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=2), LastCheckpoint(tmp_path)]
+    make_trainer(callbacks=callbacks, enable_checkpointing=True, limit_train_batches=1, max_steps=2).fit(BoringModel())
+    steps = {path.name: torch.load(path, weights_only=False)["global_step"] for path in tmp_path.glob("*.ckpt")}
+    assert steps == {"epoch=1-step=2.ckpt": 2, "last.ckpt": 2}
+
+
 def test_a_run_that_was_moved_replaces_its_last_file(make_trainer: Any, tmp_path: Path) -> None:
     first, moved = tmp_path / "first", tmp_path / "moved"
     for folder, steps, checkpoint in ((first, 2, None), (moved, 6, moved / "last.ckpt")):

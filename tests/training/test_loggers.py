@@ -154,3 +154,20 @@ def test_loggers_of_the_recipe_are_beside_the_defaults(tmp_path: Path) -> None:
     assert [type(one) for one in beside_defaults(True, run, 0, True)] == [MetricsCSV, StepEvents]
     assert [type(one) for one in beside_defaults([mine], run, 0, True)] == [MetricsCSV, StepEvents, LitLogger]
     assert [type(one) for one in beside_defaults(csv, run, 0, True)] == [StepEvents, type(csv)]
+
+
+def test_tensorboard_shows_what_was_measured_at_the_end_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    def run(resumed_step: int, rows: list[tuple[int, dict[str, float]]]) -> None:
+        loggers = beside_defaults(None, RunFolder(tmp_path), resumed_step, None)
+        for logger in loggers:
+            for step, metrics in rows:
+                logger.log_metrics(metrics, step)
+            logger.save()
+            logger.finalize("success")
+
+    run(0, [(1, {"epoch": 0, "loss": 1.0}), (2, {"val/exact_match": 0.5})])  # after the second step
+    run(2, [(2, {"epoch": 0, "loss": 2.0}), (3, {"epoch": 0, "loss": 3.0})])
+    run(3, [(3, {"epoch": 0, "loss": 4.0})])  # step 4 was after the checkpoint
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("val/exact_match")] == [(2, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 4.0)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from peft import LoraConfig
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -22,7 +23,13 @@ from torch.optim.lr_scheduler import (
 )
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer, check_total_steps, describe_own_rates
+from lit_ft.training.optimizers.configure import (
+    MATRICES,
+    SplitOptimizer,
+    check_total_steps,
+    configure_optimizers,
+    describe_own_rates,
+)
 from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions
 from lit_ft.training.optimizers.schedules import CosineWithWarmup, LinearWithWarmup
 
@@ -137,6 +144,21 @@ def test_a_rate_that_has_no_effect_is_said() -> None:
     for schedule in filter(None, SCHEDULES.values()):
         optimizer = SGD(one, lr=0.5)
         assert describe_own_rates(schedule(optimizer), [0.5], optimizer) is None
+
+
+def test_a_pipeline_stage_has_groups_of_its_own() -> None:
+    module, names = BoringModel(), ["layer.weight", "layer.bias", "head.weight"]
+    make = partial(configure_optimizers, module, partial(SGD, lr=0.1), lr_factors={"bias": 2.0, "head": 4.0})
+    with pytest.raises(RecipeError, match="'head' is found in no weight's name"):
+        make()
+    configured = make(names=names)
+    assert isinstance(configured, Optimizer)
+    assert [group["lr"] for group in configured.param_groups] == [0.1, 0.2]
+    schedule: Any = partial(LinearWithWarmup, total_steps=9)
+    optimizer, schedules, options = made(partial(SGD, lr=0.1), schedule)
+    schedules[0].base_lrs = [0.1]  # those of the first stage, in the checkpoint
+    options.take_over(optimizer, schedules)
+    assert train(optimizer, schedules, 3) == train(*made(partial(SGD, lr=0.1), schedule)[:2], 3)
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,11 @@ def configure_optimizers(
     optimizer: OptimizerCallable,
     lr_scheduler: LRSchedulerCallable | None = None,
     lr_factors: Mapping[str, float] | None = None,
+    names: Iterable[str] | None = None,
 ) -> Optimizer | OptimizerLRSchedulerConfig:
     """Return value of ``LightningModule.configure_optimizers`` for the optimizer and schedule of a recipe.
+
+    ``names`` are those of all weights that train, where this process holds some of them (a pipeline's stage).
 
     Frozen parameters get no optimizer state. Parameters are grouped by ``MATRICES``, matrices first, and by
     learning-rate factor. Warm-up schedules are stepped once per optimizer step; others once per epoch, as in
@@ -65,7 +68,7 @@ def configure_optimizers(
     Raises:
         RecipeError: the schedule needs the length of the run, which is unknown, or a factor matches no weight.
     """
-    built = _with_groups(optimizer, module, lr_factors or {})
+    built = _with_groups(optimizer, module, lr_factors or {}, names)
     if lr_scheduler is None:
         return built
     given = [group["lr"] for group in built.param_groups]
@@ -120,10 +123,12 @@ def check_total_steps(schedule: object, trainer: Trainer) -> None:
         )
 
 
-def _with_groups(optimizer: OptimizerCallable, module: nn.Module, factors: Mapping[str, float]) -> Optimizer:
+def _with_groups(
+    optimizer: OptimizerCallable, module: nn.Module, factors: Mapping[str, float], names: Iterable[str] | None
+) -> Optimizer:
     """Optimizer of a module's trainable parameters, grouped by ``MATRICES`` and by learning-rate factor."""
     trains = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    pattern_of = matching(factors, list(trains), "model.lr_factors")
+    pattern_of = matching(factors, list(names or trains), "model.lr_factors")
     matrices = hidden_matrices(module)
     members: dict[tuple[bool, str | None], list[nn.Parameter]] = {
         (is_matrix, pattern): [] for is_matrix in (True, False) for pattern in (None, *factors)

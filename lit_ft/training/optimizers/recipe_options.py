@@ -41,6 +41,9 @@ class RecipeOptions:
         """
         schedules = list(schedules)
         rates = [one for schedule in schedules for one in base_rates(schedule)]
+        bases = [group["initial_lr"] for group in optimizer.param_groups if "initial_lr" in group]
+        for of_groups in rates if len(bases) == len(self._given) else ():
+            of_groups[:] = bases  # the checkpoint has those of rank 0, whose groups may not be those of this stage
         taken: dict[str, None] = {}
         ignored: dict[str, None] = {}
         for index, (group, given) in enumerate(zip(optimizer.param_groups, self._given, strict=True)):
@@ -82,8 +85,8 @@ def check_same_schedule(schedule: object, saved: Mapping[str, object]) -> None:
     more, fewer = sorted(saved.keys() - here), sorted(here - saved.keys())
     if more and fewer:
         raise RecipeError(
-            f"the checkpoint is that of another lr_scheduler than {type(schedule).__name__}, with {', '.join(more)} and "
-            f"not {', '.join(fewer)}; resume with the lr_scheduler that wrote it, which is in config.yaml of its run"
+            f"the checkpoint is that of another lr_scheduler than {type(schedule).__name__}, with {', '.join(more)} "
+            f"and not {', '.join(fewer)}; resume with the lr_scheduler that wrote it, in config.yaml of its run"
         )
 
 
