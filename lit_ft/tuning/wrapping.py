@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
@@ -56,7 +57,10 @@ def add_peft(
     wrap = partial(get_peft_model, model, peft, autocast_adapter_dtype=in_float32)
     names = f"fix its init_args; the linear layers of {type(model).__name__} are {linear_layers(model)}"
     biases = [parameter for name, parameter in model.named_parameters() if "bias" in name]
-    with explained("model.peft", names, also=(re.error,)):
+    # Lightning builds a model with its GPU as the default device; PEFT draws from generators of the CPU. On the CPU new
+    # weights are also the same numbers for every device.
+    creates_on = nullcontext() if model.device.type == "meta" else torch.device("cpu")
+    with explained("model.peft", names, also=(re.error,)), creates_on:
         is_marked = deferred_cast.is_marked(model)
         wrapped = wrap_in_final_dtype(model, peft, wrap, in_float32) if is_marked else wrap()
     check_ranks(wrapped)

@@ -239,7 +239,7 @@ def _write_merged(
     dtype: torch.dtype | None,
     quantized_base: str | None,
 ) -> None:
-    trained = copy.deepcopy(model).cpu().eval()
+    trained = _copy_on_cpu(model).eval()
     base = trained.get_base_model()
     if attention_implementation(base.config) not in ("eager", "sdpa"):
         base.set_attn_implementation("sdpa")  # others may need an accelerator, or arguments of the training loop
@@ -272,6 +272,16 @@ def _write_merged(
         return
     result = _check_quantized(expected, got, untrained, in_memory, merged_dtype)
     rank_zero_info(f"{result}; {mib:,.1f} MiB of weights, {trained_mib:,.1f} MiB in training")
+
+
+def _copy_on_cpu(model: "PeftModel") -> "PeftModel":
+    """Copy a model without a second one in a GPU's memory: only quantized weights are copied there first."""
+    memo: dict[int, Any] = {id(buffer): buffer.to("cpu", copy=True) for buffer in model.buffers()}
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter:
+            on_cpu = parameter.detach().to("cpu", copy=True)
+            memo[id(parameter)] = nn.Parameter(on_cpu, parameter.requires_grad)
+    return copy.deepcopy(model, memo).cpu()
 
 
 def _check_quantized(

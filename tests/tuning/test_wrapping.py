@@ -1,0 +1,26 @@
+"""Where the weights of an adapter are made. What tuning methods compute: test_tuning.py."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from tuning_methods import METHODS
+
+from lit_ft.tuning.wrapping import add_peft
+
+
+@pytest.mark.parametrize("method", ["LoRA", "VeRA", "PVeRA", "RandLoRA", "FourierFT", "WaveFT", "SHiRA", "TinyLoRA"])
+def test_new_weights_are_those_of_the_cpu_under_each_default_device(model_folder: str, method: str) -> None:
+    """Lightning makes its GPU the default device, for which the CPU generators of these methods are not."""
+
+    def weights(default: str) -> dict[str, torch.Tensor]:
+        base = AutoModelForCausalLM.from_pretrained(model_folder)
+        torch.manual_seed(3)
+        with torch.device(default):
+            wrapped = add_peft(base, METHODS[method])
+        return {**dict(wrapped.named_parameters()), **dict(wrapped.named_buffers())}
+
+    expected, found = weights("cpu"), weights("meta")
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert weight.device.type == "cpu", name
+        assert torch.equal(weight, expected[name]), name
