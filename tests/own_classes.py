@@ -2,6 +2,7 @@
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -19,6 +20,11 @@ class OwnModule(LightningModule):
 class OwnData(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         return DataLoader(torch.ones(8, 3), batch_size=2)
+
+
+class OwnLogger(CSVLogger):
+    def __init__(self, save_dir: str = "here") -> None:
+        super().__init__(save_dir, name="own", version="")
 
 
 class SeveralValidationSets(LightningDataModule):

@@ -235,7 +235,13 @@ def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path, monkeypatch:
                 "model": {"class_path": "own_classes.OwnModule", "init_args": {"size": 3}},
                 "data": {"class_path": "own_classes.OwnData"},
                 "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}},
-                "trainer": {"max_steps": 2, "accelerator": "cpu", "enable_progress_bar": False, "callbacks": []},
+                "trainer": {
+                    "max_steps": 2,
+                    "accelerator": "cpu",
+                    "enable_progress_bar": False,
+                    "callbacks": [],
+                    "logger": [{"class_path": "own_classes.OwnLogger"}],
+                },
             }
         )
     )
@@ -246,6 +252,9 @@ def test_someone_elses_module_and_data(capsys: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("LIT_FT_ALLOW_CODE", "")  # what the command line allows stays in the environment of its process
     run(capsys, *arguments, "--allow_code", "own_classes")
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
+    assert (tmp_path / "run" / "own").is_dir()
+    again = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())  # for other runs: with places of their own
+    assert again["trainer"]["logger"][0]["init_args"] == {"save_dir": "here"}
 
 
 @pytest.mark.parametrize("command", ["validate", "fit"])

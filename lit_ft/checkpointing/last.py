@@ -34,6 +34,8 @@ class LastCheckpoint(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, after all other checkpoint callbacks."""
         is_saved = self._saved_step == trainer.global_step and self._all_save_here(trainer)
+        if is_saved and not self._writers(trainer):  # an earlier one would not be the last
+            is_saved = not trainer.strategy.broadcast((self.folder / "last.ckpt").exists())
         if not is_saved and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             path = self.folder / "last.ckpt"
             trainer.save_checkpoint(path, weights_only=False)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -68,8 +67,8 @@ from lit_ft.run.state import RunState
 from lit_ft.training.answering import AnsweringModule
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.console import ConsoleSummary, show_progress_on_terminals_only
-from lit_ft.training.loggers import beside_defaults, put_files_in
-from lit_ft.training.optimizers.configure import configure_optimizers, try_out
+from lit_ft.training.loggers import beside_defaults, log_recipe, placed
+from lit_ft.training.optimizers.configure import check_total_steps, configure_optimizers, try_out
 from lit_ft.training.steps.lightning_callbacks import check_lightning_callbacks
 from lit_ft.tuning.compatibility import check_situation
 
@@ -127,14 +126,14 @@ class SaveRecipe(SaveConfigCallback):
         config["resume_data"] = "same"
         path = RunFolder(Path(config["run_dir"])).config
         self.parser.save(config, path, skip_none=False, skip_validation=True, overwrite=True, multifile=False)
-        for logger in trainer.loggers:
-            logger.log_hyperparams(load_yaml(path.read_text(encoding="utf-8")))
+        log_recipe(trainer.loggers, load_yaml(path.read_text(encoding="utf-8")), path.parent)
 
 
 class TrainingCLI(LightningCLI):
     """LightningCLI whose ``model`` and ``data`` may be any classes and default to lit_ft's."""
 
     _is_named_by_time = False
+    _recipe_logger: object = None
     answers_path: Path | None = None
     """File of the answers of ``predict``, on rank 0."""
 
@@ -151,6 +150,14 @@ class TrainingCLI(LightningCLI):
         set_parsing_settings(
             subclasses_enabled=[QuantizationConfigMixin], docstring_parse_attribute_docstrings=has_help
         )
+        try:
+            self._parse_and_run()
+        except BaseException:
+            if self._is_named_by_time and is_rank_zero():
+                self.run_folder.discard()
+            raise
+
+    def _parse_and_run(self) -> None:
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -217,10 +224,12 @@ class TrainingCLI(LightningCLI):
         rank_zero_info(f"CPU: {describe_threads()}")
         options = self.options
         chosen = RunChoice(str(self.subcommand), options, self.recipe_name)
-        self._is_named_by_time = chosen.run_dir() is None
+        is_named_by_time = chosen.run_dir() is None
         self.run_folder = chosen.folder()
+        self._is_named_by_time = is_named_by_time
         options.run_dir = str(self.run_folder.root)
-        put_files_in(self.run_folder.root, options.trainer.logger)
+        self._recipe_logger = options.trainer.logger
+        options.trainer.logger = placed(self.run_folder.root, options.trainer.logger)
         if self.subcommand == "fit" and self.run_folder.root.is_dir() and is_rank_zero():
             lock_run(self.run_folder.root)
             for line in replacement.recover(self.run_folder.checkpoints):
@@ -239,15 +248,9 @@ class TrainingCLI(LightningCLI):
         Raises:
             RecipeError: a class of the recipe refuses its arguments.
         """
-        try:
-            self._build()
-            if self.options.ckpt_path is not None:
-                check_unpickling(self.options.weights_only, self.trainer.strategy)
-        except BaseException:
-            if self._is_named_by_time:
-                with suppress(OSError):  # not empty, or it does not exist
-                    self.run_folder.root.rmdir()
-            raise
+        self._build()
+        if self.options.ckpt_path is not None:
+            check_unpickling(self.options.weights_only, self.trainer.strategy)
         self.make_run_folder()
         optimizer, lr_scheduler = self.options_init("optimizer"), self.options_init("lr_scheduler")
         if optimizer is not None and not isinstance(self.model, CausalLM):
@@ -261,6 +264,7 @@ class TrainingCLI(LightningCLI):
 
     def make_run_folder(self) -> None:
         """Create the run folder on rank 0, the only rank that writes to it, and lock it for this run."""
+        self.options.trainer.logger = self._recipe_logger  # config.yaml is for other runs too
         if self.trainer.is_global_zero and self.subcommand == "fit":
             self.run_folder.claim(resuming=self.options.ckpt_path is not None)
         elif self.trainer.is_global_zero and self.subcommand == "predict":
@@ -333,7 +337,8 @@ class TrainingCLI(LightningCLI):
         last: list[Callback] = []
         if isinstance(self.model, CausalLM) or self.options.merge:
             last.append(AdapterMerger(folder.adapter, folder.merged if self.options.merge else None, texts_of(folder)))
-        if self.options.trainer.enable_checkpointing is not False:
+        # In a fast_dev_run, which says that it saves nothing, a ModelCheckpoint would save its end.
+        if self.options.trainer.enable_checkpointing is not False and not self.options.trainer.fast_dev_run:
             last += [ModelCheckpoint(folder.checkpoints, save_last=True), LastCheckpoint(folder.checkpoints)]
         return [*_missing(first, given), *given, *_missing(last, given)]
 
@@ -411,6 +416,7 @@ class TrainingCLI(LightningCLI):
                 has_data = data.splits.validates if isinstance(data, TextDataModule) else True
                 check_callbacks(self._given_callbacks(), validates := bool(has_data and limit != 0))
                 check_schedule(self.schedule, validates)
+                check_total_steps(self.schedule, self.trainer)
             allow_one_loader(self.datamodule)
         if isinstance(self.datamodule, TextDataModule):
             self._check_positions("data.max_length", self.datamodule.requested_length)

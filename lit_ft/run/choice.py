@@ -93,7 +93,8 @@ class RunChoice:
     def _choose_run(self) -> RunFolder:
         if self._resumes:
             return newest_run(self._recipe)
-        unfinished = unfinished_run(self._recipe) if self._options.resume is not None else None
+        max_time = self._options.trainer.max_time
+        unfinished = unfinished_run(self._recipe, max_time) if self._options.resume is not None else None
         return unfinished or new_run(self._recipe, create=self._subcommand in ("fit", "predict"))
 
     def _look_for_checkpoint(self, folder: RunFolder) -> str:

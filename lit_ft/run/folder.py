@@ -2,22 +2,26 @@
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.bounded_yaml import load_yaml
 from lit_ft.checkpointing.selection import best_of, newest_good
 from lit_ft.checkpointing.storage import replacement
 from lit_ft.errors import RecipeError, explained
-from lit_ft.run.lock import is_running, lock_run, unwritable
-from lit_ft.run.state import finished_step
+from lit_ft.run.lock import LOCK, is_running, lock_run, unwritable
+from lit_ft.run.state import ended_by_time, finished_step
 
+MaxTime = str | timedelta | dict[str, int] | None
+"""Type of ``trainer.max_time``."""
 RUNS = Path("checkpoints/runs")
 LAST, BEST = "last", "best"
 """Names of a run's newest and best checkpoint, for ``--ckpt_path``."""
@@ -170,6 +174,13 @@ class RunFolder:
         except OSError as error:
             raise unwritable(self.root, error) from error
 
+    def discard(self) -> None:
+        """Remove the folder of a run that has ended before it wrote anything; one that holds something stays."""
+        with suppress(OSError):  # it does not exist, or is not empty
+            if [file.name for file in self.root.iterdir()] == [LOCK]:
+                (self.root / LOCK).unlink()
+            self.root.rmdir()
+
     def claim(self, resuming: bool) -> None:
         """Create the folder, and lock it for this process.
 
@@ -240,11 +251,24 @@ def newest_run(recipe: str) -> RunFolder:
     return runs[-1]
 
 
-def unfinished_run(recipe: str) -> RunFolder | None:
-    """Newest run of a recipe that has a checkpoint, is not finished and is not running; None if there is none."""
+def unfinished_run(recipe: str, max_time: MaxTime = None) -> RunFolder | None:
+    """Newest run of a recipe that has a checkpoint, is not running and goes on; None if there is none.
+
+    Args:
+        recipe: name of the recipe.
+        max_time: ``trainer.max_time`` of the command; a run that has ended by a shorter one goes on.
+    """
     ended = [run for run in _runs_with_checkpoints(recipe) if not is_running(run.root)]
-    runs = [run for run in ended if finished_step(run.finished) is None]
+    runs = [run for run in ended if finished_step(run.finished) is None or _has_more_time(run, max_time)]
     return runs[-1] if runs else None
+
+
+def _has_more_time(run: RunFolder, max_time: MaxTime) -> bool:
+    """Whether a finished run ended by its ``trainer.max_time``, and a command gives it more."""
+    if not ended_by_time(run.finished) or (before := run.recipe()["trainer"].get("max_time")) is None:
+        return False
+    earlier, now = (Timer(duration=one).time_remaining() for one in (before, max_time))
+    return now is None or (earlier is not None and now > earlier)
 
 
 def _runs_with_checkpoints(recipe: str) -> list[RunFolder]:

@@ -14,6 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.errors import RecipeError
 
+LOCK = ".lock"
+"""Name of the locked file in a run folder."""
 LOCK_TRIES = 4
 LOCK_WAIT_SECONDS = 0.05
 _held: dict[Path, IO[str]] = {}
@@ -30,7 +32,7 @@ def lock_run(root: Path) -> None:
     Raises:
         RecipeError: another process holds the lock, or the folder is not writable.
     """
-    path = root.resolve() / ".lock"
+    path = root.resolve() / LOCK
     if path in _held:
         return
     # Not in a `with`: closing the file releases the lock.
@@ -84,7 +86,7 @@ def check_still_there(root: Path) -> None:
     Raises:
         RecipeError: the folder was removed or replaced.
     """
-    path = root.resolve() / ".lock"
+    path = root.resolve() / LOCK
     if (file := _held.get(path)) is None:
         return
     # The inode number of an open file is not reused, so the lock file of a new folder always differs from this one.
@@ -103,7 +105,7 @@ def release_runs() -> None:
 
 def is_running(root: Path) -> bool:
     """Whether another process holds the lock of a run folder."""
-    path = root.resolve() / ".lock"
+    path = root.resolve() / LOCK
     if path in _held or not path.is_file():
         return False
     try:

@@ -15,6 +15,9 @@ from lit_ft.internals import lightning as lightning_internals
 from lit_ft.protocols import Checkpoint
 from lit_ft.run.lock import check_still_there
 
+ENDED_BY, MAX_TIME = "ended_by", "max_time"
+"""Key in the finished marker, and its value in a run that has ended before its last step."""
+
 
 class RunState(Callback):
     """Number the starts and resumptions of a run, mark it as finished, and write exports that a killed run lacks.
@@ -42,17 +45,18 @@ class RunState(Callback):
         """Whether a callback that stops the run would make Lightning log the newest step."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the state that earlier processes left, and remove the finished marker."""
+        """Read the state that earlier processes left; the finished marker goes when the loop begins."""
         if trainer.is_global_zero:
             self._session = 1 + max(
                 (candidate.position.session for candidate in candidates(self.checkpoints)[0]), default=0
             )
             self._finished_step = finished_step(self.marker)
-            self.marker.unlink(missing_ok=True)
         loop = trainer.fit_loop
         run = loop.run
 
         def run_or_finish() -> None:
+            if trainer.is_global_zero:  # not before: a checkpoint that is read after this hook may be refused
+                self.marker.unlink(missing_ok=True)
             loop.setup_data()
             is_over = loop.done and trainer.limit_train_batches != 0
             run()
@@ -122,13 +126,15 @@ class RunState(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Mark the run as finished."""
         if trainer.is_global_zero:
-            write_durably(self.marker, json.dumps({"global_step": trainer.global_step}) + "\n")
+            is_over = trainer.should_stop and _time_is_over(trainer)
+            end = {"global_step": trainer.global_step} | ({ENDED_BY: MAX_TIME} if is_over else {})
+            write_durably(self.marker, json.dumps(end) + "\n")
 
     def _write_what_is_missing(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log_what_was_not(trainer)
         is_newer = trainer.strategy.broadcast(self._finished_step) != trainer.global_step
         callbacks = attributes_of(trainer).callbacks
-        if any((one.time_remaining() or 1.0) < 0 for one in callbacks if isinstance(one, Timer)):
+        if _time_is_over(trainer):
             rank_zero_info(
                 f"trainer.max_time counts from the start of the run, and was over at step {trainer.global_step:,}: "
                 "nothing is trained; to go on, resume with a longer max_time"
@@ -138,6 +144,11 @@ class RunState(Callback):
         for callback in callbacks:
             if isinstance(callback, WritesAtTheEnd):
                 callback.write_final(trainer, pl_module, only_missing=not is_newer)
+
+
+def _time_is_over(trainer: Trainer) -> bool:
+    timers = (one for one in attributes_of(trainer).callbacks if isinstance(one, Timer))
+    return any((one.time_remaining() or 1.0) < 0 for one in timers)
 
 
 def _metrics_about_to_be_logged(trainer: Trainer) -> dict[str, float] | None:
@@ -158,3 +169,8 @@ def finished_step(marker: Path) -> int | None:
         return int(json.loads(marker.read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def ended_by_time(marker: Path) -> bool:
+    """Whether a run is finished because the time of ``trainer.max_time`` was over."""
+    return finished_step(marker) is not None and json.loads(marker.read_text()).get(ENDED_BY) == MAX_TIME

@@ -239,8 +239,14 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Optimizer over the trainable parameters, and the schedule."""
-        made = configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors)
-        self._state.name_parameters(made if isinstance(made, torch.optim.Optimizer) else made["optimizer"])
+        made = configure_optimizers(self, self.optimizer, self.lr_scheduler, self.lr_factors, self._state.shapes)
+        if isinstance(made, torch.optim.Optimizer):
+            self._state.name_parameters(made)
+        else:
+            schedule = made["lr_scheduler"]
+            self._state.name_parameters(
+                made["optimizer"], [schedule["scheduler"]] if isinstance(schedule, dict) else []
+            )
         return made
 
     def on_train_start(self) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import os
 import re
 import sys
@@ -19,6 +20,8 @@ from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogg
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lit_callbacks.export.manifest import write_durably
+from lit_callbacks.output.logged_rows import counts_from_zero
+from lit_callbacks.output.quantities import as_count
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
@@ -27,6 +30,9 @@ from lit_ft.checkpointing.storage.failures import explain_failed_write
 from lit_ft.errors import RecipeError, explained
 from lit_ft.internals.lightning import rank
 from lit_ft.run.folder import RunFolder
+
+MLFLOW_RUNS = "mlflow_runs.json"
+"""File of a run folder: its run in MLflow, by place, in which a resumed run goes on."""
 
 
 class MetricsCSV(CSVLogger):
@@ -50,7 +56,7 @@ class MetricsCSV(CSVLogger):
 
     @property
     def experiment(self) -> ExperimentWriter:
-        """Writer of the file; the first access removes lines of steps after the checkpoint that is resumed."""
+        """Writer of the file."""
         if self._experiment is None and rank() == 0:
             self._experiment = _MetricsFile(self.log_dir, self.resumed_step, self.unlogged)
         return super().experiment
@@ -60,21 +66,24 @@ class _MetricsFile(ExperimentWriter):
     """Writer that appends lines; if a new column needs another header, the file is replaced atomically."""
 
     def __init__(self, folder: str, resumed_step: int, unlogged: Set[str] | None) -> None:
-        self._resumed_step, self._unlogged = resumed_step, unlogged
+        self._resumed_step, self._unlogged, self._is_begun = resumed_step, unlogged, False
         super().__init__(folder)
 
     def _check_log_dir_exists(self) -> None:
-        # Lightning's own method deletes the file here.
-        path = Path(self.metrics_file_path)
+        """Leave the file as it is, which Lightning's own method deletes."""
+
+    def _drop_repeated(self, path: Path) -> None:
+        """Remove lines of steps after the checkpoint, once: not before the first new one, as a run may be refused."""
+        self._is_begun = True
         if not path.is_file():
             return
         kept, dropped = rows_before(self._resumed_step, self._unlogged, read_rows(path))
         self.metrics_keys = sorted({key for row in kept for key in row})
         self._replace(kept)
-        if dropped:
+        if later := rows_before(self._resumed_step, None, dropped)[1]:  # others are logged again from the checkpoint
             rank_zero_info(
-                f"{path}: {len(dropped):,} rows of steps after {self._resumed_step:,}, which the run resumes from, are "
-                "dropped; it trains and logs these steps again"
+                f"{path} is without {as_count(len(later), 'row')} of steps after {self._resumed_step:,}, which the run "
+                "resumes from: it trains and logs these steps again"
             )
 
     def save(self) -> None:
@@ -86,6 +95,8 @@ class _MetricsFile(ExperimentWriter):
         path = Path(self.metrics_file_path)
         if self.metrics:
             with explain_failed_write(path):
+                if not self._is_begun:
+                    self._drop_repeated(path)
                 self._append(path)
 
     def _append(self, path: Path) -> None:
@@ -125,9 +136,8 @@ def rows_before(
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Lines that were logged before a checkpoint was written, and later ones.
 
-    In lines with an epoch steps count from 0, as Lightning's do: ``step - 1`` is the last one before the checkpoint. Of
-    that one, the lines from the first with ``unlogged`` metrics on are later. Other lines have a number of completed
-    steps.
+    Where Lightning counts, from 0, ``step - 1`` is the last one before the checkpoint. Of that one, the lines with an
+    epoch from the first with ``unlogged`` metrics on are later. Other lines have a number of completed steps.
     """
     kept: list[dict[str, str]] = []
     dropped: list[dict[str, str]] = []
@@ -138,7 +148,7 @@ def rows_before(
         if names is not None and "epoch" in row and number == step - 1:
             is_later = is_later or not names or not names.isdisjoint(row)
             number += is_later
-        is_before = step > 0 and number <= (step - 1 if "epoch" in row else step)
+        is_before = step > 0 and number <= step - counts_from_zero(row)
         (kept if is_before else dropped).append(row)
     return kept, dropped
 
@@ -224,13 +234,25 @@ def _flat(options: Mapping[str, object], prefix: str = "") -> dict[str, bool | i
 # --- loggers of the recipe ----------------------------------------------------------------------------
 
 
-def put_files_in(folder: Path, logger: object) -> None:
-    """Let the recipe's loggers that name no folder write into the run folder; their arguments are changed in place.
+def placed(folder: Path, logger: object) -> object:
+    """The recipe's ``trainer.logger``, with arguments by which loggers that name no place write into the run folder.
+
+    A copy: another run of the same recipe has places of its own.
 
     Raises:
         RecipeError: the package of a logger is not installed, or the logger would log nothing.
     """
-    for one in logger if isinstance(logger, list) else [logger]:
+    loggers = [one.clone() if isinstance(one, Namespace) else one for one in _listed(logger)]
+    _put_files_in(folder, loggers)
+    return loggers if isinstance(logger, list) else loggers[0]
+
+
+def _listed(logger: object) -> list[Any]:
+    return logger if isinstance(logger, list) else [logger]
+
+
+def _put_files_in(folder: Path, loggers: list[Any]) -> None:
+    for one in loggers:
         if not isinstance(one, Namespace) or not isinstance(arguments := one.get("init_args"), Namespace):
             continue
         module, _, name = one.class_path.rpartition(".")
@@ -244,12 +266,11 @@ def put_files_in(folder: Path, logger: object) -> None:
         more: dict[str, object] = {}
         if issubclass(cls, WandbLogger) and arguments.id is None:
             # The same run on the server when it is resumed.
-            arguments.id = re.sub(r"[^\w.-]", "-", f"{folder.parent.name}-{folder.name}")
-            arguments.name = arguments.name or f"{folder.parent.name}/{folder.name}"
+            arguments.id = re.sub(r"[^\w.-]", "-", _name(folder))
+            arguments.name = arguments.name or _name(folder)
             more = {"resume": "allow"}
-        elif issubclass(cls, MLFlowLogger) and arguments.tracking_uri is None:
-            arguments.tracking_uri = f"sqlite:///{folder.absolute()}/mlflow.db"  # MLflow 3 refuses plain files
-            arguments.artifact_location = arguments.artifact_location or str(folder.absolute() / "mlflow")
+        elif issubclass(cls, MLFlowLogger):
+            _put_mlflow_in(folder, arguments)
         elif issubclass(cls, CometLogger):
             if arguments.online is False:
                 raise RecipeError(
@@ -263,18 +284,80 @@ def put_files_in(folder: Path, logger: object) -> None:
             one["dict_kwargs"] = more | (one.get("dict_kwargs") or {})
 
 
+def _put_mlflow_in(folder: Path, arguments: Namespace) -> None:
+    # MLflow would draw a name from Python's generator: the same one for all runs of a seed.
+    arguments.run_name = arguments.run_name or _name(folder)
+    if arguments.tracking_uri is None:
+        arguments.tracking_uri = _own_store(folder)
+        arguments.artifact_location = arguments.artifact_location or str(folder.absolute() / "mlflow")
+    arguments.run_id = arguments.run_id or _mlflow_runs(folder).get(_place(folder, arguments.tracking_uri))
+
+
+def _name(folder: Path) -> str:
+    """Name of a run where others of other recipes are beside it."""
+    return f"{folder.absolute().parent.name}/{folder.name}"
+
+
+def _own_store(folder: Path) -> str:
+    return f"sqlite:///{folder.absolute()}/mlflow.db"  # MLflow 3 refuses plain files
+
+
+def _place(folder: Path, tracking_uri: str) -> str:
+    """Key of a tracking URI in ``MLFLOW_RUNS``, which holds for a folder that was moved."""
+    return "mlflow.db" if tracking_uri == _own_store(folder) else tracking_uri
+
+
+def _mlflow_runs(folder: Path) -> dict[str, str]:
+    """MLflow's runs of a run folder, by ``_place``."""
+    file = folder / MLFLOW_RUNS
+    if not file.is_file():
+        return {}
+    with explained(f"{file}", "remove it, and a resumed run is a further one in MLflow"):
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def log_recipe(loggers: Sequence[Logger], recipe: dict[str, Any], folder: Path) -> None:
+    """Log the recipe of a run; note the run in MLflow, in which it goes on when it is resumed.
+
+    MLflow refuses to change parameters, so that a resumed run keeps those of its start.
+
+    Args:
+        loggers: loggers of the run.
+        recipe: its resolved recipe.
+        folder: its folder.
+    """
+    for logger in loggers:
+        if not isinstance(logger, MLFlowLogger):
+            logger.log_hyperparams(recipe)
+            continue
+        place, runs = _place(folder, logger.experiment.tracking_uri), _mlflow_runs(folder)
+        if runs.get(place) == logger.run_id:
+            logger.experiment.update_run(logger.run_id, status="RUNNING")
+            rank_zero_info(f"MLflow: goes on in run {logger.run_id}, whose parameters stay those of its start")
+        else:
+            logger.log_hyperparams(recipe)
+            write_durably(folder / MLFLOW_RUNS, json.dumps(runs | {place: logger.run_id}) + "\n")
+
+
 def beside_defaults(given: object, run: RunFolder, resumed_step: int, unlogged: Set[str] | None) -> list[Logger]:
     """Loggers of a run: ``metrics.csv`` and TensorBoard, each unless the recipe has one of its kind; then the recipe's.
 
     ``given`` is the recipe's ``trainer.logger``; the other arguments are those of ``MetricsCSV``.
     """
-    loggers = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, Logger)]
+    loggers = [one for one in _listed(given) if isinstance(one, Logger)]
     defaults: list[Logger] = []
     if not any(isinstance(one, CSVLogger) for one in loggers):
         defaults.append(MetricsCSV(run, resumed_step, unlogged))
     if not any(isinstance(one, TensorBoardLogger) for one in loggers):
-        defaults.append(StepEvents(run.root, name="tensorboard", version="", purge_step=resumed_step or None))
+        hides = resumed_step if _has_later_rows(run.root, resumed_step) else None
+        defaults.append(StepEvents(run.root, name="tensorboard", version="", purge_step=hides))
     return defaults + loggers
+
+
+def _has_later_rows(folder: Path, resumed_step: int) -> bool:
+    """Whether TensorBoard is to hide what was logged from a step on: not what was measured at the end of a run."""
+    file = folder / "metrics.csv"
+    return resumed_step > 0 and (not file.is_file() or bool(rows_before(resumed_step, None, read_rows(file))[1]))
 
 
 def _append_all_or_nothing(path: Path, text: str) -> None:

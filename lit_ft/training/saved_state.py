@@ -1,5 +1,9 @@
 """Contents of a checkpoint besides Lightning's own: trainable weights, state of the tuning method, base model."""
 
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -9,11 +13,13 @@ from torch.optim import Optimizer
 from lit_ft.checkpointing.buffers import BufferWatch
 from lit_ft.checkpointing.resume import Replay, go_back_to_a_step
 from lit_ft.checkpointing.storage.checkpoint_io import check_fit, shapes_of, trainable_shapes
+from lit_ft.checkpointing.storage.sharded import SAVED_GROUPS
 from lit_ft.errors import RecipeError
 from lit_ft.model.files.fingerprint import Fingerprint, check_same_base
 from lit_ft.protocols import Checkpoint
 from lit_ft.training.loss.packed_forward import PackedForward
-from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions
+from lit_ft.training.optimizers.configure import PATTERN, check_total_steps
+from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions, check_same_schedule
 from lit_ft.tuning import lora_init, method_hooks
 from lit_ft.tuning.lora_init import LoraInitState
 
@@ -40,24 +46,25 @@ class SavedState:
         self._optimizer_options: frozenset[str] = frozenset()
         self._saved_optimizer_options: frozenset[str] = frozenset()
         self._recipe_options: RecipeOptions | None = None
-        self._group_sizes: list[int] = []
-        self._saved_group_sizes: list[int] = []
-        self._has_saved_schedule: bool | None = None
+        self._groups: _Groups | None = None
+        self._saved_groups: _Groups | None = None
+        self._schedules: list[object] = []
+        self._saved_schedules: list[Mapping[str, object]] | None = None
         """None unless a fit resumes."""
         self.replay: Replay | None = None
         """Micro-batches that a resumed run trains on again."""
 
-    def name_parameters(self, optimizer: Optimizer) -> None:
-        """Store the names of an optimizer's parameters, which its own state only numbers.
+    def name_parameters(self, optimizer: Optimizer, schedules: Sequence[object] = ()) -> None:
+        """Store the names of an optimizer's parameters, which its own state only numbers, and note its schedules.
 
         Raises:
-            RecipeError: the checkpoint that was read is that of another optimizer.
+            RecipeError: the checkpoint that was read is that of another optimizer or schedule.
         """
         name_of = {id(p): name for name, p in self.module.named_parameters()}
         self.optimizer_names = [[name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]]
         self._optimizer_options = frozenset(optimizer.param_groups[0])
-        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._recipe_options = RecipeOptions(optimizer)
+        self._groups = _Groups.of(optimizer.param_groups, self.optimizer_names[0])
+        self._recipe_options, self._schedules = RecipeOptions(optimizer, schedules), list(schedules)
         self._check_optimizer()
 
     def take_options_of_recipe(self, trainer: Trainer) -> None:
@@ -65,7 +72,9 @@ class SavedState:
         if self._recipe_options is not None:
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
             self._recipe_options.take_over(trainer.optimizers[0], schedules)
-            if self._has_saved_schedule is not None and self._has_saved_schedule is not bool(schedules):
+            for schedule in schedules:  # which may have become the checkpoint's
+                check_total_steps(schedule, trainer)
+            if self._saved_schedules is not None and bool(self._saved_schedules) is not bool(schedules):
                 rate = trainer.optimizers[0].param_groups[0]["lr"]
                 rank_zero_warn(
                     "lr_scheduler: "
@@ -113,8 +122,10 @@ class SavedState:
             states = checkpoint.get("optimizer_states") or [{}]
             groups = states[0].get("param_groups", [])
             self._saved_optimizer_options = frozenset(option for group in groups[:1] for option in group)
-            self._saved_group_sizes = [len(group["params"]) for group in groups]
-            self._has_saved_schedule = bool(checkpoint.get("lr_schedulers"))
+            parts = [group for part in states[0].get("parts", []) for group in part["param_groups"]]
+            names = checkpoint.get("optimizer_names") or [None]
+            self._saved_groups = _Groups.of(*checkpoint.get(SAVED_GROUPS, [(groups or parts, names[0])])[0])
+            self._saved_schedules = checkpoint.get("lr_schedulers") or []
             self._check_optimizer()
             self.replay = go_back_to_a_step(checkpoint, trainer)
 
@@ -126,12 +137,13 @@ class SavedState:
                 f"the checkpoint is that of another optimizer, with {', '.join(sorted(saved - here))} and not "
                 f"{', '.join(sorted(here - saved))}; resume with the optimizer that wrote it"
             )
-        sizes, saved_sizes = self._group_sizes, self._saved_group_sizes
-        # A pipeline stage has some of the weights, and takes its part of the groups by their names.
-        if sizes != saved_sizes and sum(sizes) == sum(saved_sizes):
+        for schedule, state in zip(self._schedules, self._saved_schedules or [], strict=False):
+            check_same_schedule(schedule, state)
+        own, other = self._groups, self._saved_groups
+        if own is not None and other is not None and own.differ(other):
             raise RecipeError(
-                f"the checkpoint's optimizer has groups of {saved_sizes} weights, the recipe's of {sizes}; resume with "
-                "the model.lr_factors that wrote it"
+                f"the checkpoint's optimizer has {other.describe()}, the recipe's {own.describe()}; resume with the "
+                "model.lr_factors that wrote it, which are in config.yaml of its run"
             )
 
     def end_replay(self, trainer: Trainer, batch_idx: int | None = None) -> None:
@@ -139,6 +151,40 @@ class SavedState:
         if self.replay is not None and (batch_idx is None or batch_idx >= self.replay.until):
             self.replay.stop(trainer)
             self.replay = None
+
+
+class _Groups(NamedTuple):
+    """Groups of an optimizer's weights."""
+
+    patterns: list[str | None]
+    """Patterns of ``lr_factors``."""
+    sizes: list[int]
+    names: list[list[str]] | None
+    """Names of the weights by group; None where a checkpoint of an earlier version lacks them."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None) -> "_Groups":
+        """Groups of an optimizer's state, with the names of its weights in order."""
+        sizes = [len(group["params"]) for group in groups]
+        ends = list(accumulate(sizes))
+        by_group = [list(names[end - size : end]) for size, end in zip(sizes, ends, strict=True)] if names else None
+        return cls(list(dict.fromkeys(group.get(PATTERN) for group in groups)), sizes, by_group)
+
+    def differ(self, saved: "_Groups") -> bool:
+        """Whether the saved optimizer groups the same weights otherwise, or in another order.
+
+        A pipeline stage has some of the weights, and takes its part of the saved groups by their names.
+        """
+        if self.names is None or saved.names is None:
+            return self.sizes != saved.sizes and sum(self.sizes) == sum(saved.sizes)
+        own = {name for group in self.names for name in group}
+        parts = [[name for name in group if name in own] for group in saved.names]
+        return sum(map(len, parts)) == len(own) and [part for part in parts if part] != self.names
+
+    def describe(self) -> str:
+        """Text with the patterns, and the numbers of weights."""
+        named = ", ".join(repr(pattern) for pattern in self.patterns if pattern is not None)
+        return f"groups of {self.sizes} weights" + (f" (lr_factors {named})" if named else " (no lr_factors)")
 
 
 def _complete_average(checkpoint: Checkpoint, frozen: dict[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import here, recipe
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -46,6 +47,22 @@ def test_two_callbacks_write_one_last_file(
     assert {path.name for path in tmp_path.glob("*.ckpt")} == names
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == steps
     assert counter.count == saves
+
+
+def test_it_is_no_earlier_one_where_another_file_is_the_newest(make_trainer: Any, tmp_path: Path) -> None:
+    callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=2), LastCheckpoint(tmp_path)]
+    make_trainer(callbacks=callbacks, enable_checkpointing=True, limit_train_batches=1, max_steps=2).fit(BoringModel())
+    steps = {path.name: torch.load(path, weights_only=False)["global_step"] for path in tmp_path.glob("*.ckpt")}
+    assert steps == {"epoch=1-step=2.ckpt": 2, "last.ckpt": 2}
+
+
+def test_a_fast_dev_run_saves_no_checkpoint(
+    tmp_path: Path, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = recipe(tmp_path, model_folder, write_rows(), fast_dev_run=2)
+    here(monkeypatch, *arguments, "--run_dir", str(tmp_path / "run"))
+    assert (tmp_path / "run" / "adapter").is_dir()
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_run_that_was_moved_replaces_its_last_file(make_trainer: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ranks import free_port, on_ranks
 from lit_ft import RecipeError
 from lit_ft.run import folder as run_folder
 from lit_ft.run import lock as run_lock
-from lit_ft.run.folder import RunFolder, new_run, newest_run
+from lit_ft.run.folder import RUNS, RunFolder, new_run, newest_run
 from lit_ft.run.launching import from_rank_zero
 
 
@@ -53,6 +53,31 @@ def test_runs_of_the_same_second_have_names_of_their_own(clock: Any) -> None:
     names = [new_run("a", create=True).root.name for _ in range(11)]
     assert names == ["2026-03-01_12-00-00", *(f"2026-03-01_12-00-00-{n}" for n in range(2, 12))]
     assert new_run("b", create=True).root.name == names[0]
+
+
+def test_a_run_that_wrote_nothing_leaves_no_folder(
+    tmp_path: Path, model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for resume in ([], ["--resume", "auto"]):
+        here(
+            monkeypatch,
+            "fit",
+            "--model.pretrained",
+            model_folder,
+            "--data.path",
+            "gone.json",
+            "--trainer.accelerator",
+            "cpu",
+            *resume,
+            code=2,
+        )
+    (tmp_path / "mine").mkdir()
+    here(
+        monkeypatch, "fit", "--model.pretrained", model_folder, "--data.path", "gone.json", "--run_dir", "mine", code=2
+    )
+    assert (tmp_path / "mine").is_dir()  # only what was made for the run
+    assert list((tmp_path / RUNS).glob("*/*")) == []
 
 
 def test_a_clock_set_back_neither_overwrites_nor_hides_a_run(clock: Any) -> None:

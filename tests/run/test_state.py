@@ -1,6 +1,7 @@
 """The same command starts a run and goes on with it, whatever ended the process before."""
 
 import csv
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from killed_runs import fit
 from lightning.pytorch import Callback
 from lit_callbacks import AdapterMerger
@@ -24,7 +26,7 @@ from lit_ft.checkpointing.storage import replacement
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.run.folder import RUNS, RunFolder, unfinished_run
 from lit_ft.run.lock import lock_run
-from lit_ft.run.state import RunState
+from lit_ft.run.state import RunState, ended_by_time, finished_step
 from lit_ft.training.loggers import MetricsCSV, read_rows
 
 
@@ -154,6 +156,27 @@ def test_time_that_is_used_up_is_no_last_step(
         trainer.save_checkpoint(tmp_path / "saved.ckpt")
     assert f"was over at step {trainer.global_step}: nothing is trained; to go on, resume with a longer" in caplog.text
     assert "nothing is left to train" not in caplog.text
+    assert ended_by_time(state.marker)
+    trainer = make_trainer(max_steps=2, max_time={"minutes": 9}, callbacks=[state])
+    trainer.fit(CausalLM(model_folder), TextDataModule(data))
+    assert finished_step(state.marker) == 2
+    assert not ended_by_time(state.marker)
+
+
+def test_a_run_that_ended_by_time_goes_on_with_more_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(RUNS / "recipe" / "2026-01-01_00-00-00")
+    AnyCheckpointIO().save_checkpoint({"loops": {}}, run.checkpoints / "last.ckpt")
+    content = {"seed_everything": 1, "model": {}, "data": {}, "trainer": {"max_time": "00:01:00:00"}}
+    run.config.write_text(yaml.safe_dump(content))
+    for end, goes_on in (({}, False), ({"ended_by": "max_time"}, True)):
+        run.finished.write_text(json.dumps({"global_step": 3, **end}))
+        for more in (None, "00:01:00:01", {"hours": 2}):
+            assert (unfinished_run("recipe", more) == run) is goes_on
+        for no_more in ("00:01:00:00", {"minutes": 59}):
+            assert unfinished_run("recipe", no_more) is None
+    run.config.write_text(yaml.safe_dump({**content, "trainer": {"max_time": None}}))  # a Timer of the recipe's own
+    assert unfinished_run("recipe") is None
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again_by_the_same_command(
@@ -259,7 +282,7 @@ def rows(run: Path) -> list[tuple[str, str]]:
 
 def test_a_resumed_run_drops_the_rows_of_steps_that_it_repeats(tmp_path: Path) -> None:
     log(tmp_path, [(step, {"epoch": 0, "train/loss": float(step)}) for step in range(5)])
-    log(tmp_path, [(3, {"mine": 3.5}), (4, {"mine": 4.5})], resumed_step=5)
+    log(tmp_path, [(3, {"mine": 3.5}), (4, {"mine": 4.5}), (3, {"lr-SGD": 0.1})], resumed_step=5)
     # Three steps were taken: Lightning's rows 0, 1 and 2, and what a callback logged after the third.
     log(tmp_path, [(3, {"epoch": 0, "train/loss": 9.0})], resumed_step=3)
     assert rows(tmp_path) == [("0", "0.0"), ("1", "1.0"), ("2", "2.0"), ("3", "3.5"), ("3", "9.0")]
@@ -271,10 +294,10 @@ def test_what_a_callback_logged_of_the_resumed_step_is_kept(tmp_path: Path) -> N
     """It measures the step before the checkpoint is written; Lightning logs the loss, and validates, after that."""
     of_step_3 = [{"mine": 7.0}, {"train/loss": 2.0}, {"mine": 8.0}]
     log(tmp_path, [(2, {"epoch": 0, **metrics}) for metrics in of_step_3])
-    _ = MetricsCSV(RunFolder(tmp_path), resumed_step=3, unlogged={"epoch", "train/loss"}).experiment
-    assert [row["mine"] for row in read_rows(tmp_path / "metrics.csv")] == ["7.0"]
-    _ = MetricsCSV(RunFolder(tmp_path), resumed_step=3, unlogged=frozenset()).experiment
-    assert read_rows(tmp_path / "metrics.csv") == []
+    log(tmp_path, [(3, {"mine": 9.0})], resumed_step=3, unlogged={"epoch", "train/loss"})
+    assert [row["mine"] for row in read_rows(tmp_path / "metrics.csv")] == ["7.0", "9.0"]
+    log(tmp_path, [(2, {"mine": 1.0})], resumed_step=2, unlogged=frozenset())
+    assert [row["mine"] for row in read_rows(tmp_path / "metrics.csv")] == ["1.0"]
 
 
 class StopAfterThree(Callback):
@@ -317,6 +340,18 @@ def test_the_last_step_is_logged(
         assert logger.losses["train/loss", 4] == float(trainer.callback_metrics["train/loss"])
 
 
+def test_a_validation_within_a_step_is_logged_at_the_step_before(
+    make_trainer: Any, model_folder: str, write_rows: Any
+) -> None:
+    logger = Logged()
+    every = {"accumulate_grad_batches": 3, "val_check_interval": 2, "log_every_n_steps": 1}
+    trainer = make_trainer(max_steps=3, logger=logger, **every)
+    trainer.fit(CausalLM(model_folder), TextDataModule(write_rows(), micro_batch_size=1, val_fraction=0.2))
+    # After 2, 4, 6 and 8 micro-batches: 0, 1, 2 and 2 steps, which loggers count from 0.
+    assert {step for name, step in logger.losses if name == "val/loss"} == {0, 1}
+    assert {step for name, step in logger.losses if name == "train/loss"} == {0, 1, 2}
+
+
 @pytest.mark.parametrize("in_validation", [False, True])
 def test_the_last_step_of_a_run_that_a_callback_stops_is_logged_once(
     make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Path, in_validation: bool
@@ -333,8 +368,11 @@ def test_metrics_are_never_gone_and_a_cut_line_is_left_out(tmp_path: Path) -> No
     file = tmp_path / "metrics.csv"
     with file.open("a") as handle:
         handle.write("0,2.0,")  # a kill within a write
+    before = file.read_text()
     _ = MetricsCSV(RunFolder(tmp_path), resumed_step=2).experiment
-    assert rows(tmp_path) == [("0", "1.0"), ("1", "1.5")]  # before anything is logged
+    assert file.read_text() == before  # the run may yet be refused
+    log(tmp_path, [(2, {"epoch": 0, "train/loss": 2.5})], resumed_step=2)
+    assert rows(tmp_path) == [("0", "1.0"), ("1", "1.5"), ("2", "2.5")]
 
 
 def test_a_run_that_still_runs_is_not_taken_for_an_unfinished_one(
@@ -386,6 +424,12 @@ def test_a_link_to_the_newest_folder_of_shards_is_saved_and_resumed(tmp_path: Pa
     codes, said = fit(tmp_path, recipe, *options, case=case)
     assert codes == {0}, said
     assert (run / "checkpoints" / "last.ckpt").is_symlink()
+    more = ["--trainer.max_steps", "6", "--model.lr_factors", "{lora_B: 4}"]
+    codes, said = fit(tmp_path, recipe, *options, *more, case=case)
+    assert codes == {2}
+    assert "groups of [8] weights (no lr_factors), the recipe's groups of [4, 4] weights (lr_factors 'lora_B')" in said
+    assert steps(run) == [0, 1, 2, 3]  # a refused run changes nothing
+    assert finished_step(run / "finished.json") == 4
     codes, said = fit(tmp_path, recipe, *options, "--trainer.max_steps", "6", case=case)
     assert codes == {0}, said
     assert steps(run) == [0, 1, 2, 3, 4, 5]

@@ -8,13 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from peft import LoraConfig
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    CyclicLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 from lit_ft import CausalLM, RecipeError, TextDataModule
-from lit_ft.training.optimizers.configure import MATRICES, SplitOptimizer
+from lit_ft.training.optimizers.configure import (
+    MATRICES,
+    SplitOptimizer,
+    check_total_steps,
+    configure_optimizers,
+    describe_own_rates,
+)
 from lit_ft.training.optimizers.recipe_options import GIVEN, RecipeOptions
 from lit_ft.training.optimizers.schedules import CosineWithWarmup, LinearWithWarmup
 
@@ -31,7 +46,7 @@ def made(make: Callable[..., Optimizer], schedule: Schedule | None) -> tuple[Opt
     optimizer = make([*groups, {"params": [nn.Parameter(torch.ones(2))], MATRICES: False}])
     optimizer.param_groups[1]["lr"] *= 4
     schedules = [] if schedule is None else [schedule(optimizer)]
-    return optimizer, schedules, RecipeOptions(optimizer)
+    return optimizer, schedules, RecipeOptions(optimizer, schedules)
 
 
 def train(optimizer: Optimizer, schedules: list[Any], steps: int) -> list[list[float]]:
@@ -115,6 +130,72 @@ def test_rates_that_a_schedule_sets_itself_are_those_of_its_options() -> None:
     assert train(optimizer, schedules, 5) == [pytest.approx(rates) for rates in wanted]
 
 
+def test_a_rate_that_has_no_effect_is_said() -> None:
+    one, two = ([nn.Parameter(torch.ones(2))] for _ in range(2))
+    for make, first in ((partial(OneCycleLR, total_steps=9), 0.008), (partial(CyclicLR, base_lr=0.01), 0.01)):
+        optimizer = SGD(one, lr=0.5, momentum=0.9)
+        note = describe_own_rates(make(optimizer, max_lr=0.2), [0.5], optimizer)
+        assert note is not None
+        assert f"takes learning rates from its own options (from {first} on), so that optimizer.lr=0.5 has no" in note
+    optimizer = SGD([{"params": one}, {"params": two, "lr": 2.0}], lr=0.5, momentum=0.9)
+    note = describe_own_rates(OneCycleLR(optimizer, max_lr=0.2, total_steps=9), [0.5, 2.0], optimizer)
+    assert note is not None
+    assert "so that optimizer.lr and model.lr_factors have no effect; set them there, as max_lr" in note
+    for schedule in filter(None, SCHEDULES.values()):
+        optimizer = SGD(one, lr=0.5)
+        assert describe_own_rates(schedule(optimizer), [0.5], optimizer) is None
+
+
+def test_a_pipeline_stage_has_groups_of_its_own() -> None:
+    module, names = BoringModel(), ["layer.weight", "layer.bias", "head.weight"]
+    make = partial(configure_optimizers, module, partial(SGD, lr=0.1), lr_factors={"bias": 2.0, "head": 4.0})
+    with pytest.raises(RecipeError, match="'head' is found in no weight's name"):
+        make()
+    configured = make(names=names)
+    assert isinstance(configured, Optimizer)
+    assert [group["lr"] for group in configured.param_groups] == [0.1, 0.2]
+    schedule: Any = partial(LinearWithWarmup, total_steps=9)
+    optimizer, schedules, options = made(partial(SGD, lr=0.1), schedule)
+    schedules[0].base_lrs = [0.1]  # those of the first stage, in the checkpoint
+    options.take_over(optimizer, schedules)
+    assert train(optimizer, schedules, 3) == train(*made(partial(SGD, lr=0.1), schedule)[:2], 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        (
+            partial(StepLR, step_size=2, gamma=0.3),
+            partial(StepLR, step_size=2, gamma=0.5),
+            "gamma=0.5 has no effect, 0.3",
+        ),
+        (
+            partial(MultiStepLR, milestones=[1, 3]),
+            partial(MultiStepLR, milestones=[1]),
+            r"milestones=\[1\] .*\[1, 3\] ho",
+        ),
+        (
+            partial(ReduceLROnPlateau, patience=0),
+            partial(ReduceLROnPlateau, patience=2),
+            "patience=2 has no effect, 0 h",
+        ),
+    ],
+)
+def test_an_option_of_a_schedule_that_has_no_effect_is_said(first: Schedule, then: Schedule, said: str) -> None:
+    make = partial(SGD, lr=0.1)
+    with pytest.warns(UserWarning, match=f"lr_scheduler: {said}.* goes on as in the checkpoint"):
+        optimizer, schedules = resumed(make, make, first, then)
+    assert train(optimizer, schedules, 6) == train(*made(make, first)[:2], 9)[3:]
+
+
+def test_a_schedule_that_would_end_the_run_is_refused(make_trainer: Any) -> None:
+    schedule = OneCycleLR(SGD([nn.Parameter(torch.ones(1))], lr=1, momentum=0.9), max_lr=1.0, total_steps=2)
+    for fits in ({"max_epochs": 2}, {"max_epochs": 3, "max_steps": 2}, {"max_epochs": -1}):
+        check_total_steps(schedule, make_trainer(**fits))
+    with pytest.raises(RecipeError, match=r"2 times .total_steps., and would end .* trainer.max_epochs=3; give both"):
+        check_total_steps(schedule, make_trainer(max_epochs=3))
+
+
 def test_decay_and_betas_too(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     then = partial(AdamW, lr=0.1, betas=(0.8, 0.9), weight_decay=0.5, eps=1e-6)
@@ -178,15 +259,22 @@ def stopped(make_trainer: Any, model_folder: str, write_rows: Any, tmp_path: Pat
 
 def test_other_groups_are_refused(stopped: Any) -> None:
     with pytest.raises(
-        RecipeError, match=r"groups of \[\d+\] weights, the recipe's of \[\d+, \d+\]; .* model.lr_factors"
+        RecipeError, match=r"\[4\] weights \(no lr_factors\), the recipe's .*\[2, 2\] .*'lora_B'\); .* config.yaml"
     ):
         stopped()(lr_factors={"lora_B": 16.0})
+    with pytest.raises(RecipeError, match=r"\[2, 2\] weights \(.* 'lora_B'\), the recipe's .*\[2, 2\] .*'lora_A'\); "):
+        stopped(lr_factors={"lora_B": 16.0})(lr_factors={"lora_A": 16.0})
+    stopped(lr_factors={"lora_B": 16.0})(lr_factors={"lora_B[.]": 16.0})  # the same weights
 
 
 def test_a_schedule_that_comes_or_goes_is_said(stopped: Any) -> None:
     schedule = partial(LinearWithWarmup, warmup=0, total_steps=8)
     with pytest.warns(UserWarning, match="lr_scheduler: the checkpoint has none, so that it begins at its first step"):
         stopped()(lr_scheduler=schedule)
+    with pytest.raises(
+        RecipeError, match="of another lr_scheduler than StepLR, with lr_lambdas and not gamma, step_size"
+    ):
+        stopped(lr_scheduler=schedule)(lr_scheduler=partial(StepLR, step_size=1))
     with pytest.warns(UserWarning, match="has one and the recipe none: the learning rate stays at 7.5e-05; to go on"):
         trainer = stopped(lr_scheduler=schedule)()
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(7.5e-5)

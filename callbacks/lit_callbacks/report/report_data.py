@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lit_callbacks.output.logged_rows import counts_from_zero
 from lit_callbacks.output.step_lines import read_lines
 from lit_callbacks.report.tables import ReportTable, newest_tables, read_table
 
@@ -91,15 +92,15 @@ _NO_BATCH = "no first batch: RunReport needs a module or data module with a toke
 def read_metrics(path: Path) -> dict[str, Points]:
     """Curves of Lightning's ``metrics.csv`` by metric name, over the completed optimizer steps.
 
-    Lightning, whose lines have an epoch, counts steps from 0. Callbacks that log by themselves use the number of
-    completed steps. A value that is not a number becomes NaN.
+    A value that is not a number becomes NaN.
     """
     curves: dict[str, Points] = defaultdict(list)
     with path.open(newline="", encoding="utf-8") as file:
-        for line, row in enumerate(csv.DictReader(file)):
-            step = float(row.get("step") or line) + bool(row.get("epoch"))
+        for line, read in enumerate(csv.DictReader(file)):
+            row = {name: value for name, value in read.items() if name is not None}  # more values than columns
+            step = float(row.get("step") or line) + counts_from_zero(row)
             for name, value in row.items():
-                if name not in ("step", "epoch", None) and value:
+                if name not in ("step", "epoch") and value:
                     curves[name].append((step, _number(value)))
     return dict(curves)
 

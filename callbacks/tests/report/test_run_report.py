@@ -344,6 +344,10 @@ def test_metrics_are_read_by_step(tmp_path: Path) -> None:
     assert curves["loss"][0] == (10.0, 1.5)
     assert [step for step, _ in curves["loss"]] == [10.0, 20.0, 30.0]
     assert all(math.isnan(value) for _, value in curves["loss"][1:])
+    # Lightning's monitors give no epoch, and count as it does.
+    lines = ["DeviceStatsMonitor.on_train_batch_end/cpu,epoch,loss,lr-AdamW,mine,step", ",,,0.1,,4", "7,,,,,4"]
+    (tmp_path / "metrics.csv").write_text("\n".join([*lines, ",0,1.5,,,4", ",,,,2,5"]) + "\n")
+    assert {points[0][0] for points in read_metrics(tmp_path / "metrics.csv").values()} == {5.0}
 
 
 def test_metrics_are_sorted_into_charts() -> None:

@@ -31,6 +31,9 @@ from lit_ft.errors import RecipeError
 from lit_ft.internals.torch import tree_map
 from lit_ft.protocols import Checkpoint
 
+SAVED_GROUPS = "saved_groups"
+"""Key in what is read from a folder: each optimizer's groups of parameters when it was written, and their names."""
+
 OptimizerState = dict[str, Any]
 """State dict of an optimizer: ``state`` by the index of a parameter, and ``param_groups``."""
 StageContent = tuple[list[str], list[tuple[OptimizerState, list[str]]]]
@@ -282,6 +285,9 @@ def load_sharded(
     with explain_failed_load(path):
         dcp.load(tensors, storage_reader=SafeFileSystemReader(path))
     whole = _as_lightning(rest, tensors)
+    if groups:
+        saved_states = rest["optimizer_states"]
+        whole[SAVED_GROUPS] = [(entry["state"]["param_groups"], entry["names"]) for entry in saved_states]
     # During validation there are no optimizers.
     whole["optimizer_names"] = [[name for group in of_optimizer for name in group] for of_optimizer in groups]
     whole["optimizer_states"] = [

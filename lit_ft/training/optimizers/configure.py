@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +14,7 @@ from lit_callbacks.distributed.gather import full_shape
 from lit_callbacks.protocols import KeepsTwoWeightSets
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import StateDict
 from transformers import PreTrainedModel
 
@@ -54,8 +55,11 @@ def configure_optimizers(
     optimizer: OptimizerCallable,
     lr_scheduler: LRSchedulerCallable | None = None,
     lr_factors: Mapping[str, float] | None = None,
+    names: Iterable[str] | None = None,
 ) -> Optimizer | OptimizerLRSchedulerConfig:
     """Return value of ``LightningModule.configure_optimizers`` for the optimizer and schedule of a recipe.
+
+    ``names`` are those of all weights that train, where this process holds some of them (a pipeline's stage).
 
     Frozen parameters get no optimizer state. Parameters are grouped by ``MATRICES``, matrices first, and by
     learning-rate factor. Warm-up schedules are stepped once per optimizer step; others once per epoch, as in
@@ -64,10 +68,13 @@ def configure_optimizers(
     Raises:
         RecipeError: the schedule needs the length of the run, which is unknown, or a factor matches no weight.
     """
-    built = _with_groups(optimizer, module, lr_factors or {})
+    built = _with_groups(optimizer, module, lr_factors or {}, names)
     if lr_scheduler is None:
         return built
+    given = [group["lr"] for group in built.param_groups]
     scheduler = lr_scheduler(built)
+    if (note := describe_own_rates(scheduler, given, built)) is not None:
+        rank_zero_info(note)
     if not isinstance(scheduler, WarmupSchedule):
         metric = scheduler.monitor if isinstance(scheduler, ReadsMetric) else None
         rank_zero_info(
@@ -82,10 +89,46 @@ def configure_optimizers(
     return {"optimizer": built, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def _with_groups(optimizer: OptimizerCallable, module: nn.Module, factors: Mapping[str, float]) -> Optimizer:
+def describe_own_rates(scheduler: object, given: Sequence[float], optimizer: Optimizer) -> str | None:
+    """Text on a schedule whose learning rates are its own options, as those of OneCycleLR and CyclicLR; else None.
+
+    Args:
+        scheduler: the schedule.
+        given: learning rates of the optimizer's groups before the schedule was made.
+        optimizer: the optimizer.
+    """
+    bases = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    if all(float(base) == float(lr) for base, lr in zip(bases, given, strict=True)):
+        return None
+    rates = set(map(float, given))
+    vain = f"optimizer.lr={rates.pop():g} has" if len(rates) == 1 else "optimizer.lr and model.lr_factors have"
+    return (
+        f"lr_scheduler: {type(scheduler).__name__} takes learning rates from its own options (from {float(bases[0]):g} "
+        f"on), so that {vain} no effect; set them there, as max_lr"
+    )
+
+
+def check_total_steps(schedule: object, trainer: Trainer) -> None:
+    """Refuse a ``OneCycleLR`` that would end the run with an error at the end of an epoch.
+
+    Raises:
+        RecipeError: it has fewer steps than the run has epochs.
+    """
+    epochs = trainer.max_epochs if trainer.max_steps == -1 else None
+    if isinstance(schedule, OneCycleLR) and epochs is not None and schedule.total_steps < epochs:
+        raise RecipeError(
+            f"lr_scheduler: OneCycleLR steps once per epoch, {schedule.total_steps} times (total_steps), and would end "
+            f"the run in its next epoch with an error: trainer.max_epochs={epochs}; give both alike when the run "
+            "starts, or take a schedule of lit_ft.schedules, which a resumed run may make longer"
+        )
+
+
+def _with_groups(
+    optimizer: OptimizerCallable, module: nn.Module, factors: Mapping[str, float], names: Iterable[str] | None
+) -> Optimizer:
     """Optimizer of a module's trainable parameters, grouped by ``MATRICES`` and by learning-rate factor."""
     trains = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    pattern_of = matching(factors, list(trains), "model.lr_factors")
+    pattern_of = matching(factors, list(names or trains), "model.lr_factors")
     matrices = hidden_matrices(module)
     members: dict[tuple[bool, str | None], list[nn.Parameter]] = {
         (is_matrix, pattern): [] for is_matrix in (True, False) for pattern in (None, *factors)

@@ -1,13 +1,16 @@
 """Options of an optimizer that a resumed run takes from its recipe, where the recipe gives others than before."""
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lit_ft.errors import RecipeError
 from lit_ft.internals.torch import base_rates
 from lit_ft.training.optimizers.configure import PATTERN
 from lit_ft.training.optimizers.schedules import WarmupSchedule
@@ -23,8 +26,9 @@ _TAKEN = ("betas", "eps", "weight_decay")
 class RecipeOptions:
     """Options of an optimizer as a recipe gives them, which its parameter groups record for runs that resume."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        """Record the options of a new optimizer, with its schedule."""
+    def __init__(self, optimizer: Optimizer, schedules: Iterable[object] = ()) -> None:
+        """Record the options of a new optimizer, with its schedules."""
+        self._of_schedules = [_schedule_options(one) for one in schedules]
         self._given = [_plain_options(group) for group in optimizer.param_groups]
         for group, given in zip(optimizer.param_groups, self._given, strict=True):
             group[GIVEN] = given
@@ -37,6 +41,9 @@ class RecipeOptions:
         """
         schedules = list(schedules)
         rates = [one for schedule in schedules for one in base_rates(schedule)]
+        bases = [group["initial_lr"] for group in optimizer.param_groups if "initial_lr" in group]
+        for of_groups in rates if len(bases) == len(self._given) else ():
+            of_groups[:] = bases  # the checkpoint has those of rank 0, whose groups may not be those of this stage
         taken: dict[str, None] = {}
         ignored: dict[str, None] = {}
         for index, (group, given) in enumerate(zip(optimizer.param_groups, self._given, strict=True)):
@@ -64,6 +71,45 @@ class RecipeOptions:
         for schedule in schedules:
             if isinstance(schedule, WarmupSchedule):
                 _follow(optimizer, schedule)
+        for schedule, options in zip(schedules, self._of_schedules, strict=False):  # a run may have lost its schedule
+            _say_what_has_no_effect(schedule, options)
+
+
+def check_same_schedule(schedule: object, saved: Mapping[str, object]) -> None:
+    """Refuse the state of a schedule of another class, by the names in it; versions only add some.
+
+    Raises:
+        RecipeError: it is that of another one.
+    """
+    here = set(_state_of(schedule))
+    more, fewer = sorted(saved.keys() - here), sorted(here - saved.keys())
+    if more and fewer:
+        raise RecipeError(
+            f"the checkpoint is that of another lr_scheduler than {type(schedule).__name__}, with {', '.join(more)} "
+            f"and not {', '.join(fewer)}; resume with the lr_scheduler that wrote it, in config.yaml of its run"
+        )
+
+
+def _schedule_options(schedule: object) -> dict[str, Any]:
+    """Arguments of a schedule's classes that are in its state, from where a resumed run takes them."""
+    state = _state_of(schedule)
+    names = (name for cls in type(schedule).__mro__[:-1] for name in signature(cls).parameters)
+    options = {name: state[name] for name in names if name in state and name != "last_epoch"}
+    return {name: sorted(one.elements()) if isinstance(one, Counter) else one for name, one in options.items()}
+
+
+def _state_of(schedule: object) -> dict[str, Any]:
+    return schedule.state_dict() if isinstance(schedule, LRScheduler) else {}
+
+
+def _say_what_has_no_effect(schedule: LRScheduler, given: dict[str, Any]) -> None:
+    now = _schedule_options(schedule)
+    vain = [f"{name}={value} has no effect, {now[name]} holds" for name, value in given.items() if now[name] != value]
+    if vain:
+        rank_zero_warn(
+            f"lr_scheduler: {'; '.join(vain)}: {type(schedule).__name__} goes on as in the checkpoint; those of "
+            "lit_ft.schedules take changed options"
+        )
 
 
 def _follow(optimizer: Optimizer, schedule: WarmupSchedule) -> None:

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 
 from lightning.pytorch import LightningModule
+from lit_callbacks.internals.lightning_internals import logged_step
 from torch import Tensor
 
+from lit_ft.internals.lightning import set_logged_steps
 from lit_ft.packed_batch import PackedBatch, as_packed_batch
 from lit_ft.training.metrics import StageMetrics
 
@@ -15,6 +17,7 @@ class EvaluationStepsModule(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.val_metrics, self.test_metrics = StageMetrics(), StageMetrics()
+        self._logged_step: int | None = None
 
     def validation_step(self, batch: PackedBatch | Mapping[str, Tensor], batch_idx: int) -> None:
         """Count the batch into val/loss, val/perplexity and val/token_accuracy."""
@@ -25,6 +28,20 @@ class EvaluationStepsModule(LightningModule):
         """Count the batch into test/loss, test/perplexity and test/token_accuracy."""
         packed = as_packed_batch(batch)
         self.test_metrics.add(self(packed), packed)
+
+    def on_validation_start(self) -> None:
+        """Let a validation between the micro-batches of a step be logged at the step before, whose weights it sees."""
+        super().on_validation_start()
+        if not self.trainer.sanity_checking and self.trainer.global_step:
+            self._logged_step = logged_step(self.trainer)
+            set_logged_steps(self.trainer, self.trainer.global_step - 1)
+
+    def on_validation_end(self) -> None:
+        """Go on with Lightning's number of the step."""
+        super().on_validation_end()
+        if self._logged_step is not None:
+            set_logged_steps(self.trainer, self._logged_step)
+            self._logged_step = None
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over the validation set."""
