@@ -49,6 +49,7 @@ from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.run.output_place import writable
 from lit_ft.training.console import show_progress_on_terminals_only
+from lit_ft.tuning.compatibility import check_situation
 
 Check = Callable[[ModelSpec, Sequence[PeftConfig | None]], None]
 """Check of a base model and its adapters, before weights are read; None stands for full fine-tuning."""
@@ -135,6 +136,8 @@ def export(
     def check(spec: ModelSpec, configs: Sequence[PeftConfig | None]) -> None:
         _check_form(spec, configs, destination, merge, bool(gguf) or gguf_adapter)
         if merge:
+            for config in configs:
+                check_situation(config, "merge", option="merge")
             with _as_recipe_errors():
                 check_quantized_base(spec.is_quantized, dtype, quantized_base)
 

@@ -13,6 +13,7 @@ from lit_ft.commands.train import RecipeCLI
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.recipe.allowed_code import is_allowed
+from lit_ft.recipe.files import named_files
 from lit_ft.recipe.option_parser import OptionParser
 from lit_ft.recipe.trainer_checks import quiet_trainer
 from lit_ft.run.folder import RunFolder
@@ -42,7 +43,7 @@ def run(arguments: list[str]) -> None:
         raise RecipeError(
             f"--{given[0]}: sweep sets it for each trial; --sweep_dir DIR names the folder of all of them"
         )
-    if {"-", "--config=-", "-c=-"} & set(fit):
+    if "-" in named_files(fit):
         raise RecipeError("--config -: each trial reads the recipe, the standard input only one; name a file")
     count, propose = _plan(variations, options.trials)
     first = _check(fit, variations, options.metric, is_grid=options.trials is None)

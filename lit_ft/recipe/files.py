@@ -70,6 +70,12 @@ def in_order(arguments: Sequence[str]) -> list[str]:
     return command + files + options
 
 
+def named_files(arguments: Sequence[str]) -> list[str]:
+    """Values of ``--config`` on a command line."""
+    given = [b for a, b in pairwise(arguments) if a in ("--config", "-c")]
+    return given + [one.split("=", 1)[1] for one in arguments if one.startswith(("--config=", "-c="))]
+
+
 def check_files(arguments: Sequence[str]) -> None:
     """Refuse files of ``--config`` that are no recipes.
 
@@ -77,9 +83,7 @@ def check_files(arguments: Sequence[str]) -> None:
         RecipeError: a file is not readable, not UTF-8, not YAML, not a mapping, or has a key twice; the message names
             the file and the line.
     """
-    given = [b for a, b in pairwise(arguments) if a in ("--config", "-c")]
-    given += [one.split("=", 1)[1] for one in arguments if one.startswith(("--config=", "-c="))]
-    for path in (Path(name) for name in given if "\x00" not in name):
+    for path in (Path(name) for name in named_files(arguments) if "\x00" not in name):
         try:
             if str(path) == "-":
                 _check_yaml(Path("standard input"), _standard_input())
