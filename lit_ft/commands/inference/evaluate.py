@@ -366,7 +366,7 @@ def _write(
     written = [folder]
     run = RunFolder(Path(options.path).expanduser())
     if run.config.is_file():
-        written += results.add_to_report(run.root, rows, evaluation.notes, command)
+        written += results.add_to_report(run.root, results.table_of(rows, evaluation.notes, command), "evaluation")
     rank_zero_info("written: " + ", ".join(map(str, written)))
 
 
