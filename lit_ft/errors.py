@@ -19,6 +19,17 @@ class RecipeError(ValueError):
     """
 
 
+class NoSuchModel(RecipeError):
+    """Error for a model that is neither a folder nor to be had from the hub."""
+
+    def __init__(self, fact: str, advice: str) -> None:
+        super().__init__(fact, advice)
+        self.fact = fact
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
+
+
 class NotFinite(RuntimeError):
     """Error of ``trainer.fit``, on all ranks together, when a loss, a gradient norm or a weight is not finite."""
 
@@ -90,7 +101,23 @@ def option_called(option: str, name: str) -> Iterator[None]:
     except RecipeError as error:
         if option not in str(error):
             raise
-        raise RecipeError(str(error).replace(option, name)) from error
+        raise type(error)(*(text.replace(option, name) for text in error.args)) from error
+
+
+@contextmanager
+def base_may_have_moved(advice: str) -> Iterator[None]:
+    """Context in which the error for a base that is not there says what to do where files record its place.
+
+    Args:
+        advice: what to do.
+
+    Raises:
+        RecipeError: as raised within, with the advice.
+    """
+    try:
+        yield
+    except NoSuchModel as error:
+        raise RecipeError(f"{error.fact}; {advice}") from error
 
 
 def situation(heading: str, fix: str) -> str | None:

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -56,6 +57,7 @@ class Processes:
         """
         self._program = tuple(program)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._records_lock = threading.RLock()  # pages look in threads; an older record would replace a newer one
 
     def start(self, folder: Path, kind: str, arguments: Sequence[str]) -> Record:
         """Start a process; its output goes to ``<folder>/<kind>.log``, after that of earlier ones.
@@ -68,6 +70,10 @@ class Processes:
         Raises:
             RecipeError: one of this kind still runs there, or the folder cannot be written.
         """
+        with self._records_lock:
+            return self._start(folder, kind, arguments)
+
+    def _start(self, folder: Path, kind: str, arguments: Sequence[str]) -> Record:
         if (earlier := self.find(folder, kind)) is not None and self.is_alive(earlier):
             raise RecipeError(f"{kind} is running already (process {earlier.pid}); stop it, or wait for its end")
         try:
@@ -92,6 +98,10 @@ class Processes:
 
     def find(self, folder: Path, kind: str) -> Record | None:
         """Record of the last process of a kind; None if there is none, or it is damaged."""
+        with self._records_lock:
+            return self._find(folder, kind)
+
+    def _find(self, folder: Path, kind: str) -> Record | None:
         try:
             record = Record(**json.loads((folder / f"{kind}.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -49,6 +50,21 @@ class RecipeText:
         if not isinstance(self._tree, CommentedMap):
             raise RecipeError("holds no mapping; a recipe is one, e.g. data: {path: rows.json}")
         self._text = text
+
+    @classmethod
+    def of_file(cls, file: Path) -> "RecipeText":
+        """Parse a file.
+
+        Raises:
+            RecipeError: it cannot be read, is not UTF-8, no YAML, or no mapping.
+        """
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{file}: is not UTF-8 (byte {error.start}); save the recipe as UTF-8 text") from error
+        except OSError as error:
+            raise RecipeError(f"{file}: cannot be read ({error.strerror}); choose another recipe") from error
+        return cls(text)
 
     @property
     def text(self) -> str:

@@ -184,7 +184,7 @@ def convert_model(
 
 def _convert_base(run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None) -> None:
     """Convert the base model of a run, and write its adapter beside it."""
-    base = module_of(run.recipe()).spec.base
+    base = module_of(run).spec.base
     if base.config_overrides:
         raise RecipeError(
             f"adapter=apart: the run was trained with model.config_overrides={json.dumps(base.config_overrides)}, "
@@ -201,7 +201,7 @@ def _convert_run(
     run: RunFolder, out: Path, layout: Layout, naming: Naming, verify: Check | None, with_state: bool
 ) -> None:
     """Convert a run's model, its adapter merged, and the state of its optimizer where that can be."""
-    _check_base(module_of(run.recipe()).spec.base, layout)
+    _check_base(module_of(run).spec.base, layout)
     with _folder_beside(out) as folder:
         model = f"{folder}/model"
         export(run=str(run.root), out=model, merge=True)

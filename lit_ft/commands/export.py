@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,15 +18,15 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_ft import process
-from lit_ft.errors import RecipeError, option_called
+from lit_ft.errors import RecipeError
 from lit_ft.export.adapter_folders import (
     Adapter,
     Combination,
+    about_base,
     base_of,
     check_base_config,
     check_combination,
     check_unchanged,
-    describe_base,
     load_adapters,
     resize_to_tokenizer,
 )
@@ -49,6 +49,7 @@ from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
 from lit_ft.run.output_place import writable
 from lit_ft.training.console import show_progress_on_terminals_only
+from lit_ft.tuning.compatibility import check_situation
 
 Check = Callable[[ModelSpec, Sequence[PeftConfig | None]], None]
 """Check of a base model and its adapters, before weights are read; None stands for full fine-tuning."""
@@ -135,6 +136,8 @@ def export(
     def check(spec: ModelSpec, configs: Sequence[PeftConfig | None]) -> None:
         _check_form(spec, configs, destination, merge, bool(gguf) or gguf_adapter)
         if merge:
+            for config in configs:
+                check_situation(config, "merge", option="merge")
             with _as_recipe_errors():
                 check_quantized_base(spec.is_quantized, dtype, quantized_base)
 
@@ -289,12 +292,11 @@ def _destination(out: str | None, folder: RunFolder | None, kind: str, ckpt_path
 
 def _of_run(folder: RunFolder, ckpt_path: str, check: Check) -> _Exported:
     file = folder.chosen_checkpoint(ckpt_path)
-    config = folder.recipe()
-    module = module_of(config)
+    module = module_of(folder)
     check(module.spec.base, [module.spec.tuning.peft])
     restore(module, file)
     check_unchanged(Path(module.spec.base.pretrained).expanduser())
-    for line in describe_step(folder, file, config["trainer"].get("max_steps", -1)):
+    for line in describe_step(folder, file, folder.recipe()["trainer"].get("max_steps", -1)):
         rank_zero_info(line)
     return _Exported(
         module.model,
@@ -315,8 +317,7 @@ def _of_adapters(
     check: Check,
 ) -> _Exported:
     base = _base_of(adapters[0], folder, named)
-    of_run = "model.pretrained"
-    with option_called(of_run, of_run if folder is not None else describe_base(adapters[0], named)):
+    with about_base(adapters[0], named) if folder is None else nullcontext():
         check_base_config(base, adapters[0])
         check(base, [adapter.config for adapter in adapters])
         check_unchanged(Path(base.pretrained).expanduser())
@@ -358,6 +359,6 @@ def _of_adapters(
 def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> ModelSpec:
     if folder is None:
         return base_of(first, named)
-    spec = module_of(folder.recipe()).spec.base
+    spec = module_of(folder).spec.base
     tokenizer = str(first.folder) if first.has_tokenizer else spec.tokenizer_name
     return replace(spec, tokenizer_name=tokenizer, added_tokens=(), added_special_tokens=())

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -12,7 +14,7 @@ from lit_callbacks.export.manifest import ManifestError, read_manifest, verify_m
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_ft.errors import RecipeError, explained, option_called
+from lit_ft.errors import RecipeError, base_may_have_moved, explained, option_called
 from lit_ft.model import embeddings, loading
 from lit_ft.model.files import size_check
 from lit_ft.model.files.fingerprint import FILE, check_same_base, read_fingerprint, read_form
@@ -161,9 +163,24 @@ def base_of(adapter: Adapter, named: str | None) -> ModelSpec:
     return ModelSpec(pretrained, tokenizer, config_overrides=read_form(adapter.folder).config_overrides or None)
 
 
-def describe_base(adapter: Adapter, named: str | None) -> str:
-    """What errors call the base of an adapter: the option that names it, or the files that record it."""
-    return "--base" if named else f"the base that {adapter.folder} records"
+@contextmanager
+def about_base(adapter: Adapter, named: str | None) -> Iterator[None]:
+    """Context in which errors about an adapter's base say where it is named: in ``--base``, or in the adapter's files.
+
+    Args:
+        adapter: adapter.
+        named: as ``base_of``.
+
+    Raises:
+        RecipeError: as raised within.
+    """
+    if named is not None:
+        with option_called("model.pretrained", "--base"):
+            yield
+    else:
+        recorded = option_called("model.pretrained", f"the base that {adapter.folder} records")
+        with recorded, base_may_have_moved("name its place with --base"):
+            yield
 
 
 def check_base_config(base: ModelSpec, adapter: Adapter) -> None:

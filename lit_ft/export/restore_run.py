@@ -12,25 +12,29 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.data.text.chat_template import set_chat_template
 from lit_ft.data.text_data import TextDataModule
-from lit_ft.errors import LIBRARY_ERRORS, RecipeError
+from lit_ft.errors import LIBRARY_ERRORS, RecipeError, base_may_have_moved
 from lit_ft.export.model_card import Recipe
 from lit_ft.model.files.fingerprint import check_same_base
 from lit_ft.model.spec import ModelSpec
 from lit_ft.recipe.parse_errors import unwrap_class_error
 from lit_ft.recipe.parser import RecipeParser
+from lit_ft.run.folder import RunFolder
 from lit_ft.training.causal_lm import CausalLM
 from lit_ft.training.spec import TrainingSpec
 
 
-def module_of(config: Recipe) -> CausalLM:
+def module_of(run: RunFolder) -> CausalLM:
     """Build a run's module, without weights.
 
-    Args:
-        config: content of the run's ``config.yaml``.
-
     Raises:
-        RecipeError: the module is not a ``CausalLM``.
+        RecipeError: the module is not a ``CausalLM``, or its base model is not there.
     """
+    advice = f"run this in the folder of the training, or write its present place into {run.config}"
+    with base_may_have_moved(advice):
+        return _module_of(run.recipe())
+
+
+def _module_of(config: Recipe) -> CausalLM:
     if config["seed_everything"] is not False:
         os.environ["PL_GLOBAL_SEED"] = str(config["seed_everything"])  # random base weights are drawn again
     set_parsing_settings(subclasses_enabled=[QuantizationConfigMixin])

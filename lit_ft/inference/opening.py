@@ -16,10 +16,10 @@ from lit_ft.data.text.chat_template import ChatTemplate, set_chat_template
 from lit_ft.errors import RecipeError, option_called
 from lit_ft.export.adapter_folders import (
     Adapter,
+    about_base,
     base_of,
     check_base_config,
     check_unchanged,
-    describe_base,
     load_adapters,
     resize_to_tokenizer,
 )
@@ -252,9 +252,8 @@ def open_tokenizer(path: str, chat_template: str | None) -> tuple[PreTrainedToke
     """
     folder, options = Path(path).expanduser(), None
     if RunFolder(folder).config.is_file():
-        recipe = RunFolder(folder).recipe()
-        tokenizer, data = module_of(recipe).tokenizer, recipe["data"].get("init_args", {})
-        options = data.get("template_options")
+        tokenizer = module_of(RunFolder(folder)).tokenizer
+        options = RunFolder(folder).recipe()["data"].get("init_args", {}).get("template_options")
     elif _has_adapter(folder):
         tokenizer = base_of(Adapter.parse(str(folder)), None).tokenizer
     else:
@@ -300,11 +299,10 @@ def _has_adapter(folder: Path) -> bool:
 
 
 def _open_run(run: RunFolder, ckpt_path: str, chosen: _TemplateChoice, shared: SharedBase | None) -> OpenedModel:
-    file, recipe = run.chosen_checkpoint(ckpt_path), run.recipe()
-    module = module_of(recipe)
+    file, module = run.chosen_checkpoint(ckpt_path), module_of(run)
     restore(module, file, *([] if shared is None else [shared.of_run]))
     assert module.model is not None
-    data = recipe["data"].get("init_args", {})
+    data = run.recipe()["data"].get("init_args", {})
     opened = _opened(module.model, module.spec.base, str(file), chosen, data)
     return replace(opened, init_state=module.start, untrained=module.spec.base)
 
@@ -313,7 +311,7 @@ def _open_adapter(
     adapter: Adapter, named: str | None, chosen: _TemplateChoice, shared: SharedBase | None
 ) -> OpenedModel:
     spec = _in_dtype_of_training(base_of(adapter, named), adapter)
-    with option_called("model.pretrained", describe_base(adapter, named)):
+    with about_base(adapter, named):
         check_base_config(spec, adapter)
         check_unchanged(Path(spec.pretrained).expanduser())
         adapter.check(spec)

@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lit_ft.errors import LIBRARY_ERRORS, RecipeError, explained, first_line
+from lit_ft.errors import LIBRARY_ERRORS, NoSuchModel, RecipeError, explained, first_line
 from lit_ft.internals.transformers import (
     attention_functions,
     decoder_layer_classes,
@@ -118,7 +118,7 @@ def _check_folder(pretrained: str) -> None:
     if looks_like_path and not os.path.exists(folder):
         near = _near_folder(folder)
         advice = f"did you mean {near!r}?" if near is not None else "name a model folder or a hub id"
-        raise RecipeError(f"model.pretrained={pretrained!r} does not exist; {advice}")
+        raise NoSuchModel(f"model.pretrained={pretrained!r} does not exist", advice)
     if os.path.isdir(folder):  # unlike Path.is_dir, it accepts names that are too long
         return
     try:
@@ -162,16 +162,15 @@ def _check_hub(pretrained: str) -> None:
 
 def _unreachable(pretrained: str, error: Exception) -> RecipeError:
     near = _near_folder(Path(pretrained)) if "/" in pretrained else None
-    if near is not None:
-        return RecipeError(
-            f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}) and cannot be had from the hub "
-            f"({first_line(error)}); did you mean {near!r}?"
-        )
-    return RecipeError(
-        f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}) and cannot be had from the hub "
-        f"({first_line(error)}); where there is a network, download it with `hf download {pretrained} "
-        f"--local-dir models/{pretrained.split('/')[-1]}` and name that folder, or try the embedded model: "
+    download = (
+        f"where there is a network, download it with `hf download {pretrained} --local-dir "
+        f"models/{pretrained.split('/')[-1]}` and name that folder, or try the embedded model: "
         "python -m lit_ft fit --config recipes/quickstart.yaml"
+    )
+    return NoSuchModel(
+        f"model.pretrained={pretrained!r} is no folder here (in {os.getcwd()}) and cannot be had from the hub "
+        f"({first_line(error)})",
+        download if near is None else f"did you mean {near!r}?",
     )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from lit_ft.errors import RecipeError
@@ -22,6 +23,8 @@ def writable(out: str | Path) -> Path:
     # Not Path.exists, which raises an error where a folder may not be looked into.
     parent = next(one for one in path.absolute().parents if os.path.exists(one))
     try:
+        with suppress(FileNotFoundError):
+            os.stat(path)  # refuses a loop of symbolic links
         # Not os.access, which says yes to root where nothing can be made, as in /proc.
         Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=parent)).rmdir()
     except (OSError, ValueError) as error:  # ValueError: a null character

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_callbacks.export.manifest import write_durably
 from lit_callbacks.report.run_report import write_report
 from lit_callbacks.report.tables import ReportTable
@@ -75,17 +76,22 @@ def _plain(value: object) -> object:
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
-def add_to_report(run: Path, rows: Sequence[Sequence[Cell]], notes: Sequence[str], command: str) -> list[Path]:
-    """Write the table into a run's folder, and its report anew if it has one; returns the files."""
-    table = ReportTable(
-        title="what fine-tuning changed",
-        command=command,
-        written=datetime.now().astimezone().isoformat(" ", "seconds"),
-        columns=COLUMNS,
-        rows=rows,
-        notes=notes,
-    )
-    written = [table.write(run, "evaluation")]
-    if (run / "report.html").is_file():
-        written.append(write_report(run)[0])
+def table_of(rows: Sequence[Sequence[Cell]], notes: Sequence[str], command: str) -> ReportTable:
+    """Table of an evaluation."""
+    written = datetime.now().astimezone().isoformat(" ", "seconds")
+    return ReportTable("what fine-tuning changed", command, written, COLUMNS, rows, notes)
+
+
+def add_to_report(run: Path, table: ReportTable, kind: str) -> list[Path]:
+    """Write a table into a run's folder, and its report anew if it has one; returns the files.
+
+    A folder that cannot be written is told in a warning: figures that are measured are shown elsewhere, too.
+    """
+    written = []
+    try:
+        written.append(table.write(run, kind))
+        if (run / "report.html").is_file():
+            written.append(write_report(run)[0])
+    except OSError as error:
+        rank_zero_warn(f"the report of {run} does not have this table: {error.filename}: {error.strerror}")
     return written

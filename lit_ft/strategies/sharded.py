@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy as LightningModel
 from lightning.pytorch.trainer.states import TrainerFn
 from lit_callbacks.distributed.gather import full_weights
 from lit_callbacks.distributed.host_copy import queued_copy
+from lit_callbacks.export.atomic_folder import errors_of_the_disk
 from lit_callbacks.protocols import WeightFilter
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -250,12 +251,31 @@ class ShardedStrategy(LightningModelParallelStrategy):
         names: list[list[str]] = [[]] * self.world_size
         torch.distributed.all_gather_object(names, list(own))
         sharded_safetensors.check_complete(base, {name for part in names for name in part})
-        if own:
-            sharded_safetensors.write_part(base, own, folder / f"{self.global_rank:05}.safetensors")
-        self.barrier()
-        if self.is_global_zero:
-            sharded_safetensors.join_parts(base, folder)
-        self.barrier()
+        with self._failing_together(folder):
+            if own:
+                sharded_safetensors.write_part(base, own, folder / f"{self.global_rank:05}.safetensors")
+        with self._failing_together(folder):
+            if self.is_global_zero:
+                sharded_safetensors.join_parts(base, folder)
+
+    @contextmanager
+    def _failing_together(self, folder: Path) -> Iterator[None]:
+        """Context in which what one rank raises while it writes is raised on all, so that none waits for it.
+
+        Raises:
+            OSError: a rank could not write.
+            RecipeError: a rank has found what must not be written.
+        """
+        own: Exception | None = None
+        try:
+            with errors_of_the_disk(folder.parent):  # folder has a hidden name until it is whole
+                yield
+        except (OSError, RecipeError) as error:
+            own = error
+        failures: list[Exception | None] = [None] * self.world_size
+        torch.distributed.all_gather_object(failures, own)
+        if (first := next(filter(None, failures), None)) is not None:
+            raise first
 
     def _saved_elsewhere(self) -> frozenset[str]:
         return frozenset()

@@ -21,6 +21,7 @@ from lit_ft.errors import RecipeError
 pytest.importorskip("nicegui", reason="the extra `board` is not installed")
 pytest.importorskip("selenium", reason="selenium drives Chromium")
 from selenium.common.exceptions import WebDriverException
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -196,8 +197,9 @@ def test_a_training_is_started_and_watched_and_outlives_a_killed_board(
     page: Page, folder: Path, servers: list[Server]
 ) -> None:
     page.write("name", "first")
-    page.click("start")
+    ActionChains(page.browser).double_click(page.part("start")).perform()
     page.wait(lambda: "/run/0/first/" in page.browser.current_url)
+    assert len(list(folder.glob("runs/first/*"))) == 1
     page.wait(lambda: page.text("state") == "running")
     few = page.wait(lambda: page.browser.execute_script(CURVE))
     assert page.wait(lambda: page.browser.execute_script(CURVE) > few)  # it grows

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("nicegui", reason="the extra `board` is not installed")
@@ -198,6 +200,15 @@ def test_a_run_that_fails_at_its_start_is_listed_with_its_error(board: Board) ->
     record = board.processes.find(run.root / "board", "fit")
     assert record is not None
     assert board.resume_arguments(run) == record.arguments  # nothing was saved: the same again
+
+
+def test_pages_that_look_at_once_see_one_end(board: Board) -> None:
+    run = board.runs.folder(board.start_run("broken", ["--fail"], ""))
+    record = json.loads((run.root / "board" / "fit.json").read_text())
+    wait(lambda: psutil.Process(record["pid"]).status() == psutil.STATUS_ZOMBIE)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: board.processes.find(run.root / "board", "fit"), range(8)))
+    assert [one and one.exit_code for one in found] == [found[0] and found[0].exit_code] * 8 != [None] * 8
 
 
 def test_another_process_with_the_id_of_an_ended_one_is_not_taken_for_it(board: Board) -> None:

@@ -152,6 +152,14 @@ def test_a_text_that_is_no_recipe_is_an_error_with_its_line(text: str, message: 
         RecipeText(text)
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gbk.yaml").write_bytes("# 中文\n".encode("gbk"))
+    with pytest.raises(RecipeError, match=r"gbk\.yaml: is not UTF-8 \(byte 2\); save the recipe as UTF-8 text"):
+        RecipeText.of_file(tmp_path / "gbk.yaml")
+    with pytest.raises(RecipeError, match=r"gone\.yaml: cannot be read \(No such file or directory\)"):
+        RecipeText.of_file(tmp_path / "gone.yaml")
+
+
 @pytest.mark.parametrize("value", ["a", "a: b", "1", 1, 0.5, True, "true", None, ["a", 1], {"a": {"b": 2}}, "[x"])
 def test_the_text_of_a_field_reads_as_its_value(value: object) -> None:
     assert from_text(as_text(value)) == value

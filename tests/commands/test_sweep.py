@@ -113,7 +113,7 @@ def test_a_search_depends_on_earlier_results_alone(tmp_path: Path, sweep: list[s
         (["--vary", "optimizer.lr=1e-4,0.0001"], "lr=1e-4 and optimizer.lr=0.0001 are the same trial"),
         (["--vary", "optimizer.lr=1e-4,1e-4"], "are the same trial; name each once"),
         (["--vary", "optimizer.lr=1e-4", "--vary", "optimizer.lr=1e-3"], "--vary optimizer.lr is given twice"),
-        (["--vary", "optimizer.lr=fast"], "optimizer.lr"),
+        (["--vary", "optimizer.lr=fast", "--data.system", "-"], "optimizer.lr"),
         (["--vary", "optimizer.rl=1e-4,1e-3"], "optimizer: unknown option 'rl'"),
         (["--vary", "model.peft.r=8,sixteen"], "sixteen"),
         (["--vary", "run_dir=a,b"], "--vary run_dir: the sweep sets it"),

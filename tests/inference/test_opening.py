@@ -43,7 +43,7 @@ def answer(opened: OpenedModel) -> str:
 
 
 def test_a_run_its_adapter_and_its_merged_model_answer_alike(run: Path, tmp_path: Path, model_folder: str) -> None:
-    module = module_of(RunFolder(run).recipe())
+    module = module_of(RunFolder(run))
     restore(module, RunFolder(run).last_checkpoint())
     prompt = module.render_prompt([{"role": "user", "content": "the green lamp"}])
     wanted = module.answer([prompt], 12)[0]
@@ -103,6 +103,21 @@ def test_what_cannot_be_opened(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         open_model(**options(run, model_folder))
+
+
+def test_a_base_that_moved_is_told_with_where_to_write_its_place(run: Path, tmp_path: Path, model_folder: str) -> None:
+    moved = shutil.copytree(run, tmp_path / "run")
+    config, recorded = moved / "config.yaml", moved / "adapter" / "base.json"
+    for file in (config, recorded):
+        file.write_text(file.read_text().replace(model_folder, "/earlier/base"))
+    (moved / "adapter" / "manifest.json").unlink()
+    with pytest.raises(RecipeError, match=rf"pretrained='/earlier/base' does not exist; run this in .* into {config}$"):
+        open_model(str(moved))
+    message = r"the base that .*/adapter records='/earlier/base' does not exist; name its place with --base$"
+    with pytest.raises(RecipeError, match=message):
+        open_model(str(moved / "adapter"))
+    with pytest.raises(RecipeError, match=message):
+        export(adapter=[str(moved)], out=str(tmp_path / "out"))
 
 
 def test_a_tokenizer_alone_is_named_by_its_path(run: Path) -> None:

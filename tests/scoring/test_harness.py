@@ -188,7 +188,10 @@ def test_what_is_compared_with_a_run_reads_the_same_tokens(
     config["data"]["init_args"]["max_length"] = 24
     (shorter / "config.yaml").write_text(yaml.safe_dump(config))
     shared = ["--data.path", str(trained / "val.json"), "--max_new_tokens", "1", "--out", str(tmp_path / "out")]
-    evaluate(["evaluate", str(shorter), *shared])
+    shutil.rmtree(shorter / "tables", ignore_errors=True)
+    (shorter / "tables").touch()  # as a folder that may only be read
+    with pytest.warns(UserWarning, match=f"the report of {shorter} does not have this table: .*tables: File exists"):
+        evaluate(["evaluate", str(shorter), *shared])
     assert caplog.text.count("longer than data.max_length=24") == 1
     compared = (str(shorter), model_folder) if is_first else (model_folder, str(shorter))
     evaluate(["evaluate", compared[0], *shared, "--against", compared[1]])

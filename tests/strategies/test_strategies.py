@@ -1,6 +1,7 @@
 """Every strategy computes what one process computes."""
 
 import os
+import resource
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from compared_strategies import Record, adamw, assert_same, load_whole, sgd
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lit_callbacks import AdapterMerger
 from lit_callbacks.distributed.gather import full_weights
 from lit_callbacks.output.step_lines import read_lines
@@ -345,15 +347,30 @@ def test_a_place_within_the_new_steps_is_refused(
         trainer.fit(module, TextDataModule(data, micro_batch_size=2, max_length=96), ckpt_path=saved)
 
 
+def fail_together(folder: str, trainer: Any, module: CausalLM) -> None:
+    """A rank that cannot write its part is told on all ranks, and none waits for it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if trainer.global_rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{folder}'"):
+            AdapterMerger(Path(folder) / "none", Path(folder) / "failed").write_final(trainer, module)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(Path(folder).glob("*failed*"))
+
+
 def fit_and_write(make_trainer: Any, model_folder: str, data: str, folder: str, strategy: str, way: str) -> None:
     """Two steps, then what AdapterMerger writes; the answers to some prompts on the way."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     world, make = STRATEGIES[strategy]
     module = CausalLM(model_folder, **WAYS[way]["model"], optimizer=sgd, max_new_tokens=6)
-    callbacks = [
+    callbacks: list[Callback] = [
         AdapterMerger(Path(folder) / "adapter", Path(folder) / "merged"),
         ExactMatch(max_new_tokens=6, batch_size=5),
     ]
+    if (strategy, way) == ("fsdp", "full"):
+        callbacks.insert(0, LambdaCallback(on_train_end=partial(fail_together, folder)))
     trainer = make_trainer(
         max_steps=2, devices=world, strategy=make(), use_distributed_sampler=False, callbacks=callbacks
     )

@@ -64,7 +64,7 @@ def write_atomically(
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with heartbeat(f"writing {folder}"), _errors_of_the_disk(folder):
+        with heartbeat(f"writing {folder}"), errors_of_the_disk(folder):
             write(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
@@ -78,7 +78,7 @@ def write_atomically(
 
 
 @contextmanager
-def _errors_of_the_disk(folder: Path) -> Iterator[None]:
+def errors_of_the_disk(folder: Path) -> Iterator[None]:
     """Give the system's errors, which safetensors puts into a text of its own, as those of Python."""
     try:
         yield

@@ -63,9 +63,8 @@ class _NewRun:
     def _draw_text(self) -> None:
         texts = self._texts
         with ui.element("div").classes("bar"):
-            ui.button(texts("start"), icon="play_arrow", on_click=self._start).props("unelevated").props(
-                'data-mark="start"'
-            )
+            self._start_button = ui.button(texts("start"), icon="play_arrow", on_click=self._start)
+            self._start_button.props('unelevated data-mark="start"')
             self._check_button = ui.button(texts("check"), icon="rule", on_click=self._check)
             self._check_button.props('outline data-mark="check"')
             ui.button(texts("copy"), icon="content_copy", on_click=self._copy).props("flat")
@@ -107,10 +106,9 @@ class _NewRun:
         return [file for file in (self._file, *map(self._fragments.get, self._on_top.value)) if file is not None]
 
     def _of_files(self) -> RecipeText:
-        recipe = RecipeText() if self._file is None else RecipeText(self._file.read_text(encoding="utf-8"))
+        recipe = RecipeText() if self._file is None else RecipeText.of_file(self._file)
         for name in self._on_top.value:
-            fragment = RecipeText(self._fragments[name].read_text(encoding="utf-8"))
-            recipe = recipe.with_fragment(fragment, self._board.schema.kept)
+            recipe = recipe.with_fragment(RecipeText.of_file(self._fragments[name]), self._board.schema.kept)
         return recipe
 
     def _show_text(self) -> None:
@@ -151,7 +149,9 @@ class _NewRun:
             name = str(self._name.value or "").strip()
             if NAME.fullmatch(name) is None:
                 raise RecipeError(self._texts("bad name", name))
-            ui.navigate.to(address_of(self._board.start_run(name, self._arguments(), self._recipe.text)))
+            run = self._board.start_run(name, self._arguments(), self._recipe.text)
+            self._start_button.disable()  # the second click of a double click would start another run
+            ui.navigate.to(address_of(run))
 
     def _refuse_broken(self) -> None:
         if self._error.text:

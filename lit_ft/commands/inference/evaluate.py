@@ -100,6 +100,25 @@ def _parser() -> RecipeParser:
     return parser
 
 
+_IS_FOR = {
+    "--tasks": ("limit", "num_fewshot", "apply_chat_template", "seed", "unsafe_code"),
+    "--url": ("model", "base_model", "api_key_file", "api_key"),
+    "--data.path or --questions": ("data.format", "data.columns", "data.system"),
+    "--questions": ("judge_model", "judge_api_key_file", "judge_api_key", "judge_prompt"),
+}
+"""Options that have an effect only with another one."""
+
+
+def _check_effect(options: Namespace) -> None:
+    """Refuse options that would have no effect."""
+    for needed, names in _IS_FOR.items():
+        if any(options[one.removeprefix("--")] for one in needed.split(" or ")):
+            continue
+        for name in names:
+            if options[name] is not None and options[name] is not False:
+                raise RecipeError(f"--{name} is for {needed}, which is not given; add it, or leave --{name} out")
+
+
 def _checked(options: Namespace) -> harness.HarnessOptions:
     if not (options.tasks or options.data.path or options.questions):
         raise RecipeError("nothing to evaluate; give --tasks, --data.path FILE or --questions FILE")
@@ -113,6 +132,7 @@ def _checked(options: Namespace) -> harness.HarnessOptions:
         raise RecipeError("--questions and --judge_url belong together; give both, or none")
     if options.no_base and (options.questions or options.against):
         raise RecipeError("--no_base leaves nothing to compare with, which --questions and --against do; leave it out")
+    _check_effect(options)
     names = ("limit", "num_fewshot", "batch_size", "seed", "unsafe_code")
     return harness.HarnessOptions(**{name: options[name] for name in names})
 
@@ -346,7 +366,7 @@ def _write(
     written = [folder]
     run = RunFolder(Path(options.path).expanduser())
     if run.config.is_file():
-        written += results.add_to_report(run.root, rows, evaluation.notes, command)
+        written += results.add_to_report(run.root, results.table_of(rows, evaluation.notes, command), "evaluation")
     rank_zero_info("written: " + ", ".join(map(str, written)))
 
 

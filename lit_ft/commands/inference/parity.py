@@ -7,7 +7,6 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 from lit_callbacks.output.printable import printable
-from lit_callbacks.report.run_report import write_report
 from lit_callbacks.report.tables import ReportTable
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +19,7 @@ from lit_ft.inference.opening import open_model
 from lit_ft.inference.server_parity import Parity, TurnParity, compare
 from lit_ft.recipe.parser import RecipeParser
 from lit_ft.run.folder import LAST, RunFolder
+from lit_ft.scoring.results import add_to_report
 from lit_ft.training.console import show_progress_on_terminals_only
 
 FAULTS_SHOWN = 10
@@ -62,9 +62,7 @@ def run(arguments: list[str]) -> None:
     faults, title = parity.faults(opened.tokenizer), f"{opened.name} and {name} at {client.url}"
     notes = [*_notes(parity, answered), *_shown(faults)]
     _show(parity, title, notes)
-    _table(parity, title, notes, _command(options, name), bool(faults)).write(folder.root, "parity")
-    if (folder.root / "report.html").is_file():
-        write_report(folder.root)
+    add_to_report(folder.root, _table(parity, title, notes, _command(options, name), bool(faults)), "parity")
     if faults:
         raise SystemExit(1)
 

@@ -87,9 +87,9 @@ class Service:
         _, engine = self._engine(fields)
         add_special_tokens = fields.take("add_special_tokens", bool, True)
         if (text := fields.find("prompt", str)) is not None:
-            (ids,) = text_prompts(text, engine.opened.tokenizer, add_special_tokens)
+            (ids,) = await text_prompts(text, engine.opened.tokenizer, add_special_tokens)
         else:
-            ids, _ = chat_prompt(fields, engine.opened)
+            ids, _ = await chat_prompt(fields, engine.opened)
         fields.end()
         return JSONResponse({"count": len(ids), "max_model_len": self._limits.max_model_len, "tokens": ids})
 
@@ -97,7 +97,7 @@ class Service:
         """Answer a conversation."""
         fields = await self._fields(request)
         name, engine = self._engine(fields)
-        ask = read_chat(fields, name, engine.opened, self._limits.max_model_len)
+        ask = await read_chat(fields, name, engine.opened, self._limits.max_model_len)
         fields.end()
         return await self._answer(request, engine, ask, is_chat=True)
 
@@ -105,7 +105,7 @@ class Service:
         """Continue a text."""
         fields = await self._fields(request)
         name, engine = self._engine(fields)
-        ask = read_completion(fields, name, engine.opened, self._limits.max_model_len)
+        ask = await read_completion(fields, name, engine.opened, self._limits.max_model_len)
         fields.end()
         return await self._answer(request, engine, ask, is_chat=False)
 

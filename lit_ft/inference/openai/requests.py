@@ -1,8 +1,10 @@
 """Bodies of requests, read and checked: what is not supported is refused by name, never ignored."""
 
+import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -123,13 +125,13 @@ class Ask:
     """Whether nothing is generated (``max_tokens=0``)."""
 
 
-def read_chat(fields: Fields, model: str, opened: OpenedModel, max_model_len: int) -> Ask:
+async def read_chat(fields: Fields, model: str, opened: OpenedModel, max_model_len: int) -> Ask:
     """Read a request of ``/v1/chat/completions``.
 
     Raises:
         RequestError: a field is missing, wrong or not supported.
     """
-    prompt, tools = chat_prompt(fields, opened)
+    prompt, tools = await chat_prompt(fields, opened)
     limit, older = fields.find("max_completion_tokens", int), fields.find("max_tokens", int)
     if None not in (limit, older) and limit != older:
         raise RequestError(f"max_completion_tokens={limit} and max_tokens={older} are the same limit; leave one out")
@@ -143,13 +145,13 @@ def read_chat(fields: Fields, model: str, opened: OpenedModel, max_model_len: in
     return replace(_ask(fields, model, [prompt], limit, max_model_len, top), tools=tools)
 
 
-def read_completion(fields: Fields, model: str, opened: OpenedModel, max_model_len: int) -> Ask:
+async def read_completion(fields: Fields, model: str, opened: OpenedModel, max_model_len: int) -> Ask:
     """Read a request of ``/v1/completions``.
 
     Raises:
         RequestError: a field is missing, wrong or not supported.
     """
-    prompts = text_prompts(fields.given("prompt"), opened.tokenizer)
+    prompts = await text_prompts(fields.given("prompt"), opened.tokenizer)
     echo = fields.take("echo", bool, False)
     limit = fields.take("max_tokens", int, 16)
     return _ask(fields, model, prompts, limit, max_model_len, fields.find("logprobs", int), echo)
@@ -223,7 +225,7 @@ def _stops(value: object) -> list[str]:
     return stops
 
 
-def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], list[JsonObject] | None]:
+async def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], list[JsonObject] | None]:
     """Tokens of a conversation, rendered as in training, up to the opening of the assistant's turn; and its tools.
 
     Raises:
@@ -245,7 +247,7 @@ def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], list[Js
         prompt, _ = prompt_of(chat, template)
     except (BadRow, RecipeError) as error:
         raise RequestError(str(error)) from error
-    return list(opened.tokenizer(prompt, add_special_tokens=False)["input_ids"]), chat.tools
+    return await _encoded(prompt, opened.tokenizer, False), chat.tools
 
 
 def _template(options: Json, opened: OpenedModel) -> ChatTemplate:
@@ -255,7 +257,9 @@ def _template(options: Json, opened: OpenedModel) -> ChatTemplate:
         raise RequestError(str(error).replace("data.template_options", formats.OPTIONS_COLUMN)) from error
 
 
-def text_prompts(value: object, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True) -> list[list[int]]:
+async def text_prompts(
+    value: object, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True
+) -> list[list[int]]:
     """Tokens of one or several prompts, each given as text or as tokens.
 
     Raises:
@@ -265,7 +269,7 @@ def text_prompts(value: object, tokenizer: PreTrainedTokenizerBase, add_special_
     prompts = []
     for one in given:
         if isinstance(one, str):
-            ids = list(tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"])
+            ids = await _encoded(one, tokenizer, add_special_tokens)
         elif isinstance(one, list) and all(type(token) is int and 0 <= token < len(tokenizer) for token in one):
             ids = one
         else:
@@ -274,3 +278,10 @@ def text_prompts(value: object, tokenizer: PreTrainedTokenizerBase, add_special_
             raise RequestError("prompt is empty; give it at least one token")
         prompts.append(ids)
     return prompts
+
+
+async def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool) -> list[int]:
+    """Tokens of a text, encoded beside the event loop: megabytes take seconds, in which other answers go on."""
+    # verbose would warn of a text beyond the model's positions, which is refused.
+    encode = partial(tokenizer, text, add_special_tokens=add_special_tokens, verbose=False)
+    return list((await asyncio.to_thread(encode))["input_ids"])

@@ -1,5 +1,6 @@
 """Tool calls that an answer's text holds, whatever pieces it comes in."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ ASKED = [{"role": "user", "content": "where?"}]
 def taught(model_folder: str, answer: str) -> OpenedModel:
     """Model that has learned to give one answer to the question."""
     opened = open_model(model_folder)
-    prompt, _ = chat_prompt(Fields({"messages": ASKED, "tools": TOOLS}), opened)
+    prompt, _ = asyncio.run(chat_prompt(Fields({"messages": ASKED, "tools": TOOLS}), opened))
     ids = opened.tokenizer(answer + opened.template.ending, add_special_tokens=False)["input_ids"]
     tokens = torch.tensor([prompt + ids])
     optimizer = torch.optim.AdamW(opened.base.parameters(), lr=3e-3, weight_decay=0.0)
