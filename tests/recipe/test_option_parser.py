@@ -8,7 +8,7 @@ from command_line import recipe
 
 from lit_ft import RecipeError
 from lit_ft.cli import main
-from lit_ft.recipe.argument_order import in_order
+from lit_ft.recipe.option_parser import in_order
 
 
 def test_options_override_files_wherever_they_stand(
