@@ -77,6 +77,7 @@ def test_scales_of_peft_go_into_an_adapter(trained: Path, said: Callable[..., st
     config = peft.LoraConfig(
         r=4, lora_alpha=8, use_rslora=True, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **patterns
     )
+    torch.manual_seed(7)  # some draws are near the bound of bf16
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     form = BaseForm("float32", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
     write_fingerprint(fingerprint("checkpoints/tiny-qwen2"), tmp_path / "adapter", form)
