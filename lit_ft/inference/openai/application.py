@@ -253,7 +253,8 @@ def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[st
 
     def guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            given = request.headers.get("authorization", "")
+            given = given[7:] if given[:7].lower() == "bearer " else given
             if limits.api_key is not None and not hmac.compare_digest(given.encode(), limits.api_key.encode()):
                 raise RequestError(
                     "the request carries no key, or another one than the server's", 401, "invalid_api_key"

@@ -308,7 +308,8 @@ def test_a_key_is_needed_for_all_but_health(served: Served) -> None:
     client = served.client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError, match="no key, or another one"):
         client.models.list()
-    models = list(served.client.models.list())
+    models = list(served.client.models.list(extra_headers={"Authorization": f"bearer {KEY}"}))
+    assert models == list(served.client.models.list())
     assert [model.id for model in models] == list(NAMES)
     assert [served.client.models.retrieve(name) for name in NAMES] == models
     with pytest.raises(openai.NotFoundError, match="there is no model 'other'; there are base, run-a"):
