@@ -1,12 +1,14 @@
 """Answers as they come: text without stop strings, tokens, log-probabilities; and OpenAI's JSON of them."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lit_ft.inference.continuous_batching import Engine, Generation
 from lit_ft.inference.openai.requests import Ask, Json
@@ -140,6 +142,19 @@ def _thinking(part: Delta) -> Json:
     return {"reasoning_content": part.thinking} if part.thinking else {}
 
 
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> list[int] | None:
+    """UTF-8 bytes of a token, which may be a part of a character; None if they are not known."""
+    text = tokenizer.decode([token])
+    if "\ufffd" not in text:
+        return list(text.encode())
+    # The decoder replaces a part of a character; the token's name in the vocabulary has its bytes.
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if one := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece's
+        return [int(one[1], 16)]
+    bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}  # of GPT-2, and most since
+    return [bytes_of[character] for character in name] if bytes_of.keys() >= set(name) else None
+
+
 class Format:
     """OpenAI's JSON of the answers to one request."""
 
@@ -219,10 +234,11 @@ class Format:
 
     def _chat_logprobs(self, part: Delta) -> Json:
         def entry(token: int, logprob: float) -> Json:
-            text = self._tokenizer.decode([token])
-            # A token may be a part of a character, of which the decoder gives a replacement.
-            utf8 = None if "\ufffd" in text else list(text.encode())
-            return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": utf8}
+            return {
+                "token": self._tokenizer.decode([token]),
+                "logprob": max(logprob, LOWEST_LOGPROB),
+                "bytes": token_bytes(self._tokenizer, token),
+            }
 
         return {
             "content": [

@@ -13,9 +13,14 @@ import openai
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from shared_fixtures import make_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lit_ft.inference.continuous_batching import SequentialEngine, start_engine
+from lit_ft.inference.openai.answers import token_bytes
 from lit_ft.inference.openai.application import GracefulServer, Limits, application
 from lit_ft.inference.opening import OpenedModel, open_model, open_together
 from lit_ft.inference.text_stream import Decoding, stream_answer
@@ -207,6 +212,18 @@ def test_logprobs_are_those_of_the_model(served: Served, model: str) -> None:
     assert [one.logprob for one in choice.logprobs.content] == pytest.approx(own, abs=1e-4)
     for one, row in zip(choice.logprobs.content, logprobs, strict=True):
         assert [near.logprob for near in one.top_logprobs] == pytest.approx(row.topk(4)[0].tolist(), abs=1e-4)
+
+
+def test_bytes_of_tokens_that_are_parts_of_characters() -> None:
+    text = "a 绿😀"
+    tokenizer = make_tokenizer()
+    parts = [token_bytes(tokenizer, token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert len(parts) > len(text)
+    assert b"".join(map(bytes, parts)).decode() == text
+    pieces = Tokenizer(BPE({"a": 0, "\ufffd": 1, "<0xF0>": 2, "\u4e00\ufffd": 3}, [], unk_token="a"))
+    pieces.decoder = ByteFallback()
+    by_piece = PreTrainedTokenizerFast(tokenizer_object=pieces)
+    assert [token_bytes(by_piece, token) for token in range(4)] == [[97], None, [0xF0], None]
 
 
 def test_completions_score_and_continue_text_and_tokens(served: Served) -> None:
