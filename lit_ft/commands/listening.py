@@ -21,7 +21,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise RecipeError(
-            f"{host}:{port} cannot be listened on ({error}); give another --port, or 0 for a free one"
+            f"{host}:{port} cannot be listened on ({error}); give another --port (0 is a free one) or --host"
         ) from error
     with listener:
         yield listener

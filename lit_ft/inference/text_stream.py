@@ -10,9 +10,9 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
-    TextStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -149,12 +149,38 @@ class NewTokens(BaseStreamer):
         """End the answer."""
 
 
-class AnswerText(TextStreamer):
+class TextPieces:
+    """Text of tokens that come one by one, in pieces of complete characters.
+
+    transformers' ``TextStreamer`` keeps symbols until the next space: a stop text would be found tokens too late.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # Tokens are decoded behind those of the last piece: some decoders leave out a space at the beginning.
+        self._before: list[int] = []
+        self._waiting: list[int] = []
+
+    def add(self, token: int) -> str:
+        """Add a token; returns the text that is complete with it, if any."""
+        self._waiting.append(token)
+        text = self.rest()
+        if not text or text.endswith("\ufffd"):  # stands for a part of a character
+            return ""
+        self._before, self._waiting = self._waiting, []
+        return text
+
+    def rest(self) -> str:
+        """Text of the tokens that no piece has; its last character may not be complete."""
+        known = self._tokenizer.decode(self._before)
+        return str(self._tokenizer.decode(self._before + self._waiting))[len(known) :]
+
+
+class AnswerText(BaseStreamer):
     """Streamer that hands text on as soon as its characters are complete, without the tokens that end a turn."""
 
-    def __init__(self, opened: OpenedModel, stops: set[int], show: Callable[[str], None]) -> None:
-        super().__init__(opened.tokenizer)
-        self._stops, self._show = stops, show
+    def __init__(self, opened: OpenedModel, stops: set[int], show: Callable[[str], object]) -> None:
+        self._pieces, self._stops, self._show = TextPieces(opened.tokenizer), stops, show
         self._is_prompt = True
         self.ids: list[int] = []
 
@@ -163,13 +189,14 @@ class AnswerText(TextStreamer):
         if self._is_prompt:  # generate passes the prompt first
             self._is_prompt = False
             return
-        self.ids += value.tolist()
-        if not self._stops.intersection(value.tolist()):
-            super().put(value)
+        for token in value.tolist():
+            self.ids.append(token)
+            if token not in self._stops and (text := self._pieces.add(token)):
+                self._show(text)
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Hand on text that no further token changes."""
-        if text:
+    def end(self) -> None:
+        """End the answer; hands on what is left."""
+        if text := self._pieces.rest():
             self._show(text)
 
 
@@ -203,7 +230,8 @@ def stream_answer(
     Raises:
         RecipeError: the prompt leaves no position for an answer.
     """
-    ids = opened.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    # verbose would warn of a prompt beyond the model's positions, which is refused.
+    ids = opened.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
     room = positions(opened) - len(ids)
     if room < 1:
         raise RecipeError(

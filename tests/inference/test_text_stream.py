@@ -1,10 +1,12 @@
 """Streamed answers: the same text as in one piece, stopped where they should be, decoded as asked."""
 
+import logging
+
 import pytest
 
 from lit_ft.errors import RecipeError
 from lit_ft.inference.opening import OpenedModel, open_model
-from lit_ft.inference.text_stream import Decoding, stream_answer
+from lit_ft.inference.text_stream import Decoding, TextPieces, stream_answer
 from lit_ft.model.generation import generate_answers, stop_ids
 
 pytestmark = pytest.mark.slow
@@ -25,6 +27,19 @@ def test_pieces_together_are_the_answer(opened: OpenedModel) -> None:
     assert "".join(pieces) == answer.text
     assert [shown] == generate_answers(opened.model, opened.base, opened.tokenizer, [PROMPT], 20)
     assert (answer.tokens, answer.ended) == (20, "length")
+
+
+def test_a_token_s_text_is_there_at_once_and_a_part_of_a_character_never(opened: OpenedModel) -> None:
+    text, tokenizer = 'say: "red",绿😀!😀.', opened.tokenizer
+    ids, pieces = tokenizer(text, add_special_tokens=False)["input_ids"], TextPieces(tokenizer)
+    shown = [pieces.add(token) for token in ids]
+    assert "".join(shown) == text
+    assert pieces.rest() == ""
+    alone = [tokenizer.decode([token]) for token in ids]
+    assert any("\ufffd" in one for one in alone)
+    assert all(one == piece for one, piece in zip(alone, shown, strict=True) if "\ufffd" not in one)
+    assert pieces.add(ids[alone.index("\ufffd")]) == ""
+    assert pieces.rest() == "\ufffd"
 
 
 def test_an_answer_ends_at_the_end_of_the_turn_and_does_not_show_it(opened: OpenedModel) -> None:
@@ -64,10 +79,15 @@ def test_values_of_the_model_hold_until_the_user_gives_others(opened: OpenedMode
         config.do_sample, config.temperature, config.top_k, config.repetition_penalty = False, None, None, None
 
 
-def test_an_answer_stays_within_the_model_s_positions(opened: OpenedModel) -> None:
+def test_an_answer_stays_within_the_model_s_positions(
+    opened: OpenedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(opened.tokenizer, "model_max_length", 512)
     long = PROMPT + "lamp " * 1000
     with pytest.raises(RecipeError, match="512 positions; ask less, or in a terminal take back"):
         stream_answer(opened, long, Decoding(), lambda _: None)
+    assert not caplog.records  # transformers has nothing to add
     ids = opened.tokenizer(long, add_special_tokens=False)["input_ids"][:509]
     answer = stream_answer(opened, opened.tokenizer.decode(ids), Decoding(temperature=0), lambda _: None)
     assert answer.tokens <= 3

@@ -1,5 +1,6 @@
 """The ``chat`` command: talk to a trained model in the terminal, beside its base if asked."""
 
+import io
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,8 @@ def run(arguments: list[str]) -> None:
     if options.compare:
         opened.check_adapter()
     chat = Chat(opened, decoding, options.system, options.compare)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # where the locale is strict, reading would end the chat
     if sys.stdin.isatty():
         chat.talk()
     else:
@@ -71,7 +74,6 @@ class Chat:
         """Answer all of a text as one question, on standard output."""
         if not (question := text.strip("\n")):
             raise RecipeError("standard input is empty; pipe a question in, or start chat in a terminal")
-        _check_text(question)
         for name, conversation in self.conversations.items():
             if len(self.conversations) > 1:
                 print(f"{name}:")
@@ -100,7 +102,6 @@ class Chat:
                 self._say(printable(str(error)))
 
     def _ask(self, question: str) -> None:
-        _check_text(question)
         with _flag_on_interrupt() as is_interrupted:
             if len(self.conversations) == 1:
                 ((name, conversation),) = self.conversations.items()
@@ -143,6 +144,10 @@ class Chat:
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> StreamedAnswer:
         prompt = self.opened.template.render(conversation.asked(question), generation=True)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RecipeError(f"question or system prompt is no UTF-8 text ({error.reason}); convert it") from error
         with self.opened.without_adapter() if name == "base" else nullcontext():
             return stream_answer(self.opened, prompt, self.decoding, show, is_interrupted)
 
@@ -193,13 +198,6 @@ class Chat:
 
     def _say(self, text: str) -> None:
         self.console.print(Text(text, style="dim"))
-
-
-def _check_text(question: str) -> None:
-    try:
-        question.encode()
-    except UnicodeEncodeError as error:
-        raise RecipeError(f"the question is no UTF-8 text ({error.reason}); convert it") from error
 
 
 def _write(piece: str) -> None:

@@ -137,13 +137,17 @@ _SHAREGPT_ROLES = {
 }
 
 
-def messages(row: RawRow) -> Chat:
+def messages(row: RawRow, may_be_empty: bool = False) -> Chat:
     """Read ``messages`` in OpenAI's form: ``role``, ``content``, ``tool_calls``; optional ``system``, ``tools``, marks.
 
     ``train: false``, ``weight: 0`` or ``loss: false`` leaves an assistant turn unsupervised, ``train: true`` supervises
     any turn.
+
+    Args:
+        row: the row.
+        may_be_empty: whether turns may have no text, as in a conversation that nothing learns from.
     """
-    return _chat(_list(row, "messages"), row, "messages")
+    return _chat(_list(row, "messages"), row, "messages", may_be_empty)
 
 
 def completion(row: RawRow) -> Text:
@@ -321,13 +325,13 @@ def _begun(row: RawRow) -> Chat:
     return Chat([{"role": "system", "content": system}] if system else [], _tools(row))
 
 
-def _chat(raw: Sequence[object], row: RawRow, column: str) -> Chat:
+def _chat(raw: Sequence[object], row: RawRow, column: str, may_be_empty: bool = False) -> Chat:
     chat = _begun(row)
     for number, turn in enumerate(raw, 1):
         where = f"{column!r} item {number}"
         if not isinstance(turn, Mapping):
             raise BadRow(f"{where} is {_kind(turn)}; an object with 'role' and 'content' is needed")
-        message = _message(turn, where)
+        message = _message(turn, where, may_be_empty)
         if number == 1 and chat.messages and message["role"] in ("system", "developer"):
             raise BadRow(f"has a 'system' and a {message['role']} turn in {column!r}; keep one")
         if message["role"] != "tool":  # a result's name is that of its call
@@ -341,7 +345,7 @@ def _chat(raw: Sequence[object], row: RawRow, column: str) -> Chat:
     return chat
 
 
-def _message(turn: Mapping[str, object], where: str) -> Message:
+def _message(turn: Mapping[str, object], where: str, may_be_empty: bool) -> Message:
     role = _string(turn.get("role"), f"{where}: 'role'")
     role = "tool" if role == "function" else role
     if role not in _ROLES:
@@ -355,8 +359,9 @@ def _message(turn: Mapping[str, object], where: str) -> Message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], where)
         if role != "assistant":
             raise BadRow(f"{where}: 'tool_calls' belong to the assistant, not to {role!r}")
-    may_be_empty = role in ("system", "developer", "tool") or "tool_calls" in message
-    message["content"] = _content(message.get("content", "" if may_be_empty else None), where, may_be_empty)
+    may_lack = role in ("system", "developer", "tool") or "tool_calls" in message
+    content = message.get("content", "" if may_lack else None)
+    message["content"] = _content(content, where, may_lack or may_be_empty)
     return message
 
 

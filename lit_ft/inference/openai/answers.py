@@ -1,18 +1,20 @@
 """Answers as they come: text without stop strings, tokens, log-probabilities; and OpenAI's JSON of them."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lit_ft.inference.continuous_batching import Engine, Generation
 from lit_ft.inference.openai.requests import Ask, Json
 from lit_ft.inference.openai.tool_calls import ToolCalls
 from lit_ft.inference.stop_strings import StopStrings
-from lit_ft.inference.text_stream import AnswerText
+from lit_ft.inference.text_stream import AnswerText, TextPieces
 from lit_ft.inference.token_choice import TokenLogprob
 
 LOWEST_LOGPROB = -9999.0
@@ -140,12 +142,26 @@ def _thinking(part: Delta) -> Json:
     return {"reasoning_content": part.thinking} if part.thinking else {}
 
 
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> list[int] | None:
+    """UTF-8 bytes of a token, which may be a part of a character; None if they are not known."""
+    text = tokenizer.decode([token])
+    if "\ufffd" not in text:
+        return list(text.encode())
+    # The decoder replaces a part of a character; the token's name in the vocabulary has its bytes.
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if one := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece's
+        return [int(one[1], 16)]
+    bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}  # of GPT-2, and most since
+    return [bytes_of[character] for character in name] if bytes_of.keys() >= set(name) else None
+
+
 class Format:
     """OpenAI's JSON of the answers to one request."""
 
     def __init__(self, ask: Ask, id: str, tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> None:
         self._ask, self._tokenizer, self._is_chat = ask, tokenizer, is_chat
         self._head: Json = {"id": id, "created": int(time.time()), "model": ask.model}
+        self._texts: dict[int, _TextBefore] = {}
 
     def prompt_of(self, index: int) -> list[int]:
         """Prompt of an answer."""
@@ -156,7 +172,7 @@ class Format:
         choices = []
         for index, answer in enumerate(answers):
             choice: Json = {"index": index, "finish_reason": answer.finish_reason}
-            choice["logprobs"] = self._logprobs(answer)
+            choice["logprobs"] = self._logprobs(index, answer)
             if self._is_chat:
                 choice["message"] = _message(answer)
             else:
@@ -176,7 +192,7 @@ class Format:
 
     def chunk(self, index: int, part: Delta, is_first: bool) -> Json:
         """Chunk of a stream."""
-        choice: Json = {"index": index, "finish_reason": part.finish_reason, "logprobs": self._logprobs(part)}
+        choice: Json = {"index": index, "finish_reason": part.finish_reason, "logprobs": self._logprobs(index, part)}
         if self._is_chat:
             calls = {"tool_calls": part.calls} if part.calls else {}
             choice["delta"] = {"content": part.text, **_thinking(part), **calls}
@@ -192,7 +208,8 @@ class Format:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         if self._is_chat:
             choice = {"finish_reason": None, **choice}
-        return {**self._head, "object": kind, "choices": [choice]}
+        usage = {"usage": None} if self._ask.include_usage else {}  # the last chunk has it
+        return {**self._head, "object": kind, "choices": [choice], **usage}
 
     def _with_prompt(self, body: Json) -> Json:
         asked = self._is_chat and self._ask.return_token_ids
@@ -210,17 +227,18 @@ class Format:
         answered = sum(len(answer.ids) for answer in answers) - echoed
         return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
 
-    def _logprobs(self, part: Delta) -> Json | None:
+    def _logprobs(self, index: int, part: Delta) -> Json | None:
         if self._ask.top_logprobs is None:
             return None
-        return self._chat_logprobs(part) if self._is_chat else self._completion_logprobs(part)
+        return self._chat_logprobs(part) if self._is_chat else self._completion_logprobs(index, part)
 
     def _chat_logprobs(self, part: Delta) -> Json:
         def entry(token: int, logprob: float) -> Json:
-            text = self._tokenizer.decode([token])
-            # A token may be a part of a character, of which the decoder gives a replacement.
-            utf8 = None if "\ufffd" in text else list(text.encode())
-            return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": utf8}
+            return {
+                "token": self._tokenizer.decode([token]),
+                "logprob": max(logprob, LOWEST_LOGPROB),
+                "bytes": token_bytes(self._tokenizer, token),
+            }
 
         return {
             "content": [
@@ -229,16 +247,31 @@ class Format:
             ]
         }
 
-    def _completion_logprobs(self, part: Delta) -> Json:
-        texts = [self._tokenizer.decode([token]) for token in part.ids]
+    def _completion_logprobs(self, index: int, part: Delta) -> Json:
+        before = self._texts.setdefault(index, _TextBefore(self._tokenizer))
         unpredicted = len(part.ids) - len(part.logprobs)  # the first token of an echoed prompt
         return {
-            "tokens": texts,
+            "tokens": [self._tokenizer.decode([token]) for token in part.ids],
             "token_logprobs": [None] * unpredicted + [max(one.logprob, LOWEST_LOGPROB) for one in part.logprobs],
-            "top_logprobs": [None] * unpredicted
-            + [
-                {self._tokenizer.decode([token]): max(logprob, LOWEST_LOGPROB) for token, logprob in one.top}
-                for one in part.logprobs
-            ],
-            "text_offset": [sum(map(len, texts[:end])) for end in range(len(texts))],
+            "top_logprobs": [None] * unpredicted + [self._alternatives(one) for one in part.logprobs],
+            "text_offset": [before.add(token) for token in part.ids],
         }
+
+    def _alternatives(self, one: TokenLogprob) -> Json:
+        """Most probable tokens, and the chosen one where it is none of them; of equal texts the more probable one."""
+        logprobs: Json = {}
+        for token, logprob in (*one.top, (one.id, one.logprob)):
+            logprobs.setdefault(self._tokenizer.decode([token]), max(logprob, LOWEST_LOGPROB))
+        return logprobs
+
+
+class _TextBefore:
+    """Length of an answer's text before each of its tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._pieces, self._length = TextPieces(tokenizer), 0
+
+    def add(self, token: int) -> int:
+        before = self._length
+        self._length += len(self._pieces.add(token))
+        return before

@@ -6,7 +6,9 @@ import json
 import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import TypeVar
 
 import uvicorn
@@ -26,6 +28,7 @@ from lit_ft.inference.openai.requests import (
     chat_prompt,
     read_chat,
     read_completion,
+    shown,
     text_prompts,
 )
 from lit_ft.inference.openai.tool_calls import ToolCalls, response_template
@@ -117,8 +120,9 @@ class Service:
             if len(body) > limit:
                 raise RequestError(f"the body has more than {limit:,} bytes", 413)
         try:
-            values = json.loads(body)
-            if b"\\ud" in body.lower():
+            text = body.decode("utf-8-sig")  # json.loads of bytes would take halves of pairs, and other encodings
+            values = json.loads(text)
+            if "\\ud" in text.lower():
                 json.dumps(values, ensure_ascii=False).encode()  # refuses halves of pairs, which are no characters
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is no JSON: {error}") from error
@@ -133,7 +137,7 @@ class Service:
     def _known(self, name: str) -> str:
         if name not in self._engines:
             raise RequestError(
-                f"there is no model {name!r}; there are {', '.join(self._engines)}", 404, "model_not_found"
+                f"there is no model {shown(name)}; there are {', '.join(self._engines)}", 404, "model_not_found"
             )
         return name
 
@@ -249,7 +253,8 @@ def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[st
 
     def guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            given = request.headers.get("authorization", "")
+            given = given[7:] if given[:7].lower() == "bearer " else given
             if limits.api_key is not None and not hmac.compare_digest(given.encode(), limits.api_key.encode()):
                 raise RequestError(
                     "the request carries no key, or another one than the server's", 401, "invalid_api_key"
@@ -279,17 +284,35 @@ def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[st
 
 
 class GracefulServer(uvicorn.Server):
-    """HTTP server that, at SIGINT or SIGTERM, gives running answers some seconds to end, and then ends them."""
+    """HTTP server that, at SIGINT or SIGTERM, gives running answers some seconds to end; a second one ends them."""
 
     def __init__(self, app: Starlette, engines: Iterable[Engine], stop_seconds: float) -> None:
         super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         self._engines, self._stop_seconds = list(engines), stop_seconds
+        self._is_hurried = asyncio.Event()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop the server, or, if it stops already, end the answers at once."""
+        if self.should_exit:
+            self._is_hurried.set()  # uvicorn would cancel the handlers, and log a traceback for each
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, and wait for those that run."""
-        for engine in self._engines:
-            asyncio.get_running_loop().call_later(self._stop_seconds, engine.end_answers)
+        ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_requests(self) -> None:
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._is_hurried.wait(), self._stop_seconds)
+        for engine in self._engines:
+            engine.end_answers()
+        await asyncio.sleep(1)
+        # What is left waits for a client that sends no more of its request, or reads no more of its answer.
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _event(body: Json) -> str:
@@ -310,7 +333,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(_error_body(message, error.status_code, None), error.status_code)
+    return JSONResponse(_error_body(message, error.status_code, None), error.status_code, error.headers)
 
 
 async def _failed(_: Request, error: Exception) -> Response:

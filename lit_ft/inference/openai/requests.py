@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,13 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True,),
 }
 """Fields of which one value alone can be had."""
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 200
+
+
+def shown(value: object) -> str:
+    """Value of a request as its error shows it: not all of one that is long, or nested deeper than recursion goes."""
+    return _REPR.repr(value)
 
 
 class RequestError(Exception):
@@ -72,7 +80,7 @@ class Fields:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value) if abs(value) < 1e300 else math.inf
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise RequestError(f"{name}={value!r} must be {_KINDS[kind]}")
+            raise RequestError(f"{name}={shown(value)} must be {_KINDS[kind]}")
         return value
 
     def given(self, name: str) -> object:
@@ -88,7 +96,9 @@ class Fields:
         for name, value in self._values.items():
             if name in _NOTHING_TO_DO or (name in _ONLY and value in _ONLY[name]):
                 continue
-            raise RequestError(f"{name}={value!r} is not supported by this server; leave it out", code="unsupported")
+            raise RequestError(
+                f"{name:.200}={shown(value)} is not supported by this server; leave it out", code="unsupported"
+            )
 
 
 _KINDS = {
@@ -174,8 +184,10 @@ def _ask(
             f"server takes {max_model_len:,} tokens for both",
             code="context_length_exceeded",
         )
-    stream = fields.take("stream", bool, False)
-    options = Fields(fields.take("stream_options", dict, {}))
+    stream, given = fields.take("stream", bool, False), fields.find("stream_options", dict)
+    if given is not None and not stream:
+        raise RequestError("stream_options needs stream=true; leave it out")
+    options = Fields(given or {})
     include_usage = options.take("include_usage", bool, False)
     options.end()
     n = fields.take("n", int, 1)
@@ -219,7 +231,7 @@ def _decoding(fields: Fields, limit: int) -> Decoding:
 def _stops(value: object) -> list[str]:
     stops = [value] if isinstance(value, str) else ([] if value is None else value)
     if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
-        raise RequestError(f"stop={value!r} must be text, or a list of texts, none of them empty")
+        raise RequestError(f"stop={shown(value)} must be text, or a list of texts, none of them empty")
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop has {len(stops)} texts; give {MAX_STOPS} at most")
     return stops
@@ -235,7 +247,9 @@ async def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], l
     template = _template(fields.take(formats.OPTIONS_COLUMN, dict, {}), opened)
     choice = fields.given("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise RequestError(f"tool_choice={choice!r} is not supported by this server; leave it out, or ask for auto")
+        raise RequestError(
+            f"tool_choice={shown(choice)} is not supported by this server; leave it out, or ask for auto"
+        )
     if not messages or (isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"):
         raise RequestError("messages must be a list of turns that ends with one of the user or a tool")
     # The reader of training rows wants an answer; no prompt depends on it.
@@ -243,7 +257,7 @@ async def chat_prompt(fields: Fields, opened: OpenedModel) -> tuple[list[int], l
     if tools and choice != "none":
         row["tools"] = tools
     try:
-        chat = formats.messages(row)
+        chat = formats.messages(row, may_be_empty=True)  # clients send back an answer that was empty
         prompt, _ = prompt_of(chat, template)
     except (BadRow, RecipeError) as error:
         raise RequestError(str(error)) from error

@@ -47,8 +47,10 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: Any, question: str, *options: s
 
 
 def test_a_question_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, model_folder: str) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors="surrogateescape"))
-    assert "the question is no UTF-8 text" in run(capsys, "chat", model_folder, code=2)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+    assert "question or system prompt is no UTF-8 text" in run(capsys, "chat", model_folder, code=2)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("coffee"))
+    assert "prompt is no UTF-8 text" in run(capsys, "chat", model_folder, "--system", "caf\udce9", code=2)
 
 
 def test_a_pipe_gets_the_answer_alone(

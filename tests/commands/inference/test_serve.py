@@ -72,7 +72,7 @@ def test_a_port_in_use_and_wrong_options_are_one_line(adapter: str, capsys: Any)
         port = str(taken.getsockname()[1])
         assert f"127.0.0.1:{port} cannot be listened on" in run(capsys, "serve", "no/run", "--port", port, code=2)
     for options, message in {
-        ("--port", "70000"): "give another --port",
+        ("--port", "70000"): "give another --port (0 is a free one) or --host",
         ("--port", "0", "--max_requests", "0"): "max_requests=0 must be 1 or more",
         ("--port", "0", "--cache_gib", "0"): "cache_gib=0 must be over 0",
         ("--port", "0", "--max_model_len", "1000"): "must be from 2 to the 512 positions",

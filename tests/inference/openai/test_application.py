@@ -1,6 +1,7 @@
 """The server through the real ``openai`` client: answers equal to those of ``chat``, refusals, cut connections."""
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -12,9 +13,14 @@ import openai
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from shared_fixtures import make_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lit_ft.inference.continuous_batching import SequentialEngine, start_engine
+from lit_ft.inference.openai.answers import token_bytes
 from lit_ft.inference.openai.application import GracefulServer, Limits, application
 from lit_ft.inference.opening import OpenedModel, open_model, open_together
 from lit_ft.inference.text_stream import Decoding, stream_answer
@@ -80,8 +86,11 @@ def served(folders: dict[str, str], model_folder: str) -> Iterator[Served]:
         deadline = time.monotonic() + 30  # a test that failed may have left fewer
         while served.running() < 20 and time.monotonic() < deadline:
             time.sleep(0.01)
+        silent = socket.create_connection(("127.0.0.1", served.port))  # the rest of its request never comes
+        silent.sendall(f"{HEAD}Content-Length: 9\r\n\r\n{{".encode())
         served.server.should_exit = True
         served.thread.join(10)
+        silent.close()
         assert not served.thread.is_alive()
         assert all("the server stops" in str(one.exception()) for one in cut)
         assert [one.exception().status_code for one in cut] == [503, 503]  # type: ignore[union-attr]
@@ -134,6 +143,7 @@ def test_a_stream_has_the_text_and_tokens_of_the_whole_answer(served: Served, mo
     assert logprobs == whole.choices[0].logprobs.content
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
     assert chunks[-1].usage == whole.usage
+    assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks[:-1])
     assert chunks[0].prompt_token_ids == whole.prompt_token_ids
 
 
@@ -204,23 +214,42 @@ def test_logprobs_are_those_of_the_model(served: Served, model: str) -> None:
         assert [near.logprob for near in one.top_logprobs] == pytest.approx(row.topk(4)[0].tolist(), abs=1e-4)
 
 
+def test_bytes_of_tokens_that_are_parts_of_characters() -> None:
+    text = "a 绿😀"
+    tokenizer = make_tokenizer()
+    parts = [token_bytes(tokenizer, token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert len(parts) > len(text)
+    assert b"".join(map(bytes, parts)).decode() == text
+    pieces = Tokenizer(BPE({"a": 0, "\ufffd": 1, "<0xF0>": 2, "\u4e00\ufffd": 3}, [], unk_token="a"))
+    pieces.decoder = ByteFallback()
+    by_piece = PreTrainedTokenizerFast(tokenizer_object=pieces)
+    assert [token_bytes(by_piece, token) for token in range(4)] == [[97], None, [0xF0], None]
+
+
 def test_completions_score_and_continue_text_and_tokens(served: Served) -> None:
     opened = served.alone["run-a"]
     ids = opened.tokenizer("the green lamp is blue")["input_ids"]
     create = served.client.completions.create
-    scored = create(model="run-a", prompt=ids, max_tokens=0, echo=True, logprobs=1).choices[0]
+    scored = create(model="run-a", prompt=ids, max_tokens=0, echo=True, logprobs=2).choices[0]
     with torch.no_grad():
         rows = opened.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
     own = rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     assert scored.logprobs.token_logprobs[0] is None  # type: ignore[union-attr]
     assert scored.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)  # type: ignore[union-attr]
     assert scored.text == "the green lamp is blue"
+    tokens, near = scored.logprobs.tokens, scored.logprobs.top_logprobs  # type: ignore[union-attr]
+    assert scored.logprobs.text_offset == [scored.text.index(token) for token in tokens]  # type: ignore[union-attr]
+    assert [one[token] for one, token in zip(near[1:], tokens[1:], strict=True)] == pytest.approx(own, abs=1e-4)
+    assert all(len(one) in (2, 3) for one in near[1:])  # the token's own is there in any case
     both = create(model="run-a", prompt=["the green lamp is blue", "red"], max_tokens=6, temperature=0)
     echoed = create(model="run-a", prompt=ids, max_tokens=6, temperature=0, echo=True)
     assert both.choices[0].text == echoed.choices[0].text.removeprefix("the green lamp is blue")
     assert (both.usage.completion_tokens, echoed.usage.completion_tokens) == (12, 6)  # type: ignore[union-attr]
-    streamed = list(create(model="run-a", prompt=ids, max_tokens=6, temperature=0, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in streamed) == both.choices[0].text
+    options: dict[str, Any] = {"model": "run-a", "prompt": ids, "max_tokens": 6, "temperature": 0, "logprobs": 0}
+    streamed = [chunk.choices[0] for chunk in create(**options, stream=True)]
+    assert "".join(part.text for part in streamed) == both.choices[0].text
+    whole = create(**options).choices[0].logprobs
+    assert [one for part in streamed for one in part.logprobs.text_offset] == whole.text_offset
 
 
 def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
@@ -251,6 +280,9 @@ def test_tools_reach_the_prompt_as_in_training(served: Served) -> None:
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty=0.5 is not supported"),
         ({"extra_body": {"min_tokens": 3}}, openai.BadRequestError, "min_tokens=3 is not supported"),
         ({"extra_body": {"chat_template_kwargs": {"color": 1}}}, openai.BadRequestError, "uses no 'color'"),
+        ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "stream_options needs stream=true"),
+        ({"model": "x" * 9_000}, openai.NotFoundError, "^.{,300}x[.]{3}x.{,300}$"),
+        ({"extra_body": {"y" * 9_000: 1}}, openai.BadRequestError, "^.{,300}yyy=1 is not supported.{,200}$"),
         ({"stop": [""]}, openai.BadRequestError, "none of them empty"),
         ({"n": 22}, openai.BadRequestError, "asks for 22 answers; ask for 21 at most"),
         ({"n": 0}, openai.BadRequestError, "n=0 must be 1 or more"),
@@ -276,13 +308,15 @@ def test_more_than_the_queue_holds_is_to_be_tried_again(served: Served) -> None:
     served.wait_until_idle()
 
 
+HEAD = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
 HALF = b'{"model": "run-a", "messages": [{"role": "user", "content": "\\uD800"}]}'
+HALVES = [HALF, HALF.decode().encode("utf-16"), HALF.replace(b"\\uD800", b"\xed\xa0\x80")]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 30_000, b'{"model": 3}', HALF])
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 30_000, b'{"model": 3}', *HALVES])
 def test_malformed_bodies_are_refused_as_json(served: Served, body: bytes) -> None:
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n"
-    status, answer = exchange(served.port, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    head = f"{HEAD}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    status, answer = exchange(served.port, head.encode() + body)
     assert status == 400
     assert json.loads(answer)["error"]["message"]
 
@@ -291,12 +325,16 @@ def test_a_key_is_needed_for_all_but_health(served: Served) -> None:
     client = served.client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError, match="no key, or another one"):
         client.models.list()
-    models = list(served.client.models.list())
+    models = list(served.client.models.list(extra_headers={"Authorization": f"bearer {KEY}"}))
+    assert models == list(served.client.models.list())
     assert [model.id for model in models] == list(NAMES)
     assert [served.client.models.retrieve(name) for name in NAMES] == models
     with pytest.raises(openai.NotFoundError, match="there is no model 'other'; there are base, run-a"):
         served.client.models.retrieve("other")
     assert exchange(served.port, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")[0] == 200
+    with pytest.raises(openai.APIStatusError, match="GET /tokenize: Method Not Allowed") as refused:
+        served.client.get("/../tokenize", cast_to=object)
+    assert (refused.value.status_code, refused.value.response.headers["allow"]) == (405, "POST")
     assert exchange(served.port, b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")[0] == 404
 
 
@@ -304,15 +342,39 @@ def test_a_key_is_needed_for_all_but_health(served: Served) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_ends_when_its_client_is_gone(served: Served, model: str, stream: bool) -> None:
     body = json.dumps({"model": model, "messages": ASKED, "max_tokens": 470, "temperature": 0, "stream": stream})
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         while not served.running():
             time.sleep(0.01)
         if stream:
             assert connection.recv(100)
     served.wait_until_idle()
     assert served.ask(model).choices[0].token_ids == alone(served.alone[model], ASKED)[1]
+
+
+def test_an_empty_answer_can_be_sent_back(served: Served) -> None:
+    messages = [*ASKED, {"role": "assistant", "content": ""}, {"role": "user", "content": "red"}]
+    answer = served.ask(messages=messages)
+    prompt = served.alone["run-a"].template.render(messages, generation=True)  # type: ignore[arg-type]
+    assert served.alone["run-a"].tokenizer.decode(answer.prompt_token_ids) == prompt
+
+
+def test_a_second_signal_ends_the_answers_at_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    app = served.server.config.app
+    server = GracefulServer(app, [served.engines["run-a"]], stop_seconds=100)  # type: ignore[arg-type]
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    client = served.client.with_options(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
+    stream = client.completions.create(model="run-a", prompt="red", max_tokens=480, n=4, temperature=1, stream=True)
+    next(stream)
+    for _ in range(2):
+        server.handle_exit(signal.SIGINT, None)
+    with pytest.raises(openai.APIError, match="the server stops"):
+        list(stream)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert not caplog.records
 
 
 def exchange(port: int, request: bytes) -> tuple[int, bytes]:
