@@ -177,7 +177,7 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
     if name == "run" and prog.split()[-1:] in (["predict"], ["test"], ["validate"]):
         return "unknown option 'run'; write --config RUN/config.yaml --ckpt_path last"
     if ours is not None:
-        return f"{head}unknown option {shortened(name, 100)!r}; here it is {ours}"
+        return f"{head}unknown option {shortened(name, 100)!r}; {_in_its_place(ours, 'here it is')}"
     dotted = re.sub("[:-]", lambda sign: "." if sign[0] == ":" else "_", name)
     first = dotted.split(".")[0]
     if is_recipe and name in own:
@@ -260,7 +260,9 @@ def _section_of_base(options: list[str]) -> str | None:
 
 
 def _needs_class(option: str, part: str) -> str:
-    return f"{option} is an option of a class, and none is named; name one, e.g. --{part} {EXAMPLES[part][0]}"
+    example, key = EXAMPLES[part][0], part.rpartition(".")[2]
+    of_recipe = f"in a recipe {key}: {{class_path: {example}, init_args: {{{option}: ...}}}}"
+    return f"{option} is an option of a class, and none is named before it; write --{part} {example}, {of_recipe}"
 
 
 def _options(message: str, parser: ArgumentParser, classes: Iterable[type]) -> list[str]:
@@ -367,7 +369,7 @@ def _short_name(message: str, key: str) -> str | None:
     example, modules = EXAMPLES.get(key, ("torch.optim.AdamW", ()))
     of_module = {name: module for module in modules for name in dir(import_module(module)) if name[0].isupper()}
     near = [f"{of_module[name]}.{name}" for name in get_close_matches(short[1], of_module, n=1, cutoff=0.7)]
-    advice = f"write {(ours or near[0])}" if ours or near else f"write the module and the class, e.g. {example}"
+    advice = _in_its_place(ours or near[0], "write") if ours or near else f"write the module and the class, e.g. {example}"
     return f"{shortened(short[1], 100)!r} is no class path; {advice}"
 
 
@@ -378,8 +380,13 @@ def _absent_class(message: str, key: str) -> str | None:
     near = get_close_matches(absent[2], dir(import_module(absent[1])), n=1)
     advice = f"did you mean {absent[1]}.{near[0]}?" if near else "fix the class_path"
     if (ours := CLASSES.get(absent[2].lower())) is not None:
-        advice = f"write {ours}"
+        advice = _in_its_place(ours, "write")
     return f"there is no {absent[1]}.{shortened(absent[2], 100)}; {advice}"
+
+
+def _in_its_place(ours: str, verb: str) -> str:
+    """Advice to write what stands for another trainer's word, or to leave the word out where nothing does."""
+    return ours.replace("nothing", "leave it out", 1) if ours.startswith("nothing") else f"{verb} {ours}"
 
 
 def _text_as_mapping(message: str, key: str) -> str | None:
