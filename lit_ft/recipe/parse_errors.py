@@ -369,7 +369,8 @@ def _short_name(message: str, key: str) -> str | None:
     example, modules = EXAMPLES.get(key, ("torch.optim.AdamW", ()))
     of_module = {name: module for module in modules for name in dir(import_module(module)) if name[0].isupper()}
     near = [f"{of_module[name]}.{name}" for name in get_close_matches(short[1], of_module, n=1, cutoff=0.7)]
-    advice = _in_its_place(ours or near[0], "write") if ours or near else f"write the module and the class, e.g. {example}"
+    otherwise = f"the module and the class, e.g. {example}"
+    advice = _in_its_place(ours or next(iter(near), otherwise), "write")
     return f"{shortened(short[1], 100)!r} is no class path; {advice}"
 
 
