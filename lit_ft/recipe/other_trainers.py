@@ -189,7 +189,7 @@ OPTIONS = {
     "save_only_model": "save_weights_only of the callback lightning.pytorch.callbacks.ModelCheckpoint",
     "save_steps": "every_n_train_steps of the callback lightning.pytorch.callbacks.ModelCheckpoint",
     "save_strategy": "every_n_train_steps of the callback lightning.pytorch.callbacks.ModelCheckpoint",
-    "save_total_limit": "save_top_k of the callback lightning.pytorch.callbacks.ModelCheckpoint",
+    "save_total_limit": "save_top_k of the callback lightning.pytorch.callbacks.ModelCheckpoint with monitor: step",
     "saves_per_epoch": "every_n_train_steps of the callback lightning.pytorch.callbacks.ModelCheckpoint",
     "seed": "seed_everything",
     "seq_len": "data.max_length",

@@ -32,7 +32,14 @@ def unwrap_class_error(error: Exception) -> RecipeError:
     cause: BaseException = error
     while cause.__cause__ is not None and _UNION.match(str(cause)) and _reason_of_class(str(cause)) is None:
         cause = cause.__cause__
-    return cause if isinstance(cause, RecipeError) else RecipeError(_reason_of_class(str(cause)) or str(cause))
+    if isinstance(cause, RecipeError):
+        return cause
+    reason = _reason_of_class(str(cause)) or str(cause)
+    return RecipeError(reason + next((fix for part, fix in _FIXES.items() if part in reason), ""))
+
+
+_FIXES = {"No quantity for top_k to track": " To keep the newest ones, set monitor: step and mode: max"}
+"""What to write, by a part of a library's message that does not say it."""
 
 
 _UNION = re.compile("Does not validate against any of the Union subtypes")

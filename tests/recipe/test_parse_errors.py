@@ -24,6 +24,9 @@ TYPED: dict[str, str] = {
     "fit --optimizer AdamW8bits": "'AdamW8bits' is no class path; write the module and the class, e.g. t",
     "fit --optimizer AdamWw": "'AdamWw' is no class path; write torch.optim.AdamW",
     "fit --lr_scheduler CosineWarmup": "'CosineWarmup' is no class path; write lit_ft.schedules.CosineWithWarmup",
+    "fit --model.pretrained no --data.path no --trainer.callbacks ModelCheckpoint --trainer.callbacks.save_top_k 2": (
+        "No quantity for top_k to track. To keep the newest ones, set monitor: step and mode: max"
+    ),
     "fit --trainer.logger wandb": "write lightning.pytorch.loggers.WandbLogger; see recipes/loggers/wandb.yaml",
     "fit --trainer.callbacks EarlyStop": "write lightning.pytorch.callbacks.EarlyStopping",
     "fit --trainer.callbacks nothing_like_it": "class, e.g. lightning.pytorch.callbacks.EarlyStopping",
