@@ -93,7 +93,7 @@ def newest_good(folder: Path) -> Path:
 
 
 POSITIONS = ("epoch", "step")
-"""What a ``ModelCheckpoint`` can monitor besides metrics: it keeps the newest checkpoints then, of which none is best."""
+"""What a ``ModelCheckpoint`` can monitor besides metrics: it then keeps the newest checkpoints; none is best."""
 
 
 class Best(NamedTuple):
