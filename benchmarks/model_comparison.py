@@ -163,7 +163,7 @@ class Row:
 
 
 HEADINGS = {
-    "packed": "packed rows",
+    "packed": "packed batches",
     "mixing": "samples kept apart by",
     "lora": "LoRA on all linear layers",
     "merge": "merge",

@@ -92,6 +92,10 @@ def newest_good(folder: Path) -> Path:
     raise RecipeError(f"there is no checkpoint to resume from in {folder}")
 
 
+POSITIONS = ("epoch", "step")
+"""What a ``ModelCheckpoint`` can monitor besides metrics: it then keeps the newest checkpoints; none is best."""
+
+
 class Best(NamedTuple):
     """Checkpoint with the best value of a monitored metric."""
 
@@ -213,6 +217,7 @@ def _best_in(content: Checkpoint) -> dict[str, Best]:
         for callback, state in states.items()
         if isinstance(state, dict)
         and state.get("monitor")
+        and state["monitor"] not in POSITIONS
         and state.get("best_model_path")
         and state.get("best_model_score") is not None
     }

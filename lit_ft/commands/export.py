@@ -329,6 +329,7 @@ def _of_adapters(
     resize_to_tokenizer(model, tokenizer)
     wrapped = load_adapters(model, adapters, combination, density)
     notes = [f"{adapter.weight:g} x `{adapter.folder}`" for adapter in adapters]
+    source = ", ".join(f"{adapter.weight:g} x {adapter.folder}" for adapter in adapters)
     form = replace(read_form(adapters[0].folder), config_overrides=base.config_overrides or {})
 
     def texts(kind: Kind) -> Mapping[str, str]:
@@ -353,7 +354,7 @@ def _of_adapters(
         wrapped.save_pretrained(to, save_embedding_layers=False if rows else "auto")
         write_fingerprint(now, to, form)
 
-    return _Exported(wrapped, tokenizer, ", ".join(notes), base, texts, write)
+    return _Exported(wrapped, tokenizer, source, base, texts, write)
 
 
 def _base_of(first: Adapter, folder: RunFolder | None, named: str | None) -> ModelSpec:

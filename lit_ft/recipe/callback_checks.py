@@ -24,6 +24,7 @@ from lit_callbacks.internals.lightning_internals import attributes_of
 from torch.optim.lr_scheduler import ReduceLROnPlateau as PlainReduceLROnPlateau
 
 from lit_ft.accumulation import accumulation
+from lit_ft.checkpointing.selection import POSITIONS
 from lit_ft.data.text_data import TextDataModule
 from lit_ft.errors import RecipeError
 from lit_ft.internals.lightning import validation_interval
@@ -54,7 +55,8 @@ def check_callbacks(callbacks: Sequence[Callback], has_validation: bool) -> None
                 raise RecipeError(f"trainer.callbacks: {type(callback).__name__} {why}")
         if isinstance(callback, EarlyStopping | ModelCheckpoint) and callback.monitor is not None:
             who = f"trainer.callbacks: {type(callback).__name__}"
-            check_monitor(callback.monitor, f"{who} monitors", has_validation)
+            if not (isinstance(callback, ModelCheckpoint) and callback.monitor in POSITIONS):
+                check_monitor(callback.monitor, f"{who} monitors", has_validation)
             _check_mode(callback.monitor, callback.mode, who)
         if isinstance(callback, ModelCheckpoint) and callback.filename:
             if callback.auto_insert_metric_name:
@@ -126,7 +128,7 @@ _BETTER = {"loss": "min", "perplexity": "min", "token_accuracy": "max"}
 def _check_mode(monitor: str, mode: str, who: str) -> None:
     """Refuse a mode that takes the worst for the best; Lightning's default is min, whatever is monitored."""
     split, _, name = monitor.partition("/")
-    better = _BETTER.get(name.split("/")[0]) if split in ("train", "val") else None
+    better = _BETTER.get(name.split("/")[0]) if split in ("train", "val") else "max" if monitor in POSITIONS else None
     if better is not None and mode != better:
         raise RecipeError(f"{who} takes the worst {monitor} for the best with mode={mode}; set mode: {better}")
 
@@ -141,7 +143,7 @@ def _check_fields(filename: str, has_validation: bool) -> None:
             "'{epoch}-{step}'"
         ) from error
     for name in names:
-        if name not in ("epoch", "step"):
+        if name not in POSITIONS:
             check_monitor(name, f"trainer.callbacks: ModelCheckpoint's filename {filename!r} names", has_validation)
 
 

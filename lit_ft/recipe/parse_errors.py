@@ -32,7 +32,14 @@ def unwrap_class_error(error: Exception) -> RecipeError:
     cause: BaseException = error
     while cause.__cause__ is not None and _UNION.match(str(cause)) and _reason_of_class(str(cause)) is None:
         cause = cause.__cause__
-    return cause if isinstance(cause, RecipeError) else RecipeError(_reason_of_class(str(cause)) or str(cause))
+    if isinstance(cause, RecipeError):
+        return cause
+    reason = _reason_of_class(str(cause)) or str(cause)
+    return RecipeError(reason + next((fix for part, fix in _FIXES.items() if part in reason), ""))
+
+
+_FIXES = {"No quantity for top_k to track": " To keep the newest ones, set monitor: step and mode: max"}
+"""What to write, by a part of a library's message that does not say it."""
 
 
 _UNION = re.compile("Does not validate against any of the Union subtypes")
@@ -177,7 +184,7 @@ def _unknown_option(name: str, key: str, message: str, prog: str, own: list[str]
     if name == "run" and prog.split()[-1:] in (["predict"], ["test"], ["validate"]):
         return "unknown option 'run'; write --config RUN/config.yaml --ckpt_path last"
     if ours is not None:
-        return f"{head}unknown option {shortened(name, 100)!r}; here it is {ours}"
+        return f"{head}unknown option {shortened(name, 100)!r}; {_in_its_place(ours, 'here it is')}"
     dotted = re.sub("[:-]", lambda sign: "." if sign[0] == ":" else "_", name)
     first = dotted.split(".")[0]
     if is_recipe and name in own:
@@ -260,7 +267,9 @@ def _section_of_base(options: list[str]) -> str | None:
 
 
 def _needs_class(option: str, part: str) -> str:
-    return f"{option} is an option of a class, and none is named; name one, e.g. --{part} {EXAMPLES[part][0]}"
+    example, key = EXAMPLES[part][0], part.rpartition(".")[2]
+    of_recipe = f"in a recipe {key}: {{class_path: {example}, init_args: {{{option}: ...}}}}"
+    return f"{option} is an option of a class, and none is named before it; write --{part} {example}, {of_recipe}"
 
 
 def _options(message: str, parser: ArgumentParser, classes: Iterable[type]) -> list[str]:
@@ -367,7 +376,8 @@ def _short_name(message: str, key: str) -> str | None:
     example, modules = EXAMPLES.get(key, ("torch.optim.AdamW", ()))
     of_module = {name: module for module in modules for name in dir(import_module(module)) if name[0].isupper()}
     near = [f"{of_module[name]}.{name}" for name in get_close_matches(short[1], of_module, n=1, cutoff=0.7)]
-    advice = f"write {(ours or near[0])}" if ours or near else f"write the module and the class, e.g. {example}"
+    otherwise = f"the module and the class, e.g. {example}"
+    advice = _in_its_place(ours or next(iter(near), otherwise), "write")
     return f"{shortened(short[1], 100)!r} is no class path; {advice}"
 
 
@@ -378,8 +388,13 @@ def _absent_class(message: str, key: str) -> str | None:
     near = get_close_matches(absent[2], dir(import_module(absent[1])), n=1)
     advice = f"did you mean {absent[1]}.{near[0]}?" if near else "fix the class_path"
     if (ours := CLASSES.get(absent[2].lower())) is not None:
-        advice = f"write {ours}"
+        advice = _in_its_place(ours, "write")
     return f"there is no {absent[1]}.{shortened(absent[2], 100)}; {advice}"
+
+
+def _in_its_place(ours: str, verb: str) -> str:
+    """Advice to write what stands for another trainer's word, or to leave the word out where nothing does."""
+    return ours.replace("nothing", "leave it out", 1) if ours.startswith("nothing") else f"{verb} {ours}"
 
 
 def _text_as_mapping(message: str, key: str) -> str | None:

@@ -203,7 +203,9 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(lit_ft
 
 def test_runs_are_adapters_and_a_run_gives_the_base(lit_ft: Any, finished: Any, tmp_path: Path) -> None:
     one, two = finished(), finished("--seed_everything", "5")
-    lit_ft("export", "--run", one, "--adapter", f"{one}=0.5", "--adapter", f"{two}=0.5", "--out", tmp_path / "mean")
+    named = ("--adapter", f"{one}=0.5", "--adapter", f"{two}=0.5")
+    said = lit_ft("export", "--run", one, *named, "--out", tmp_path / "mean")
+    assert f"0.5 x {one}/adapter, 0.5 x {two}/adapter -> {tmp_path / 'mean'}" in said
     card = (tmp_path / "mean" / "README.md").read_text()
     assert f"Made of 0.5 x `{one}/adapter`, 0.5 x `{two}/adapter` (cat)." in card
     assert json.loads((tmp_path / "mean" / "base.json").read_text()) == json.loads(

@@ -421,6 +421,11 @@ def test_built_in_templates_by_name(name: str) -> None:
             set_chat_template(lacking, name)
 
 
+def test_a_name_of_no_built_in_template() -> None:
+    with pytest.raises(RecipeError, match="plain.; give one of these, or leave it out for the tokenizer's own"):
+        set_chat_template(make_tokenizer(), "qwen")
+
+
 def make_without_chatml() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

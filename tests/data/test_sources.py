@@ -193,6 +193,14 @@ def test_saved_data_sets(tmp_path: Path) -> None:
         read(tmp_path / "two", split="val")
 
 
+def test_data_in_memory_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    with pytest.raises(RecipeError, match=r"type Dataset, .*; write .*, e.g. dataset.save_to_disk\("):
+        TextDataModule(Dataset.from_list([{"text": "a"}]))
+    assert Source(tmp_path / "a.json") == Source(str(tmp_path / "a.json"))
+
+
 def test_a_hub_name_that_cannot_be_had() -> None:
     start = time.monotonic()
     with pytest.raises(

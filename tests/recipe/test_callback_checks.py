@@ -51,6 +51,15 @@ def test_the_worst_is_not_taken_for_the_best(monitor: str, mode: str, better: st
             check_callbacks([make(monitor=monitor, mode=mode)], has_validation=True)
 
 
+@pytest.mark.parametrize("monitor", ["step", "epoch"])
+def test_a_position_keeps_the_newest_checkpoints(monitor: str) -> None:
+    check_callbacks([ModelCheckpoint(monitor=monitor, mode="max", save_top_k=2)], has_validation=False)
+    with pytest.raises(RecipeError, match="set mode: max"):
+        check_callbacks([ModelCheckpoint(monitor=monitor, save_top_k=2)], has_validation=False)
+    with pytest.raises(RecipeError, match="EarlyStopping monitors .*, which is not logged"):
+        check_callbacks([EarlyStopping(monitor)], has_validation=False)
+
+
 def test_a_validation_interval_that_is_a_time() -> None:
     trainer, stopping = quiet_trainer(val_check_interval={"minutes": 5}), EarlyStopping("val/loss")
     assert validation_interval(trainer) is None

@@ -129,7 +129,11 @@ def test_no_best_is_an_error_with_the_reason(fit: Any, said: Any) -> None:
     assert "several metrics are monitored, name the file: " in said("validate", *config, code=2)
     for path in (run / "checkpoints").glob("*.ckpt"):
         content = torch.load(path, weights_only=True)
-        content["callbacks"] = {"one": {"monitor": "val/loss", "best_model_path": "gone.ckpt", "best_model_score": 2.0}}
+        of_loss, of_step = (
+            {"monitor": monitor, "best_model_path": "gone.ckpt", "best_model_score": 2.0}
+            for monitor in ("val/loss", "step")
+        )
+        content["callbacks"] = {"one": of_loss, "newest": of_step}
         torch.save(content, path)
     assert "gone.ckpt, of val/loss 2, is no longer there" in said("validate", *config, code=2)
     assert "several" not in said("validate", *config[:2], "--ckpt_path", "last")

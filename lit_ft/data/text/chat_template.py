@@ -62,7 +62,7 @@ def _template_text(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
         return file.read_text(encoding="utf-8")
     raise RecipeError(
         f"data.chat_template={template!r} is no file, no Jinja text, and not built in ({', '.join(BUILT_IN)}); "
-        "give one of these"
+        "give one of these, or leave it out for the tokenizer's own"
     )
 
 

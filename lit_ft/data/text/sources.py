@@ -81,6 +81,12 @@ class Source:
     """Unit of text that is a row of a .txt or .md file: each line, or the full file."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike):
+            raise RecipeError(
+                f"data.path is of type {type(self.path).__name__}, and the name of a file or a folder is needed; write "
+                "the rows to one, e.g. dataset.save_to_disk(FOLDER), and name it"
+            )
+        object.__setattr__(self, "path", os.fspath(self.path))
         if not self.path.strip():
             raise RecipeError(f"data.path={self.path!r} names nothing; give a file, a folder, a glob, or a data set")
         if self.max_rows is not None and self.max_rows < 1:
