@@ -95,6 +95,16 @@ def test_placeholders(write_rows: Any, filled: int, is_problem: bool) -> None:
     assert any(f"1 of {filled + 1} rows hold placeholders" in line for line in report.warnings) != is_problem
 
 
+def test_ends_are_the_last_supervised_tokens(write_rows: Any) -> None:
+    rows = [[{"role": role, "content": "red " * n} for role in ("user", "assistant", "user", "assistant")] for n in (1, 9)]
+    rows[1][3]["weight"] = 0  # type: ignore[assignment]  # so many tokens come after the last that is supervised
+    data = TextDataModule(write_rows([{"messages": turns} for turns in rows]), max_length=64)
+    report = inspected(data)
+    assert [source.ends for source in report.sources["train"]] == [{"<|im_end|>": 2}]
+    (one,) = data.splits.prepared["train"]
+    assert one.arrays.digests is one.arrays.digests  # a loop over all samples, which several callers need
+
+
 def test_repeated_rows_are_counted_within_and_across_sources(write_rows: Any) -> None:
     rows = make_rows(10)
     sources = [

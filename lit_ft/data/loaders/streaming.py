@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_ft.data.loaders.batching import (
     BatchPlan,
-    MicroBatch,
+    Unit,
     batch_geometry,
     build_packed_batch,
     micro_batches,
@@ -90,7 +90,7 @@ class _Buffer:
     """Samples that are shuffled and distributed together."""
 
     samples: Samples
-    units: list[MicroBatch]
+    units: list[Unit]
     start: LoaderState
     """Position of the stream before the buffer, with the samples left over from the buffer before."""
 
@@ -275,7 +275,7 @@ class StreamLoader:
             (rows, fresh), ahead = ahead, next(filled, None)
             samples = _samples([*(one for unit in left for one in unit), *fresh], self.names, len(self.sources))
             old = sum(map(len, left))
-            units = list(_consecutive(map(len, left)))
+            units: list[Unit] = [*_consecutive(map(len, left))]
             if fresh:
                 later = samples.take(np.arange(old, len(samples)))
                 plan = replace(self.plan, mixing=Mixing())  # the stream is mixed already
