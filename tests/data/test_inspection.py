@@ -96,8 +96,9 @@ def test_placeholders(write_rows: Any, filled: int, is_problem: bool) -> None:
 
 
 def test_ends_are_the_last_supervised_tokens(write_rows: Any) -> None:
-    rows = [[{"role": role, "content": "red " * n} for role in ("user", "assistant", "user", "assistant")] for n in (1, 9)]
-    rows[1][3]["weight"] = 0  # type: ignore[assignment]  # so many tokens come after the last that is supervised
+    roles = ("user", "assistant", "user", "assistant")
+    rows: list[list[dict[str, Any]]] = [[{"role": role, "content": "red " * n} for role in roles] for n in (1, 9)]
+    rows[1][3]["weight"] = 0  # so that many tokens come after the last that is supervised
     data = TextDataModule(write_rows([{"messages": turns} for turns in rows]), max_length=64)
     report = inspected(data)
     assert [source.ends for source in report.sources["train"]] == [{"<|im_end|>": 2}]
