@@ -69,6 +69,23 @@ class SplitsForward(Protocol):
 
 
 @runtime_checkable
+class LogsGradientNorm(Protocol):
+    """Module that logs gradient norms which a strategy measures, and ends the run at one that is not finite."""
+
+    def log_gradient_norm(self, norm: Tensor, has_scaler: bool) -> None:
+        """Log the gradient norm of the current optimizer step, and check it.
+
+        Args:
+            norm: scalar, over all ranks, before clipping.
+            has_scaler: whether losses are scaled (fp16), so that steps with infinite gradients are expected, and
+                skipped.
+
+        Raises:
+            NotFinite: the norm is not finite, and losses are not scaled.
+        """
+
+
+@runtime_checkable
 class ChecksRecipe(Protocol):
     """Strategy that compares itself with the recipe before weights are loaded."""
 

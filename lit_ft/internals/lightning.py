@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
@@ -18,6 +20,13 @@ def rank() -> int:
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     """Give a module the mesh that its public ``device_mesh`` returns, as Lightning's own strategy does."""
     module._device_mesh = mesh
+
+
+def set_device(module: LightningModule, device: torch.device) -> None:
+    """Set what the module's public ``device`` returns; ``module.to`` moves its weights as well."""
+    for part in module.modules():
+        if isinstance(part, _DeviceDtypeModuleMixin):
+            part._device = device
 
 
 def reduces_views(strategy: DDPStrategy) -> bool:

@@ -29,7 +29,7 @@ from lit_ft.model.loading import decoder_layers
 from lit_ft.model.spec import ModelSpec
 from lit_ft.planning.layout import Replication
 from lit_ft.process import datamodule_of
-from lit_ft.protocols import Checkpoint
+from lit_ft.protocols import Checkpoint, LogsGradientNorm
 from lit_ft.strategies.module_calls import Answer, wrap_answer
 from lit_ft.strategies.zero import config as zero_config
 from lit_ft.strategies.zero import state as zero_state
@@ -331,12 +331,18 @@ class DeepSpeedStrategy(lightning_strategies.DeepSpeedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], object], model: nn.Module | None = None, **kwargs: object
     ) -> object:
-        """Take the step and log the gradient norm before clipping."""
+        """Take the step and log the gradient norm before clipping; DeepSpeed skips a step where it is not finite."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if (norm := self.deepspeed_engine.get_global_grad_norm()) is not None:  # compute_grad_norm: false
-            self._module.log("train/grad_norm", norm)
+            self._log_gradient_norm(torch.as_tensor(norm))
         zero_gradient_buffer(self.deepspeed_engine)
         return result
+
+    def _log_gradient_norm(self, norm: Tensor) -> None:
+        if isinstance(self._module, LogsGradientNorm):
+            self._module.log_gradient_norm(norm, has_scaler=str(self.precision_plugin.precision).startswith("16"))
+        else:
+            self._module.log("train/grad_norm", norm)
 
     # --- checkpoints -----------------------------------------------------------------------------
 

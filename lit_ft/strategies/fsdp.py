@@ -8,8 +8,10 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torchmetrics import Metric
 
 from lit_ft.errors import RecipeError
+from lit_ft.internals.lightning import set_device
 from lit_ft.model.loading import decoder_layers
 from lit_ft.planning.layout import Layout
 from lit_ft.strategies.module_calls import gather_in_answer
@@ -111,6 +113,12 @@ class FSDPStrategy(ShardedStrategy):
     def _place(self) -> None:
         if not self.cpu_offload:
             super()._place()
+            return
+        # FSDP has moved the buffers, and wants its shards in host memory.
+        set_device(self._module, self.root_device)
+        for part in self._module.modules():
+            if isinstance(part, Metric):
+                part.to(self.root_device)
 
     def shard(self, module: LightningModule) -> None:
         """Shard every decoder layer, then the remaining parameters."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from benchmarks.tiny_configs import tiny_config
 from lit_ft import CausalLM, RecipeError, TextDataModule
 from lit_ft.checkpointing.storage.checkpoint_io import AnyCheckpointIO
 from lit_ft.cli import main
+from lit_ft.errors import NotFinite
 from lit_ft.strategies import DeepSpeedStrategy
 from lit_ft.strategies.zero.config import check_recipe
 from lit_ft.training.exact_match import ExactMatch
@@ -544,6 +546,29 @@ def test_added_tokens_that_train_beside_an_adapter_are_refused_at_stage_3() -> N
         RecipeError, match=r"trainable_token_indices=\['<a>'\] reads weights .* \(stage=3\); set stage to 2"
     ):
         strategy.check(trainer_with(strategy), CausalLM("nowhere", peft=LORA, added_tokens=["<a>"]))
+
+
+class InfiniteGradient(Callback):
+    """Makes the gradients of the second optimizer step infinite, and no loss."""
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: torch.Tensor) -> None:
+        if trainer.global_step == 1:
+            next(iter(pl_module.trainable_parameters().values())).register_hook(lambda gradient: gradient * math.inf)
+
+
+def fit_to_an_infinite_gradient(folder: str, stage: int) -> str:
+    """What a run says that ends there."""
+    trainer = trainer_with(zero(stage), devices=1, max_steps=3, callbacks=[InfiniteGradient()])
+    with pytest.raises(NotFinite) as caught:
+        trainer.fit(CausalLM(folder, peft=LORA), TextDataModule(f"{folder}/rows.json", max_length=96))
+    return str(caught.value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_that_deepspeed_skips_ends_the_run(folders: Any, stage: int) -> None:
+    [said] = on_ranks(1, fit_to_an_infinite_gradient, folders(), stage, timeout=90)
+    assert said.startswith("step 2: train/grad_norm is inf; ")
 
 
 def fit_and_compare_linear(folder: str) -> bool:

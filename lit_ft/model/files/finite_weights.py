@@ -20,16 +20,15 @@ def check_base(model: nn.Module, pretrained: str) -> None:
     """
     weights = model.state_dict(keep_vars=True)
     bad = next(not_finite(weights), None)
-    split = [weight for weight in weights.values() if is_zero3(weight)]
     # If ZeRO-3 has sharded them as they were read, all ranks must continue or fail together.
-    if _on_any_rank(bad is not None, split[0].ds_tensor.device) if split else bad is not None:
+    if _on_any_rank(bad is not None) if any(map(is_zero3, weights.values())) else bad is not None:
         raise _of_base(pretrained, bad)
 
 
-def _on_any_rank(is_so: bool, device: torch.device) -> bool:
-    flag = torch.tensor(int(is_so), device=device)
-    torch.distributed.all_reduce(flag)
-    return bool(flag)
+def _on_any_rank(is_so: bool) -> bool:
+    flags = [is_so] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(flags, is_so)  # not a tensor beside the shards: NCCL takes none in host memory
+    return any(flags)
 
 
 def check_split_base(strategy: Strategy, module: nn.Module, pretrained: str) -> None:

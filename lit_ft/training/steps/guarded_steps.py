@@ -28,6 +28,12 @@ class GuardedStepsModule(LightningCallbacksModule):
         measure = strategy.gradient_norm if isinstance(strategy, SumsGradientNorm) else gradient_norm
         return self._gradient_norm.of(optimizer, measure)
 
+    def log_gradient_norm(self, norm: Tensor, has_scaler: bool) -> None:
+        """Log the gradient norm of the step; see ``LogsGradientNorm``."""
+        self.log("train/grad_norm", norm)
+        if not has_scaler:
+            self._finite.watch(self.trainer, "train/grad_norm", norm)
+
     def configure_gradient_clipping(
         self,
         optimizer: torch.optim.Optimizer,
@@ -42,9 +48,7 @@ class GuardedStepsModule(LightningCallbacksModule):
         self._gradient_norm.forget()
         is_by_norm = (gradient_clip_algorithm or "norm") == "norm"
         if norm is not None:
-            self.log("train/grad_norm", norm)
-            if not has_scaler:  # which skips steps of infinite gradients
-                self._finite.watch(self.trainer, "train/grad_norm", norm)
+            self.log_gradient_norm(norm, has_scaler)
             if gradient_clip_val and is_by_norm:
                 clip(with_gradients(optimizer), norm, float(gradient_clip_val))
         if not is_by_norm:
