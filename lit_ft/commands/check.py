@@ -93,8 +93,8 @@ def _in_the_report_alone() -> Iterator[None]:
         logger.removeFilter(is_shown)
 
 
-_MODULES_OF_PROGRESS = ("heartbeat", "row_count")
-"""Modules whose messages say how far long work is."""
+_MODULES_OF_PROGRESS = ("heartbeat", "row_count", "cache")
+"""Modules whose messages say how far long work is, or what it waits for."""
 
 
 class CheckCLI(RecipeCLI):

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 
 import numpy as np
@@ -16,7 +16,7 @@ from lit_ft.data.loaders.batching import BatchPlan
 from lit_ft.data.template_check import compare_with_template
 from lit_ft.data.text.placeholders import placeholder_in
 from lit_ft.data.tokens.preparation import Preparation, Prepared
-from lit_ft.data.tokens.samples import Samples
+from lit_ft.data.tokens.samples import Samples, TokenArrays
 from lit_ft.data.tokens.tokenization import Tokenization, contents_of
 from lit_ft.errors import BadRow
 from lit_ft.packed_batch import IGNORE_INDEX
@@ -71,6 +71,8 @@ class Report:
     """Problems that would make training wrong."""
     examples: list[ShownSample] = field(default_factory=list)
     """Some samples."""
+    compared: list[Prepared] = field(default_factory=list)
+    """Sources that were compared with the template; one of which a part is held out is in two splits."""
 
 
 def describe_source(
@@ -79,7 +81,7 @@ def describe_source(
     """Compute the statistics of one source."""
     mine = samples.take(np.flatnonzero(samples.source == number))
     _, counts = np.unique(mine.digests(), return_counts=True)
-    ends = _ends(mine, tokenizer) if form in _CONVERSATIONS else {}
+    ends = _ends(prepared.arrays, mine.index, tokenizer) if form in _CONVERSATIONS else {}
     return SourceReport(
         name=name,
         format=form,
@@ -98,15 +100,21 @@ def describe_source(
 _CONVERSATIONS = ("alpaca", "sharegpt", "messages")
 
 
-def _ends(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def _ends(arrays: TokenArrays, chosen: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     special = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
     if tokenizer.eos_token_id is not None:
         special[tokenizer.eos_token_id] = str(tokenizer.eos_token)
-    last = Counter(
-        int(ids[np.flatnonzero(labels != IGNORE_INDEX)[-1]])
-        for ids, labels in map(samples.__getitem__, range(len(samples)))
-    )
+    last = Counter(_last_supervised(arrays, chosen).tolist())
     return {special[id_]: count for id_, count in last.most_common() if id_ in special}
+
+
+def _last_supervised(arrays: TokenArrays, chosen: np.ndarray) -> np.ndarray:
+    """Last supervised token of each of some samples, ``(samples,)``; few tokens come after it."""
+    at = arrays.offsets[chosen, 1] - 1
+    before = np.arange(len(at))
+    while len(before := before[arrays.labels[at[before]] == IGNORE_INDEX]):
+        at[before] -= 1
+    return arrays.ids[at]
 
 
 def describe_ends(sources: list[SourceReport]) -> dict[str, str]:
@@ -231,7 +239,7 @@ def steps_of(samples: Samples, plan: BatchPlan, accumulate: int) -> dict[str, st
     """Optimizer steps and tokens of the first epoch, and how full packed bins are, as text by name."""
     units = plan.units(samples, 0)
     steps = -(-plan.length(len(units)) // accumulate)
-    members = np.concatenate([np.array(unit) for unit in units])
+    members = np.fromiter(chain.from_iterable(units), dtype=np.int64)
     tokens, supervised = int(samples.lengths[members].sum()), int(samples.supervised[members].sum())
     facts = {
         "epoch": f"{as_count(steps, 'optimizer step')} of "
@@ -290,7 +298,8 @@ def inspect_split(
                 f"{source.name}: the end-of-turn token is supervised in {source.closed:.1%} of the samples; give "
                 "another data.chat_template, or a tokenizer with an end-of-sequence token"
             )
-        if tokenization is not None:
+        if tokenization is not None and all(one is not other for other in report.compared):
+            report.compared.append(one)
             compared = compare_with_template(tokenization, one.source.rows())
             report.facts |= compared.facts(source.name)
             report.warnings += compared.warnings(source.name)

@@ -43,6 +43,7 @@ class DataSplits(UserDict[str, Samples]):
         self.sources, self.preparation = sources, preparation
         self.prepared: dict[str, list[Prepared]] = {}
         """Tokenized sources by split."""
+        self._prompts: dict[str, list[dict[str, str]]] = {}
         self._named, self._val_fraction, self._chat_template = named, val_fraction, chat_template
 
     @property
@@ -148,7 +149,12 @@ class DataSplits(UserDict[str, Samples]):
         return [{**question, "row": number} for number, question in enumerate(questions)]
 
     def prompts(self, split: str) -> list[dict[str, str]]:
-        """Prompt, question and expected answer of each conversation of a split (train, val, test)."""
+        """Prompt, question and expected answer of each conversation of a split, read once: files may change later."""
+        if split not in self._prompts:
+            self._prompts[split] = self._read_prompts(split)
+        return self._prompts[split]
+
+    def _read_prompts(self, split: str) -> list[dict[str, str]]:
         samples, prompts = self[split], []
         for number, prepared in enumerate(self.prepared[split]):
             if prepared.source.index_prefix is not None:

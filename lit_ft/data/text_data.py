@@ -225,6 +225,8 @@ class TextDataModule(LightningDataModule):
         self.load(tokenizer_of(None if self.trainer is None else self.trainer.lightning_module), stage)
         if stage == "fit":  # a new fit starts with the first epoch, unless a checkpoint restores another position
             self._train_loader, self._loader_state = None, {}
+            if self.streaming:
+                self.order.saved()  # of the files as they are now, not at the first checkpoint
         replicas = process.data_parallel(self.trainer).size
         if stage == "fit" and not self.streaming and len(self.splits["train"]) < replicas:
             raise RecipeError(

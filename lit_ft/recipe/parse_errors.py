@@ -235,10 +235,15 @@ def _place_of(option: str) -> str | None:
         return f"it belongs to {home}: {home}.{option}"
     if option in inspect.signature(Source).parameters:
         return f"it is an option of each source: data.sources: [{{path: ..., {option}: ...}}]"
-    for key, class_paths in _CLASSES_BELOW.items():
-        for module, _, name in (class_path.rpartition(".") for class_path in class_paths):
-            if option in inspect.signature(getattr(import_module(module), name)).parameters:
-                return f"it is an option of {module}.{name}, a class for {key}"
+    classes = ((key, _class_with(option, key)) for key in _CLASSES_BELOW)
+    return next((f"it is an option of {found}, a class for {key}" for key, found in classes if found), None)
+
+
+def _class_with(option: str, key: str) -> str | None:
+    """First of the classes for ``key`` that has an option of this name; None where none has."""
+    for module, _, name in (class_path.rpartition(".") for class_path in _CLASSES_BELOW.get(key, ())):
+        if option in inspect.signature(getattr(import_module(module), name)).parameters:
+            return f"{module}.{name}"
     return None
 
 
@@ -267,9 +272,9 @@ def _section_of_base(options: list[str]) -> str | None:
 
 
 def _needs_class(option: str, part: str) -> str:
-    example, key = EXAMPLES[part][0], part.rpartition(".")[2]
-    of_recipe = f"in a recipe {key}: {{class_path: {example}, init_args: {{{option}: ...}}}}"
-    return f"{option} is an option of a class, and none is named before it; write --{part} {example}, {of_recipe}"
+    named, key = _class_with(option, part) or EXAMPLES[part][0], part.rpartition(".")[2]
+    of_recipe = f"in a recipe {key}: {{class_path: {named}, init_args: {{{option}: ...}}}}"
+    return f"{option} is an option of a class, and none is named before it; write --{part} {named}, {of_recipe}"
 
 
 def _options(message: str, parser: ArgumentParser, classes: Iterable[type]) -> list[str]:
@@ -310,7 +315,8 @@ def _option_without_class(message: str, key: str) -> str | None:
     """An option of a class where the recipe names no class: jsonargparse then tries to build the type itself."""
     if key not in EXAMPLES:
         return None
-    if (option := re.search(r"NestedArg\(key='(\w+)'", message)) and "class_path='typing.Union'" in message:
+    is_no_class = "class_path='typing.Union'" in message or "Expected a dot import path string" in message
+    if is_no_class and (option := re.search(r"NestedArg\(key='(?!class_path)(?:init_args\.)?(\w+)'", message)):
         return _needs_class(option[1], key)
     given = re.search(r"Given value: \{'(\w+)'", message)
     is_type = "Importing 'typing.Union' is not allowed" in message

@@ -65,6 +65,7 @@ class ExactMatch(Callback):
         """Measure the base model, unless the run is resumed."""
         if trainer.is_global_zero:
             self._write(trainer, lambda folder: drop_after_step(folder / VALIDATION_ANSWERS, trainer.global_step))
+        _asked(trainer, pl_module, "val")  # which keeps them: files may change in mid-run
         if trainer.global_step == 0:
             self._keep(trainer, self._measure(trainer, pl_module, "val", "before training"))
 
@@ -82,12 +83,7 @@ class ExactMatch(Callback):
 
     def _measure(self, trainer: Trainer, module: LightningModule, split: str, when: str) -> list[ScoredAnswer]:
         """Log the accuracy, and return the answers: all on rank 0, none on other ranks. A collective."""
-        data = process.datamodule_of(trainer)
-        if not isinstance(data, TextDataModule) or not isinstance(module, CausalLM) or split not in data.splits:
-            raise RecipeError(
-                "ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction"
-            )
-        answers = self._answers(trainer, module, data.splits.prompts(split))
+        answers = self._answers(trainer, *_asked(trainer, module, split))
         count = sum(answer.is_right for answer in answers.values()), len(answers)
         right = torch.tensor(count, device=module.device)
         right = torch.as_tensor(trainer.strategy.reduce(right, reduce_op="sum")) // process.model_parallel_size(trainer)
@@ -115,6 +111,14 @@ class ExactMatch(Callback):
             write(folder)
         except OSError as error:  # the accuracy is logged anyway
             rank_zero_warn(f"ExactMatch cannot write answers to {str(folder)!r} ({error}); give another --run_dir")
+
+
+def _asked(trainer: Trainer, module: LightningModule, split: str) -> tuple[CausalLM, list[dict[str, str]]]:
+    """The module, and the prompts of a split."""
+    data = process.datamodule_of(trainer)
+    if not isinstance(data, TextDataModule) or not isinstance(module, CausalLM) or split not in data.splits:
+        raise RecipeError("ExactMatch needs lit_ft.CausalLM and a TextDataModule with data.val_path or val_fraction")
+    return module, data.splits.prompts(split)
 
 
 def _scored(prompt: Mapping[str, str], answer: str) -> ScoredAnswer:

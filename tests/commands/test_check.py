@@ -121,6 +121,15 @@ def test_rows_that_are_too_long_to_train_on(run: Any, tmp_path: Path, model_fold
     assert "wrong: 1 sample over data.max_length=60" in run("check", *recipe(tmp_path, model_folder, data), code=1)
 
 
+def test_what_the_token_cache_says_is_said(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
+    data = {"path": write_rows(), "max_length": 128, "cache_dir": str(tmp_path / "cache")}
+    arguments = recipe(tmp_path, model_folder, data)
+    assert "token cache" not in run("check", *arguments)
+    (meta,) = tmp_path.glob("cache/tokens/*/meta.json")
+    meta.write_text("{}")
+    assert "is damaged (meta.json not as written); it is written anew" in run("check", *arguments)
+
+
 def test_one_file_for_training_and_validation(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     path = write_rows(make_rows(12))
     data = {"path": str(tmp_path / "*.json"), "val_path": path}

@@ -3,6 +3,7 @@
 import random
 import time
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from lit_ft import RecipeError
 from lit_ft.data.loaders.batching import BatchPlan, PackedBatchLoader
 from lit_ft.data.loaders.mixing import Mixing, check_weights
 from lit_ft.data.loaders.packing import best_fit
-from lit_ft.data.tokens.samples import Samples, collect, join, targets_of
+from lit_ft.data.tokens.samples import ArrayFiles, Samples, collect, join, targets_of
 from lit_ft.packed_batch import from_padded, pack_samples
 
 
@@ -37,6 +38,21 @@ def test_targets_are_counted_in_little_memory() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 6 * len(many)
+
+
+def test_arrays_are_written_part_by_part(tmp_path: Path) -> None:
+    parts = [np.full((10**5, 2), number) for number in range(12)]
+    files = ArrayFiles(tmp_path, ["pairs", "none"])
+    tracemalloc.start()
+    for part in parts:
+        files.add(pairs=part, none=part[:0, 0])
+    files.close()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < parts[0].nbytes
+    np.save(tmp_path / "whole.npy", np.concatenate(parts))
+    assert (tmp_path / "pairs.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
+    assert np.load(tmp_path / "none.npy", mmap_mode="r").shape == (0,)
 
 
 @pytest.mark.parametrize("packing", [None, 64])

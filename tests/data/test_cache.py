@@ -52,7 +52,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "masks": {"supervise": "last"},
     "length": {"max_length": 30},
     "overlong": {"overlong": "drop"},
-    "bad rows": {"on_bad_row": "skip"},
     "vocabulary": {"tokenizer": other_vocabulary()},
     "template": {"tokenizer": other_template()},
     "rows": {"source": {"max_rows": 5}},
@@ -80,6 +79,35 @@ def test_other_content_under_the_same_name_time_and_size(tmp_path: Path) -> None
     path.write_text(content.replace("book", "kobo", 1))
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert path.stat().st_size == stamp.st_size
+    assert key_of(path) != "found"
+
+
+def test_what_check_tokenized_is_found_by_fit(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [json.dumps(row) for row in make_rows(20)]
+    path.write_text("\n".join(rows))
+    assert key_of(path, on_bad_row="skip") != "found"
+    assert key_of(path) == "found"
+    path.write_text("\n".join([*rows[:9], "{}", *rows[9:]]))
+    assert key_of(path, on_bad_row="skip") != "found"
+    with pytest.raises(RecipeError, match=r"rows.jsonl:10: .*\(data.on_bad_row=skip leaves such rows out"):
+        key_of(path)
+
+
+def test_a_file_that_changes_while_it_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in make_rows(20)))
+    encode = Tokenization.encode
+
+    def after_a_change(self: Tokenization, rows: Any) -> Any:
+        path.write_text(path.read_text().replace("book", "kobo"))
+        return encode(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenization, "encode", after_a_change)
+        with pytest.raises(RecipeError, match="rows.jsonl: has changed while it was tokenized; start again when"):
+            key_of(path)
+    assert [file.suffix for file in (tmp_path / "cache" / "tokens").iterdir()] in ([".lock"], [])
     assert key_of(path) != "found"
 
 
@@ -216,19 +244,20 @@ def test_a_signal_while_workers_tokenize_leaves_no_worker(tmp_path: Path, number
 
 @pytest.mark.processes
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    def write(place: Path) -> None:
-        # What the kernel does at a quota: no more than a kilobyte fits.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
-        (place / "ids").write_bytes(bytes(5000))
+    path, cache = tmp_path / "rows.json", tmp_path / "cache"
+    path.write_text(json.dumps(make_rows(20)))
 
     def fill() -> str:
+        # What the kernel does at a quota: no more than a kilobyte fits.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
         with pytest.raises(RecipeError) as error:
-            token_cache.entry(tmp_path / "cache", "key", write)
+            Preparation(make_tokenizer(), cache_dir=str(cache)).prepare(Source(str(path)))
         return str(error.value)
 
     (message,) = on_ranks(1, fill, timeout=60)
-    assert message.startswith(f"data.cache_dir={str(tmp_path / 'cache')!r}: tokens cannot be written (File too large)")
-    assert [file.name for file in (tmp_path / "cache").iterdir()] in (["key.lock"], [])
+    folder = cache / "tokens"
+    assert message.startswith(f"data.cache_dir={str(folder)!r}: tokens cannot be written (File too large)")
+    assert [file.suffix for file in folder.iterdir()] in ([".lock"], [])
 
 
 class Impatient(DDPStrategy):

@@ -95,6 +95,17 @@ def test_placeholders(write_rows: Any, filled: int, is_problem: bool) -> None:
     assert any(f"1 of {filled + 1} rows hold placeholders" in line for line in report.warnings) != is_problem
 
 
+def test_ends_are_the_last_supervised_tokens(write_rows: Any) -> None:
+    roles = ("user", "assistant", "user", "assistant")
+    rows: list[list[dict[str, Any]]] = [[{"role": role, "content": "red " * n} for role in roles] for n in (1, 9)]
+    rows[1][3]["weight"] = 0  # so that many tokens come after the last that is supervised
+    data = TextDataModule(write_rows([{"messages": turns} for turns in rows]), max_length=64)
+    report = inspected(data)
+    assert [source.ends for source in report.sources["train"]] == [{"<|im_end|>": 2}]
+    (one,) = data.splits.prepared["train"]
+    assert one.arrays.digests is one.arrays.digests  # a loop over all samples, which several callers need
+
+
 def test_repeated_rows_are_counted_within_and_across_sources(write_rows: Any) -> None:
     rows = make_rows(10)
     sources = [

@@ -144,6 +144,55 @@ def test_bad_rows_stop_a_stream_or_are_counted(sources: list[Source]) -> None:
     assert skipping.describe() == ["the stream: 1 of 86 rows cannot be used and were skipped"]
 
 
+def _append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() * 2)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:50]))
+
+
+def _put_another_in_its_place(path: Path) -> None:
+    other = path.with_name("other.jsonl")
+    other.write_bytes(b"".join(reversed(path.read_bytes().splitlines(keepends=True))))
+    other.replace(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_append, "s1.jsonl: 1 file changed, came or vanished while the run reads them, e.g. .*--resume_data changed"),
+        (_cut, "s1.jsonl: 1 file changed, .*--ckpt_path last"),
+        (_put_another_in_its_place, "s1.jsonl: 1 file changed"),
+        (Path.unlink, "s1.jsonl' does not exist"),
+    ],
+)
+def test_a_file_that_changes_ends_the_stream(sources: list[Source], change: Any, said: str) -> None:
+    stream = iter(loader(sources))
+    next(stream)
+    change(Path(sources[0].path))
+    with pytest.raises(RecipeError, match=said):
+        list(stream)
+
+
+def test_a_file_that_comes_into_a_folder_ends_the_stream(sources: list[Source]) -> None:
+    folder = Path(sources[0].path).parent
+    stream = loader([Source(str(folder))])
+    list(stream)
+    (folder / "s3.jsonl").write_bytes((folder / "s1.jsonl").read_bytes())
+    with pytest.raises(RecipeError, match="1 file changed, came or vanished .*, e.g. .*s3.jsonl; put the data back"):
+        list(stream)
+
+
+def test_a_checkpoint_names_the_files_of_the_start(sources: list[Source], make_trainer: Any, model_folder: str) -> None:
+    one, data = (TextDataModule(sources[0].path, streaming=True, tokenize_workers=0) for _ in range(2))
+    one.load(make_tokenizer())
+    wanted = one.order.decides["source 1"]
+    make_trainer(max_steps=1).fit(CausalLM(model_folder), data)
+    _append(Path(sources[0].path))  # before the first checkpoint
+    assert data.state_dict()["order"]["decides"]["source 1"] == wanted
+
+
 @pytest.mark.parametrize("buffer_rows", [3, 20])
 def test_a_stream_that_gives_nothing_to_learn_from_is_an_error(tmp_path: Path, buffer_rows: int) -> None:
     path = tmp_path / "long.jsonl"

@@ -27,6 +27,8 @@ _Batch = TypeVar("_Batch")
 
 MicroBatch = list[int]
 """Indices of the samples that are packed together; empty when there is nothing to compute."""
+Unit = Sequence[int]
+"""Indices of the samples of a unit."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,15 @@ class BatchPlan:
     replicas: int = 1
     mixing: Mixing = field(default_factory=Mixing)
 
-    def units(self, samples: Samples, *numbers: int) -> list[MicroBatch]:
+    def units(self, samples: Samples, *numbers: int) -> list[Unit]:
         """Units of an epoch (or of a stream's buffer) in order; ``numbers`` are those of both, part of the seed."""
         if self.packing is None:
             order = self.mixing.order(samples.source, self.shuffle, [self.seed, *numbers])
-            return [[i] for i in order.tolist()]
+            # Tuples of numbers, which Python's searches for cycles soon leave out; lists they traverse each time.
+            return list(zip(order.tolist()))
         # The same bins each epoch: their number is the epoch's length, which the trainer asks for once.
         order = self.mixing.order(samples.source, self.shuffle, self.seed)
-        units = best_fit(samples.lengths[order], self.packing)
-        units = [order[members].tolist() for members in units]
+        units: list[Unit] = [order[members].tolist() for members in best_fit(samples.lengths[order], self.packing)]
         if not self.shuffle:
             return units
         return [units[i] for i in np.random.default_rng([self.seed, *numbers]).permutation(len(units))]
@@ -62,7 +64,7 @@ class BatchPlan:
         return -(-units // (self.micro_batch_size * self.replicas))
 
     def windows(
-        self, units: Sequence[MicroBatch], lengths: np.ndarray, accumulate: int, fill_last_window: bool = False
+        self, units: Sequence[Unit], lengths: np.ndarray, accumulate: int, fill_last_window: bool = False
     ) -> Iterator[list[list[MicroBatch]]]:
         """Micro-batches of each replica, for each optimizer step.
 
@@ -125,7 +127,7 @@ Piece = tuple[MicroBatch, Window, bool]
 
 
 def micro_batches(
-    units: Sequence[MicroBatch],
+    units: Sequence[Unit],
     samples: Samples,
     plan: BatchPlan,
     replica: int,
@@ -251,7 +253,7 @@ class PackedBatchLoader:
     def __len__(self) -> int:
         return self._length
 
-    def _units(self, epoch: int) -> list[MicroBatch]:
+    def _units(self, epoch: int) -> list[Unit]:
         """Units of an epoch within the limit: a window's token count must not include micro-batches that never run."""
         return self.plan.units(self.samples, epoch)[: self.batches * self.plan.micro_batch_size * self.plan.replicas]
 

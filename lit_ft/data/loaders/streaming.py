@@ -14,10 +14,11 @@ from itertools import islice
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.output.quantities import as_count
 
 from lit_ft.data.loaders.batching import (
     BatchPlan,
-    MicroBatch,
+    Unit,
     batch_geometry,
     build_packed_batch,
     micro_batches,
@@ -90,7 +91,7 @@ class _Buffer:
     """Samples that are shuffled and distributed together."""
 
     samples: Samples
-    units: list[MicroBatch]
+    units: list[Unit]
     start: LoaderState
     """Position of the stream before the buffer, with the samples left over from the buffer before."""
 
@@ -152,6 +153,7 @@ class StreamLoader:
         self._resume: LoaderState | None = None
         self._is_open = False
         self._tokenizations = [preparation.tokenization(source) for source in sources]
+        self._stamps = [source.stamps() for source in sources]
 
     def state_dict(self) -> LoaderState:
         """Positions of the micro-batch that trains next, and of the starts of the last windows.
@@ -275,7 +277,7 @@ class StreamLoader:
             (rows, fresh), ahead = ahead, next(filled, None)
             samples = _samples([*(one for unit in left for one in unit), *fresh], self.names, len(self.sources))
             old = sum(map(len, left))
-            units = list(_consecutive(map(len, left)))
+            units: list[Unit] = [*_consecutive(map(len, left))]
             if fresh:
                 later = samples.take(np.arange(old, len(samples)))
                 plan = replace(self.plan, mixing=Mixing())  # the stream is mixed already
@@ -298,6 +300,7 @@ class StreamLoader:
                 while room and (batch := list(islice(stream, min(ROWS_PER_BATCH, room)))):
                     room -= len(batch)
                     yield (rows, room == 0), batch
+                self._check_unchanged()
                 if room:
                     return
 
@@ -310,6 +313,17 @@ class StreamLoader:
                 samples = []
         if samples:
             yield rows, samples
+
+    def _check_unchanged(self) -> None:
+        """Refuse files that are others than when the stream was opened: its position stands for other rows then."""
+        for source, then in zip(self.sources, self._stamps, strict=True):
+            now = source.stamps()
+            if changed := [file for file in {**then, **now} if then.get(file) != now.get(file)]:
+                raise RecipeError(
+                    f"{source.path}: {as_count(len(changed), 'file')} changed, came or vanished while the run reads "
+                    f"them, e.g. {changed[0]}; put the data back and resume with --ckpt_path last, or resume on the "
+                    "present data with --resume_data changed"
+                )
 
     def _in_order(self, locations: list[str], parts: list[Part]) -> list[Tokens]:
         """Samples of a batch of rows, in the order of the rows."""

@@ -119,17 +119,25 @@ class Source:
         return is_name and not _is_data(self.path) and not Path(self.path).exists()
 
     def files(self) -> list[Path]:
-        """Files that hold the rows, sorted by path.
+        """Files that hold the rows, sorted by path; a line says which others were left out.
 
         Raises:
             RecipeError: there are none.
         """
+        files, left = self._found()
+        if left:
+            number = "1 file is not data and was" if len(left) == 1 else f"{len(left):,} files are not data and were"
+            rank_zero_info(f"{self.path}: {number} left out: {', '.join(left[:5])}")
+        return files
+
+    def _found(self) -> tuple[list[Path], list[str]]:
+        """Files that hold the rows, and names of those beside them that do not."""
         path = Path(self.path).expanduser()
         if path.is_file():
             if not _is_data(path.name):
                 advice = "unpack it first" if _is_data(path.stem) else f"give {', '.join(SUFFIXES)}"
                 raise RecipeError(f"{self.path}: {path.suffix or 'no suffix'} is not read; {advice}")
-            return [path]
+            return [path], []
         if path.is_dir():
             # Of the folders that are links, which rglob does not follow, the links are candidates: they are named.
             found = (file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
@@ -153,10 +161,12 @@ class Source:
             raise RecipeError(f"{str(broken)!r} {_why_no_file(broken)}; remove it, or put back the file")
         if path.is_dir():
             _check_one_split(path, files)
-        if left := [f"{file.name}{' (a linked folder)' * file.is_dir()}" for file in candidates if file not in files]:
-            number = "1 file is not data and was" if len(left) == 1 else f"{len(left):,} files are not data and were"
-            rank_zero_info(f"{self.path}: {number} left out: {', '.join(left[:5])}")
-        return files
+        return files, [f"{file.name}{' (a linked folder)' * file.is_dir()}" for file in candidates if file not in files]
+
+    def stamps(self) -> dict[Path, tuple[int, int]]:
+        """Size and time of change (ns) of the files that hold the rows; nothing for a hub data set."""
+        files = [] if self.is_on_hub else self.content() if self._saved is not None else self._found()[0]
+        return {file: (state.st_size, state.st_mtime_ns) for file in files for state in [file.stat()]}
 
     def rows(self, skip: int = 0, streaming: bool = False) -> Iterator[tuple[str, RawRow | BadRow]]:
         """Iterate over pairs of a location (file and line, or row number) and a row; ``BadRow`` if it does not parse.

@@ -19,7 +19,7 @@ from lit_ft.data.text.sources import Source
 from lit_ft.data.tokens import cache as token_cache
 from lit_ft.data.tokens.megatron_indexed import read_documents
 from lit_ft.data.tokens.row_count import RowCount
-from lit_ft.data.tokens.samples import TokenArrays, collect, read_arrays, write_arrays
+from lit_ft.data.tokens.samples import ARRAYS, ArrayFiles, TokenArrays, collect, read_arrays
 from lit_ft.data.tokens.segment_encoder import TextEncoder
 from lit_ft.data.tokens.tokenization import Tokenization, encode_batches
 from lit_ft.data.tokens.truncation import Encoded, Overlong
@@ -32,8 +32,8 @@ ROWS_PER_BATCH = 500
 """Number of rows that a process tokenizes at a time."""
 MAY_BE_SKIPPED = " (data.on_bad_row=skip leaves such rows out, and counts them)"
 """Advice for a row that cannot be used, which commands without this option replace."""
-FULL_LENGTHS = "full_lengths.npy"
-"""File of a cache entry with ``Prepared.full_lengths``."""
+FULL_LENGTHS = "full_lengths"
+"""Array of a cache entry with ``Prepared.full_lengths``."""
 BAD_ROWS_NAMED = 5
 """Number of skipped rows that are named in a message; all are counted."""
 
@@ -55,13 +55,6 @@ class Prepared:
     bad_rows: int = 0
     lines: list[str] = field(default_factory=list)
     """Messages for the user."""
-
-
-def _drained(parts: list[np.ndarray]) -> np.ndarray:
-    """Parts as one array, without what they take: both would be twice the memory of all tokens."""
-    whole = np.concatenate(parts)
-    parts.clear()
-    return whole
 
 
 @dataclass(frozen=True)
@@ -157,17 +150,20 @@ class Preparation:
         """
         if source.index_prefix is not None:
             return self._map_indexed(source, source.index_prefix)
-        tokenization = self.tokenization(source)
+        tokenization, content = self.tokenization(source), source.digest()
         key = token_cache.fingerprint(
-            source.digest(),
+            content,
             tokenization,
-            on_bad_row=self.on_bad_row,
             reading=[source.split, source.subset, source.max_rows, source.document, source.format],
         )
         folder = Path(self.cache_dir).expanduser() if self.cache_dir else token_cache.default_folder()
 
         def write(folder_of_entry: Path) -> None:
             self._tokenize(source, tokenization, folder_of_entry)
+            if source.digest() != content:
+                raise RecipeError(
+                    f"{source.path}: has changed while it was tokenized; start again when nothing writes to it"
+                )
 
         folder_of_entry = token_cache.entry(folder / "tokens", key, write)
         meta = json.loads((folder_of_entry / "meta.json").read_text(encoding="utf-8"))
@@ -175,11 +171,13 @@ class Preparation:
             source,
             read_arrays(folder_of_entry),
             meta["rows"],
-            np.load(folder_of_entry / FULL_LENGTHS, mmap_mode="r"),
+            np.load(folder_of_entry / f"{FULL_LENGTHS}.npy", mmap_mode="r"),
             Counter(meta["notes"]),
             meta["bad"],
             meta["bad_rows"],
         )
+        if prepared.bad and self.on_bad_row == "error":  # skipped by the run that wrote the entry
+            raise RecipeError(f"{prepared.bad[0]}{MAY_BE_SKIPPED}")
         prepared.lines.extend(self.describe(prepared, tokenization))
         self._check_left(prepared)
         return prepared
@@ -195,31 +193,26 @@ class Preparation:
         self.check([location for location, _ in head], tokenization.encode([row for _, row in head]))
 
     def _tokenize(self, source: Source, tokenization: Tokenization, folder: Path) -> None:
-        batches: list[Encoded] = []
-        firsts = []
-        rows = bad_rows = 0
+        rows = bad_rows = tokens = 0
         bad: list[str] = []
+        notes: Counter[str] = Counter()
         stream = ((0, where, row) for where, row in source.rows())
         chunks = iter(lambda: (None, list(islice(stream, ROWS_PER_BATCH))), (None, []))
         parts = encode_batches(chunks, [tokenization], self._workers(source))
-        with process.held_signals() as stop_if_told, RowCount(source.path) as count, closing(parts):  # type: ignore[type-var]
+        files = closing(ArrayFiles(folder, (*ARRAYS, FULL_LENGTHS)))
+        with process.held_signals() as stop, files as arrays, RowCount(source.path) as count, closing(parts):  # type: ignore[type-var]
             for _, locations, ((_, _, encoded),) in parts:
-                stop_if_told()
+                stop()
                 bad += self.check(locations, encoded)
                 bad, bad_rows = bad[:BAD_ROWS_NAMED], bad_rows + len(encoded.bad)
-                batches.append(encoded)
-                firsts.append(rows)
-                rows += encoded.count
+                part = collect(encoded.ids, encoded.labels, encoded.lengths, rows + encoded.rows)
+                arrays.add(ids=part.ids, labels=part.labels, offsets=tokens + part.offsets, rows=part.rows)
+                arrays.add(supervised=part.supervised, full_lengths=encoded.full_lengths)
+                notes += encoded.notes
+                rows, tokens = rows + encoded.count, tokens + len(part.ids)
                 count.add(encoded.count)
         if not rows:
             raise RecipeError(f"{source.path!r} holds no rows; at least one is needed")
-        ids, labels = [batch.ids for batch in batches], [batch.labels for batch in batches]
-        notes = sum((batch.notes for batch in batches), Counter[str]())
-        np.save(folder / FULL_LENGTHS, np.concatenate([batch.full_lengths for batch in batches]))
-        numbers = [first + batch.rows for first, batch in zip(firsts, batches, strict=True)]
-        lengths = np.concatenate([batch.lengths for batch in batches])
-        batches.clear()
-        write_arrays(folder, collect(_drained(ids), _drained(labels), lengths, np.concatenate(numbers)))
         meta = {"rows": rows, "notes": notes, "bad": bad, "bad_rows": bad_rows}
         (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 

@@ -1,10 +1,13 @@
 """Tokenized data: flat arrays, in memory or memory-mapped from disk, and a view of samples of several sources."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from os import SEEK_END
 from pathlib import Path
 
 import numpy as np
+import xxhash  # comes with datasets
 
 from lit_ft.errors import RecipeError
 from lit_ft.packed_batch import IGNORE_INDEX
@@ -30,12 +33,22 @@ class TokenArrays:
         """``(samples,)``, int64, tokens per sample."""
         return self.offsets[:, 1] - self.offsets[:, 0]
 
+    @cached_property
+    def digests(self) -> np.ndarray:
+        """``(samples,)``, uint64, equal for samples of equal ids and labels; they are computed once."""
+        return np.array([_digest(self.ids[a:b], self.labels[a:b]) for a, b in self.offsets.tolist()], dtype=np.uint64)
+
     def __len__(self) -> int:
         return len(self.offsets)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         start, end = self.offsets[index]
         return self.ids[start:end], self.labels[start:end]
+
+
+def _digest(ids: np.ndarray, labels: np.ndarray) -> int:
+    content = (np.asarray(ids, dtype=np.int32).tobytes(), np.asarray(labels, dtype=np.int32).tobytes())
+    return xxhash.xxh3_64_intdigest(b"".join(content))
 
 
 ARRAYS = ("ids", "labels", "offsets", "rows", "supervised")
@@ -68,14 +81,34 @@ def targets_of(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return targets
 
 
-def write_arrays(folder: Path, arrays: TokenArrays) -> None:
-    """Save arrays to a folder, for ``read_arrays``."""
-    for name in ARRAYS:
-        np.save(folder / f"{name}.npy", getattr(arrays, name))
+class ArrayFiles:
+    """``.npy`` files that are written part by part: no part stays in memory, and a full disk has its error number."""
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        self._files = {name: (folder / f"{name}.npy").open("wb") for name in names}
+        self._lengths = dict.fromkeys(self._files, 0)
+        self._types: dict[str, np.dtype] = {}
+
+    def add(self, **parts: np.ndarray) -> None:
+        """Append a part to each of some arrays."""
+        for name, part in parts.items():
+            assert self._types.setdefault(name, part.dtype) == part.dtype
+            file, self._lengths[name] = self._files[name], self._lengths[name] + len(part)
+            shape = (self._lengths[name], *part.shape[1:])
+            file.seek(0)  # a header is padded, and so of one size for all lengths
+            header = {"descr": part.dtype.str, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.seek(0, SEEK_END)
+            file.write(np.ascontiguousarray(part).data)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        for file in self._files.values():
+            file.close()
 
 
 def read_arrays(folder: Path) -> TokenArrays:
-    """Memory-map arrays that ``write_arrays`` saved; data is read when it is used."""
+    """Memory-map arrays that ``ArrayFiles`` wrote; data is read when it is used."""
     # Views as plain arrays: a slice of a np.memmap costs more than packing a sample.
     return TokenArrays(**{name: np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in ARRAYS})
 
@@ -100,11 +133,16 @@ class Samples:
 
     def __post_init__(self) -> None:
         for name in ("lengths", "supervised", "rows"):
-            values = np.zeros(len(self.source), dtype=np.int64)
-            for number, part in enumerate(self.parts):
-                mine = self.source == number
-                values[mine] = getattr(part, name)[self.index[mine]]
+            values = self._gathered([getattr(part, name) for part in self.parts], np.int64)
             object.__setattr__(self, name, values)
+
+    def _gathered(self, parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+        """Values of these samples, ``(samples,)``, of those of all samples of each part."""
+        values = np.zeros(len(self.source), dtype)
+        for number, part in enumerate(parts):
+            mine = self.source == number
+            values[mine] = part[self.index[mine]]
+        return values
 
     def __len__(self) -> int:
         return len(self.source)
@@ -133,14 +171,7 @@ class Samples:
 
     def digests(self) -> np.ndarray:
         """Digest of each sample, ``(samples,)``, uint64; equal for samples of equal ids and labels."""
-        return np.array([_digest(*self[i]) for i in range(len(self))], dtype=np.uint64)
-
-
-def _digest(ids: np.ndarray, labels: np.ndarray) -> int:
-    import xxhash  # comes with datasets
-
-    content = (np.asarray(ids, dtype=np.int32).tobytes(), np.asarray(labels, dtype=np.int32).tobytes())
-    return xxhash.xxh3_64_intdigest(b"".join(content))
+        return self._gathered([part.digests for part in self.parts], np.uint64)
 
 
 def join(parts: Sequence[TokenArrays], names: Sequence[str]) -> Samples:
