@@ -47,9 +47,9 @@ TYPED: dict[str, str] = {
     "fit --merge maybe": "merge='maybe' is neither true nor false",
     "fit --optimizer torch.optim.AdamW --optimizer.lr 2e-4,3e-4": "optimizer.lr: '2e-4,3e-4' is no number",
     "fit --trainer.strategy.tensor_parallel_size 2": "trainer.strategy: tensor_parallel_size is an option of a class, "
-    "and none is named; name one, e.g. --trainer.strategy lit_ft.strategies.ModelParallelStrategy",
+    "and none is named before it; write --trainer.strategy lit_ft.strategies.ModelParallelStrategy",
     "fit --trainer.strategy ddp --trainer.strategy.init_args.shard_size 2": "shard_size is an option of a class, and "
-    "none is named; name one, e.g. --trainer.strategy lit_ft.strategies.FSDPStrategy",
+    "none is named before it; write --trainer.strategy lit_ft.strategies.FSDPStrategy",
     "fit --trainer.strategy.class_path auto": "'auto' is no class path; write the module and the class",
     "fit --config quickstart.yaml --max_length 5": "unknown option 'max_length'; it belongs to data: data.max_length",
     "fit --config quickstart.yaml --peft.r 8": "unknown option 'peft.r'; it belongs to model: model.peft.r",
