@@ -255,7 +255,7 @@ def _saved(folder: Path, name: str, arguments: Sequence[str] | None, recipe: str
 def _write_key(file: Path) -> Path:
     """Write a new key, not into a file or link that is there."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(exist_ok=True)
         file.unlink(missing_ok=True)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
             opened.write(secrets.token_urlsafe(16))

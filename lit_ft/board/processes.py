@@ -77,7 +77,7 @@ class Processes:
         if (earlier := self.find(folder, kind)) is not None and self.is_alive(earlier):
             raise RecipeError(f"{kind} is running already (process {earlier.pid}); stop it, or wait for its end")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)  # not its parent: a run that was deleted does not come back as an empty folder
             with (folder / f"{kind}.log").open("ab") as log:
                 log.write(f"$ {shlex.join(['python', '-m', 'lit_ft', *arguments])}\n".encode())
                 log.flush()

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +41,7 @@ class Summary:
         loss: last training loss.
         val_loss: last validation loss.
         changed: time of the last change, in seconds since 1970.
-        failure: last line of a process that failed.
+        failure: error of a process that failed; without one, how it ended, and its last line.
     """
 
     name: str
@@ -142,8 +144,10 @@ class Runs:
             return "finished", ""
         line = last_line(log_of(run))
         code = None if record is None else record.exit_code
-        if line.startswith(("lit_ft: error", "lit_ft: failed")) or code not in (None, 0, 130, 143):
-            return "failed", line or f"exit code {code}"
+        if line.startswith(("lit_ft: error", "lit_ft: failed")):
+            return "failed", line
+        if code not in (None, 0, 130, 143):
+            return "failed", f"{end_of(code)}; its last line: {line}" if line else end_of(code)
         return "stopped", ""
 
     def _steps(self, run: RunFolder) -> int | None:
@@ -160,6 +164,11 @@ def log_of(run: RunFolder) -> Path:
     """Console log of a run: of the board's process, or of a sweep's trial; it may not exist."""
     own = run.root / BOARD / "fit.log"
     return own if own.exists() else run.root / "output.log"
+
+
+def end_of(exit_code: int) -> str:
+    """How a process ended: by a signal where its exit code is negative."""
+    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 def process_of_lock(run: RunFolder) -> int | None:
@@ -195,4 +204,7 @@ def _is_run(folder: Path) -> bool:
 
 def _changed(root: Path) -> float:
     files = (root / "metrics.csv", root / "finished.json", root / "config.yaml", root / BOARD / "fit.json", root)
-    return next(file.stat().st_mtime for file in files if file.exists())
+    for file in files:
+        with suppress(OSError):  # not there, or no more
+            return file.stat().st_mtime
+    return 0.0

@@ -74,8 +74,9 @@ TEXTS: dict[str, tuple[str, str]] = {
     ),
     # --- page of a run
     "stop": ("Stop", "停止"),
-    "stop now": ("Stop this run? It saves a checkpoint first.", "停止该训练？停止前会先保存检查点。"),
-    "stopping": ("Stopping: it saves a checkpoint first.", "正在停止：先保存检查点。"),
+    "stop now": ("Stop this run? What it has trained so far is saved.", "停止该训练？已训练的部分会保存。"),
+    "stopping": ("Stopping: what it has trained so far is saved.", "正在停止：保存已训练的部分。"),
+    "gone": ("{} is not there any more: deleted or moved.", "{} 已不存在：已被删除或移走。"),
     "cancel": ("Cancel", "取消"),
     "resume": ("Resume", "继续训练"),
     "resumed": ("Resumed", "已继续"),

@@ -196,6 +196,11 @@ def newest_run(folder: Path) -> Path:
 def test_a_training_is_started_and_watched_and_outlives_a_killed_board(
     page: Page, folder: Path, servers: list[Server]
 ) -> None:
+    page.write("name", "no/name")
+    page.click("start")
+    close = page.wait(lambda: page.browser.find_element(By.CSS_SELECTOR, ".q-notification .q-btn"))
+    assert close.value_of_css_property("color") == "rgba(255, 255, 255, 1)"  # on red
+    page.wait(lambda: close.click() or True)
     page.write("name", "first")
     ActionChains(page.browser).double_click(page.part("start")).perform()
     page.wait(lambda: "/run/0/first/" in page.browser.current_url)
@@ -241,13 +246,26 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(page: Page, folder: Path, p
         page.click(f"tab {tab}")
         page.wait(lambda tab=tab: page.part(f"tab {tab}").get_attribute("aria-selected") == "true")
         assert page.browser.execute_script(widths) == [390, 390], tab
+    if path == "run":
+        run, moved = newest_run(folder), folder / "moved"
+        run.rename(moved)
+        page.wait(lambda: page.text("failure") == f"{run} is not there any more: deleted or moved.")
+        assert not page.shown("resume")
+        moved.rename(run)
+        page.wait(lambda: page.text("state") == "stopped" and page.shown("resume"))
     paper = "return getComputedStyle(document.body).backgroundColor"
     assert page.browser.execute_script(paper) == "rgb(18, 22, 29)"
     set_screen(page.browser, 1280, dark=False)
 
 
-def test_the_other_language(page: Page) -> None:
+def test_the_list_keeps_the_focus_and_has_another_language(page: Page, folder: Path) -> None:
     page.open("/")
+    row = page.wait(lambda: page.browser.find_element(By.CSS_SELECTOR, "a.run"))
+    row.send_keys("")  # by keyboard
+    csv = newest_run(folder) / "metrics.csv"
+    os.utime(csv, (time.time() - 7200, time.time() - 7200))
+    page.wait(lambda: "2 h ago" in row.text)  # the row is still the same
+    assert page.browser.switch_to.active_element == row
     page.click("language")
     page.wait(lambda: page.browser.find_element(By.TAG_NAME, "h1").text == "训练")
     page.click("language")

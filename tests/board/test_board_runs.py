@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import string
 import subprocess
@@ -230,6 +231,24 @@ def test_a_chat_server_ends_with_the_board_and_a_training_does_not(board: Board)
     board.close()
     wait(lambda: not board.processes.is_alive(record))
     assert board.runs.summaries()[0].state == "running"
+
+
+def test_a_killed_run_says_so_and_one_that_is_deleted_does_not_come_back(board: Board) -> None:
+    name = board.start_run("first", [], "")
+    run = board.runs.folder(name)
+    wait(lambda: (run.root / "started").exists())
+    record = board.processes.find(run.root / "board", "fit")
+    assert record is not None
+    os.killpg(record.pid, signal.SIGKILL)
+    wait(lambda: board.runs.summary(name, run).state == "failed")
+    failure = board.runs.summary(name, run).failure
+    assert failure.startswith("killed by SIGKILL; its last line: $ python -m lit_ft fit --run_dir")
+    shutil.rmtree(run.root)  # while a page shows it
+    assert board.runs.summary(name, run).state == "stopped"
+    for act in (board.write_report, lambda run: board.export(run, []), board.resume):
+        with pytest.raises(RecipeError, match="cannot be written .No such file"):
+            act(run)
+    assert not run.root.exists()
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "-x", "a b", "x" * 65, "名\x00"])

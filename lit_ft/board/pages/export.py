@@ -54,7 +54,7 @@ class ExportPanel:
         is_alive = record is not None and self._board.processes.is_alive(record)
         self._button.set_enabled(not is_alive)
         text = log_tail(own / "export.log")
-        named = re.findall(r"^next: (.+)$", log_tail(own / "fit.log"), re.MULTILINE)
+        named = re.findall(r"^next: (.+ export .+)$", log_tail(own / "fit.log"), re.MULTILINE)
         self._log.text = text or (f"$ {named[-1]}" if named else "")
         self._log.set_visibility(bool(self._log.text))
         is_over = record is not None and not is_alive and record.exit_code is not None

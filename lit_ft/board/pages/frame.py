@@ -66,7 +66,8 @@ def shown_errors() -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
-        ui.notify(str(error), type="negative", multi_line=True, timeout=0, close_button="OK")
+        close = {"label": "OK", "color": "white"}  # a `close_button` has the color of links: blue on red
+        ui.notify(str(error), type="negative", multi_line=True, timeout=0, actions=[close])
 
 
 def figure(parent: ui.element, label: str) -> Callable[[str], None]:

@@ -59,7 +59,7 @@ class _RunView:
         self._board, self._texts, self._name, self._folder = board, texts, name, folder
         self._environment: dict[str, Any] = {}
         self._state = ui.label().classes("state").props('data-mark="state"')
-        self._failure = ui.label().classes("bad")
+        self._failure = ui.label().classes("bad").props('data-mark="failure"')
         self._place = ui.label().classes("quiet")
         grid = ui.element("div").classes("figures")
         labels = ("step", "loss", "val loss", "speed", "memory", "time")
@@ -110,6 +110,9 @@ class _RunView:
 
     async def update(self) -> None:
         """Show what the files of the run say now."""
+        if not self._folder.root.is_dir():
+            self._show_that_it_is_gone()
+            return
         summary, curves, log = await asyncio.to_thread(self._read)
         self._show_state(summary, curves)
         self._show_curves(curves)
@@ -148,6 +151,13 @@ class _RunView:
         )
         if self._folder.config.is_file() and not self._config.text:
             self._config.text = self._folder.config.read_text(encoding="utf-8", errors="replace")
+
+    def _show_that_it_is_gone(self) -> None:
+        self._state.text = ""
+        self._failure.text = self._texts("gone", self._folder.root)
+        self._failure.set_visibility(True)
+        for one in (self._stop, self._resume, self._write, self._report):
+            one.set_visibility(False)
 
     def _show_curves(self, curves: dict[str, Points]) -> None:
         self._nothing.set_visibility(not curves)

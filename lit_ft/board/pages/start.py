@@ -28,20 +28,29 @@ def register(board: Board) -> None:
 
 
 class _Rows:
-    """The list, drawn again when a run has changed."""
+    """The list; a row that has changed is filled again, and stays the link that has the focus."""
 
     def __init__(self, board: Board, texts: Texts) -> None:
         self._board, self._texts = board, texts
-        self._drawn: object = None
+        self._drawn: list[tuple[Summary, str]] | None = None
+        self._links: dict[str, ui.link] = {}
         self._box = ui.element("div").classes("runs")
 
     async def update(self) -> None:
         summaries = await asyncio.to_thread(self._board.runs.summaries)
         now = [(one, ago(self._texts, one.changed)) for one in summaries]
-        if now == self._drawn:
+        before, self._drawn = self._drawn, now
+        if before is None or [one.name for one, _ in now] != list(self._links):
+            self._draw(now)
             return
-        self._drawn = now
+        for (summary, changed), earlier in zip(now, before, strict=True):
+            if (summary, changed) != earlier:
+                self._links[summary.name].clear()
+                self._fill(summary, changed)
+
+    def _draw(self, now: list[tuple[Summary, str]]) -> None:
         self._box.clear()
+        self._links.clear()
         with self._box:
             if not now:
                 folders = ", ".join(shown(root) for root in self._board.runs.roots)
@@ -49,16 +58,17 @@ class _Rows:
                 return
             self._head()
             for summary, changed in now:
-                self._row(summary, changed)
+                self._links[summary.name] = ui.link(target=address_of(summary.name)).classes("run")
+                self._fill(summary, changed)
 
     def _head(self) -> None:
         with ui.element("div").classes("run head"):
             for name in ("run", "state", "step", "loss", "val loss", "changed"):
                 ui.label(self._texts(name))
 
-    def _row(self, one: Summary, changed: str) -> None:
+    def _fill(self, one: Summary, changed: str) -> None:
         texts = self._texts
-        with ui.link(target=address_of(one.name)).classes("run"):
+        with self._links[one.name]:
             ui.label(one.title).classes("name")
             ui.label(texts(one.state)).classes(f"state {one.state}")
             step = texts("of", f"{one.step:,}", f"{one.steps:,}") if one.steps else f"{one.step:,}"
