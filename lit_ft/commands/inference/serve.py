@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from lit_callbacks.output.quantities import as_count
+
 from lit_ft.commands.inference.keys import API_KEY, given_key
 from lit_ft.commands.listening import LOOPBACK, address_of, listening
 from lit_ft.errors import RecipeError
@@ -109,7 +111,7 @@ def _lengths(
     if max_model_len > held:
         raise RecipeError(
             f"max_model_len={max_model_len:,} does not fit in the KV cache, which holds sequences of {held:,} tokens "
-            f"for each of {len(opened)} models; set --cache_gib to more than {cache_gib:g}"
+            f"for each of {as_count(len(opened), 'model')}; set --cache_gib to more than {cache_gib:g}"
         )
     return caches, max_model_len
 
