@@ -44,11 +44,9 @@ class MethodSupport:
     otherwise_quantized: str | None = situation("other quantized base", _DENSE_BASE)
     fsdp: str | None = situation("FSDP", "take ddp, or another method")
     zero: str | None = situation("ZeRO-1, ZeRO-2", "take ddp, or another method")
-    zero3: str | None = situation("ZeRO-3", "set stage to 2, or take lit_ft.strategies.FSDPStrategy or another method")
+    zero3: str | None = situation("ZeRO-3", "take another method")
     tensor: str | None = situation(
-        "TP",
-        "take LoraConfig on linear layers of attention and MLP, or set tensor_parallel_size to 1 "
-        "(pipeline_parallel_size and data_parallel_size split it too)",
+        "TP", "take LoraConfig on linear layers of attention and MLP, or set tensor_parallel_size to 1"
     )
     pipeline: str | None = situation("PP", "set pipeline_parallel_size to 1, or take another method")
     context: str | None = situation("CP", "set context_parallel_size to 1, or take another method")
@@ -256,10 +254,16 @@ def refusal(peft: PeftConfig, name: str, value: str = "", option: str = "model.p
 
     The message has the ``value`` that makes the situation, e.g. ``tensor_parallel_size=2``, and the method's option.
     """
-    if (first := first_refusal(rows_of(peft), name)) is None:
+    rows = rows_of(peft)
+    if (first := first_refusal(rows, name)) is None:
         return None
     row, reason, fix = first
-    return f"{option}: {row.subject(peft)} {reason}{f' ({value})' if value else ''}; {fix}"
+    others = {other: f"{text}, or " for other, text in _IN_PLACE_OF_ZERO3.items() if first_refusal(rows, other) is None}
+    in_place = "".join(others.values()) or "take ddp, or " if name == "zero3" else ""
+    return f"{option}: {row.subject(peft)} {reason}{f' ({value})' if value else ''}; {in_place}{fix}"
+
+
+_IN_PLACE_OF_ZERO3 = {"zero": "set stage to 2", "fsdp": "take lit_ft.strategies.FSDPStrategy"}
 
 
 def check_situation(peft: PeftConfig | None, name: str, value: str = "", option: str = "model.peft") -> None:
