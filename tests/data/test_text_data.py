@@ -71,7 +71,7 @@ def test_bad_rows_stop_or_are_skipped_and_named(write_rows: Any, caplog: pytest.
     assert "2 of 7 rows cannot be used, skipped" in caplog.text
     assert "row 4: 'output' is a int" in caplog.text
     assert "row 7: has no 'output'" in caplog.text
-    with pytest.raises(RecipeError, match=r"not one of 1 rows can be used, e.g. \S+, row 1: 'output' is a int"):
+    with pytest.raises(RecipeError, match=r"not one of 1 row can be used, e.g. \S+, row 1: 'output' is a int"):
         load(write_rows, rows[3:4], on_bad_row="skip")
     with pytest.raises(RecipeError, match=r"holds no row that can be read; .*; \S+, row 1: is a JSON int; each row"):
         load(write_rows, [3], on_bad_row="skip")
