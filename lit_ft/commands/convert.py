@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks.export.atomic_folder import recover
+from lit_callbacks.output.quantities import as_count
 
 from lit_ft.checkpointing.storage.checkpoint_io import mapped
 from lit_ft.commands.export import export
@@ -118,11 +119,11 @@ def convert_data(
         masked = int(samples.lengths.sum() - samples.supervised.sum() - len(samples))
         if masked:
             rank_zero_info(
-                f"{masked:,} tokens are not supervised; indexed data holds no labels, so that training on it "
+                f"{as_count(masked, 'token')} not supervised; indexed data holds no labels, so that training on it "
                 "supervises them too (--to parquet keeps them apart)"
             )
     names = ", ".join(map(str, files))
-    rank_zero_info(f"{len(samples):,} documents, {int(samples.lengths.sum()):,} tokens: {names}")
+    rank_zero_info(f"{as_count(len(samples), 'document')}, {as_count(int(samples.lengths.sum()), 'token')}: {names}")
 
 
 def convert_model(

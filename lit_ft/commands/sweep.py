@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> None:
             folder = sweep_folder(options.sweep_dir, first.recipe_name, definition)
             lock_run(folder)
         write_definition(folder, definition)
-        rank_zero_info(f"sweep of {count} trials, by {goal.metric} ({goal.mode}): {folder}")
+        rank_zero_info(f"sweep of {as_count(count, 'trial')}, by {goal.metric} ({goal.mode}): {folder}")
         trials = _train(folder, count, lambda trials: propose(trials, goal, first.seed), fit, goal)
     finally:
         release_runs()

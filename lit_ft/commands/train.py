@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_callbacks import AdapterMerger, GracefulStop, RankFailureWatchdog, RunReport, ThroughputMonitor
 from lit_callbacks.export.atomic_folder import check_replaceable
+from lit_callbacks.output.quantities import as_count
 from lit_callbacks.protocols import tokenizer_of
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -463,7 +464,7 @@ class TrainingCLI(LightningCLI):
         answers = predictions.gather([answer for batch in batches or [] for answer in batch])
         if self.answers_path is not None:
             predictions.write(self.answers_path, answers)
-            rank_zero_info(f"{len(answers):,} answers: {self.answers_path}")
+            rank_zero_info(f"{as_count(len(answers), 'answer')}: {self.answers_path}")
 
 
 class RecipeCLI(TrainingCLI):

@@ -122,7 +122,7 @@ def describe_ends(sources: list[SourceReport]) -> dict[str, str]:
     ends: Counter[str] = sum((Counter(source.ends) for source in sources), Counter())
     samples = sum(source.samples for source in sources if source.format in _CONVERSATIONS)
     counts = ", ".join(f"{token!r} in {count:,}" for token, count in ends.most_common()) or "none"
-    return {"end tokens that are trained on": f"{counts} of {samples:,} samples"} if samples else {}
+    return {"end tokens that are trained on": f"{counts} of {as_count(samples, 'sample')}"} if samples else {}
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
@@ -163,7 +163,7 @@ def judge_truncation(name: str, prepared: Prepared, max_length: int | None) -> l
     if truncated <= TRUNCATED_LIMIT * samples:
         return []
     return [
-        f"{name}: {truncated:,} of {samples:,} answers are truncated ({truncated / samples:.1%}; up to "
+        f"{name}: {truncated:,} of {as_count(samples, 'answer')} truncated ({truncated / samples:.1%}; up to "
         f"{TRUNCATED_LIMIT:.0%} is fine): data.max_length={max_length} is too small for them. It keeps samples whole: "
         f"{whole_lengths(prepared.full_lengths)}; raise it"
     ]
@@ -174,7 +174,8 @@ def judge_bad_rows(name: str, prepared: Prepared) -> list[str]:
     if not prepared.bad_rows:
         return []
     more = ", ..." if prepared.bad_rows > len(prepared.bad) else ""
-    return [f"{name}: {prepared.bad_rows:,} of {prepared.rows:,} rows cannot be used: {'; '.join(prepared.bad)}{more}"]
+    rows = as_count(prepared.rows, "row")
+    return [f"{name}: {prepared.bad_rows:,} of {rows} cannot be used: {'; '.join(prepared.bad)}{more}"]
 
 
 def judge_placeholders(name: str, prepared: Prepared, tokenization: Tokenization) -> list[str]:
@@ -184,8 +185,8 @@ def judge_placeholders(name: str, prepared: Prepared, tokenization: Tokenization
         return []
     location, placeholder = _first_placeholder(prepared, tokenization)
     return [
-        f"{name}: {count:,} of {prepared.rows:,} rows hold placeholders that nobody filled in, e.g. {placeholder} "
-        f"({location}); fill them in, or the model learns to say them"
+        f"{name}: {count:,} of {as_count(prepared.rows, 'row')} with placeholders that nobody filled in, e.g. "
+        f"{placeholder} ({location}); fill them in, or the model learns to say them"
     ]
 
 
@@ -289,7 +290,7 @@ def inspect_split(
         report.warnings += [line for line in lines if line not in report.warnings]
         if source.duplicates:
             report.warnings.append(
-                f"{source.name}: {source.duplicates:,} of {source.samples:,} samples repeat another "
+                f"{source.name}: {source.duplicates:,} of {as_count(source.samples, 'sample')}: repetition of another "
                 f"({source.duplicates / source.samples:.1%}; the most frequent is there {source.repeats:,} times)"
             )
         truncated_share = one.notes["truncated"] / max(source.samples, 1)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.output.quantities import as_count
 
 from lit_ft.data.text.formats import Chat, Text, renamed
 from lit_ft.data.text.rendering import expected_answer, prompt_of
@@ -49,7 +50,7 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
             left_out["cannot be used (data.on_bad_row=skip)"] += 1
             continue
         if question is None:
-            left_out["hold text or tokens and no question"] += 1
+            left_out["without a question, text or tokens alone"] += 1
             continue
         name = row.get("id")
         prompt, asked, expected = question
@@ -63,7 +64,7 @@ def questions_of(preparation: Preparation, source: Source, rows: frozenset[int] 
             }
         )
     for why, count in left_out.items():
-        rank_zero_info(f"{source.path}: {count:,} of {read:,} rows {why}; they were left out")
+        rank_zero_info(f"{source.path}: {count:,} of {as_count(read, 'row')} {why}; left out")
     return questions
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.output.quantities import as_count
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
@@ -98,7 +99,7 @@ class DataSplits(UserDict[str, Samples]):
         train, paths = self["train"], [source.path for source in self.sources["train"]]
         held_out, counts = held_out_samples(train, self._val_fraction, process.seed(), paths)
         for path, (count, rows) in zip(paths, counts, strict=True):
-            rank_zero_info(f"{path}: {count:,} of {rows:,} rows are for validation")
+            rank_zero_info(f"{path}: {count:,} of {as_count(rows, 'row')} for validation")
         self["val"] = replace(train.take(held_out), names=self.names("val"))
         self.prepared["val"] = self.prepared["train"]
         self["train"] = train.take(~held_out)

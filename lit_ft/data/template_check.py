@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from lit_callbacks.output.quantities import as_count
+
 from lit_ft.data.text.formats import Chat
 from lit_ft.data.text.rendering import chat_samples, supervised_turns, with_tools
 from lit_ft.data.text.sources import RawRow
@@ -46,16 +48,16 @@ class TemplateComparison:
     def warnings(self, name: str) -> list[str]:
         """Messages about what differs in the source named so."""
         differences = (
-            (self.other_text, "decode to another text than the template wrote"),
+            (self.other_text, "decoded to another text than the template wrote"),
             (
                 self.other_tokens,
-                "have other tokens than apply_chat_template gives for all turns through an answer (training has those "
+                "other tokens than apply_chat_template gives for all turns through an answer (training has those "
                 "of inference: the prompt, then the answer)",
             ),
-            (self.other_prompt, "have an answer that does not follow the prompt of predict"),
+            (self.other_prompt, "an answer that does not follow the prompt of predict"),
         )
         return [
-            f"{name}: {len(texts):,} of {self.count:,} conversations {what}, e.g. {texts[0]}"
+            f"{name}: {len(texts):,} of {as_count(self.count, 'conversation')}: {what}, e.g. {texts[0]}"
             for texts, what in differences
             if texts
         ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from lit_callbacks.output.quantities import as_number
+from lit_callbacks.output.quantities import as_count, as_number
 from lit_callbacks.report.run_report import installed_versions
 
 Recipe = Mapping[str, Any]
@@ -101,7 +101,7 @@ class Card:
     def _sections(self) -> list[str]:
         sections = []
         if paths := _data_paths(self.recipe):
-            counted = [f"- `{name}`: {count:,} samples" for name, count in self.samples.items()]
+            counted = [f"- `{name}`: {as_count(count, 'sample')}" for name, count in self.samples.items()]
             sections.append("## Data\n\n" + "\n".join(counted or [f"- `{path}`" for path in paths]))
         if self.metrics:
             rows = [f"| {name} | {as_number(value)} |" for name, value in self.metrics.items()]

@@ -228,5 +228,5 @@ def _templates(client: OpenAIClient, model: str, tokenizer: PreTrainedTokenizerB
         count += 1
         same += own == client.prompt_ids(model, messages, None)
     warning = "" if same == count else "; compare with `parity`, and give llama-server --chat-template-file"
-    left_out = f" ({refused} more are refused by the template)" if refused else ""
+    left_out = f" (the template refuses {refused} more)" if refused else ""
     return f"prompts of {same} of {count} conversations{left_out} have the tokens of training{warning}"

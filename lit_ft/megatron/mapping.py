@@ -113,7 +113,7 @@ class AsHuggingFace:
         found = source.names()
         if missing := sorted(expected - found):
             raise RecipeError(
-                f"{where}: {len(missing)} of {len(expected)} weights that --like {like} has are missing, the first of "
+                f"{where}: {len(missing)} of {len(expected)} weights that --like {like} has missing, the first of "
                 f"them {missing[0]}; name the model that the checkpoint was made of"
             )
         left_over = sorted(found - expected - ({HEAD.megatron} if shape.is_tied else set()))

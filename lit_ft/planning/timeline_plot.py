@@ -46,6 +46,10 @@ def draw(table: Sequence[Sequence[Work]], path: Path, title: str) -> None:
     axes.set(xlabel="time, in forward passes of a stage", xlim=(0, length), ylim=(len(table) - 0.5, -0.5), title=title)
     axes.set_yticks(range(len(table)), [f"rank {rank}" for rank in range(len(table))])
     try:
+        if not path.suffix:
+            raise ValueError("its name has no suffix")  # matplotlib would write to another name
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"--draw {path} cannot be written ({error}); name a .png, .svg or .pdf file") from error
+        raise RecipeError(
+            f"--draw {path} cannot be written ({error}); name a .png, .svg or .pdf file in a folder that exists"
+        ) from error

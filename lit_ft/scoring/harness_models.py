@@ -186,8 +186,8 @@ class ServedLM(TemplateLM):
         pairs = [(prompt, answer) for _, prompt, answer in requests]
         if too_long := sum(len(prompt) + len(answer) > self.max_length for prompt, answer in pairs):
             rank_zero_warn(
-                f"{too_long:,} of {len(pairs):,} texts are longer than {self.max_length:,} tokens, the tokenizer's "
-                "model_max_length; the beginnings of their prompts were left out"
+                f"{too_long:,} of {len(pairs):,} texts longer than {self.max_length:,} tokens, the tokenizer's "
+                "model_max_length; taken without the beginning of the prompt"
             )
         return self._each(self._score, pairs)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lit_callbacks.output.quantities import as_number
+from lit_callbacks.output.quantities import as_count, as_number
 from lit_callbacks.output.tables import show_table
 
 from lit_ft.sweeps.search_space import LOG_RATIO
@@ -61,7 +61,9 @@ def show(trials: Sequence[Trial], goal: Goal) -> None:
     # Numbers are shortened here: where a trial failed, the column has a text too.
     cells = [[as_number(cell) if isinstance(cell, float) else cell for cell in row.values()] for row in rows]
     shown = [column for column in columns if column not in ("failure", "run_dir")]
-    show_table(f"{len(trials)} trials by {goal.metric} ({goal.mode})", shown, [row[: len(shown)] for row in cells])
+    show_table(
+        f"{as_count(len(trials), 'trial')} by {goal.metric} ({goal.mode})", shown, [row[: len(shown)] for row in cells]
+    )
 
 
 def _row(trial: Trial, goal: Goal) -> dict[str, object]:

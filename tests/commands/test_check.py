@@ -64,7 +64,7 @@ def test_good_data(run: Any, tmp_path: Path, model_folder: str, write_rows: Any)
     assert "template round trip, one: 31 of 31 conversations" in output
     assert "a sample's losses move by 0 when its neighbor in the packed batch changes" in output
     assert re.search(r"packing: \d+ packed sequences of 128 tokens, \d\d.\d\d% full", output)
-    assert "note: one: 1 of 31 samples repeat another (3.2%; the most frequent is there 2 times)" in output
+    assert "note: one: 1 of 31 samples: repetition of another (3.2%; the most frequent is there 2 times)" in output
     assert "note: 1 of 25 validation samples (4.0%) are in the training data too" in output
     assert re.search(r"max_length that keeps samples whole: 95% with \d+, 99% with \d+, 100% with \d+", output)
     assert output.count("»") == 1 + 2 * 1 + 1  # in each of two headings, around each of two answers
@@ -75,7 +75,7 @@ def test_good_data(run: Any, tmp_path: Path, model_folder: str, write_rows: Any)
     words = " ".join(f"<span>{word}</span>" for word in ["python", "-m", "lit_ft", "fit", *arguments])
     assert f'<pre class="command">{words}</pre>' in page
     assert page.count('<mark class="special">&lt;|im_end|&gt;</mark></pre>') == 2
-    assert "note:</strong> one: 1 of 31 samples repeat another" in page
+    assert "note:</strong> one: 1 of 31 samples: repetition of another" in page
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -111,7 +111,7 @@ def test_bad_rows_are_all_listed_and_exit_1(run: Any, tmp_path: Path, model_fold
     assert "something would train wrong" in output
     skipped = recipe(tmp_path, model_folder, {"path": write_rows(rows), "on_bad_row": "skip"})
     output = run("check", *skipped)
-    assert "2 of 5 rows cannot be used and were skipped (data.on_bad_row=skip)" in output
+    assert "2 of 5 rows cannot be used, skipped (data.on_bad_row=skip)" in output
     assert "nothing would train wrong" in output
 
 
@@ -142,14 +142,14 @@ def test_one_file_for_training_and_validation(run: Any, tmp_path: Path, model_fo
 def test_answers_that_are_mostly_truncated(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:
     rows = [{"instruction": "a", "output": "red " * n} for n in range(30, 60)]
     output = run("check", *recipe(tmp_path, model_folder, {"path": write_rows(rows), "max_length": 20}), code=1)
-    assert "wrong: rows: 30 of 30 answers are truncated (100.0%; up to 3% is fine): data.max_length=20" in output
+    assert "wrong: rows: 30 of 30 answers truncated (100.0%; up to 3% is fine): data.max_length=20" in output
     assert "something would train wrong" in output
 
 
 @pytest.mark.skipif(not (DATA / "identity.json").is_file(), reason="LIT_FT_TEST_DATA does not name the data")
 def test_real_placeholders(run: Any, tmp_path: Path, model_folder: str) -> None:
     output = run("check", *recipe(tmp_path, model_folder, {"path": str(DATA / "identity.json")}), code=1)
-    assert "wrong: identity: 85 of 91 rows hold placeholders that nobody filled in, e.g. {{name}}" in output
+    assert "wrong: identity: 85 of 91 rows with placeholders that nobody filled in, e.g. {{name}}" in output
 
 
 def test_a_stream_is_looked_at_from_its_top(run: Any, tmp_path: Path, model_folder: str, write_rows: Any) -> None:

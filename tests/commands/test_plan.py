@@ -263,6 +263,11 @@ def test_a_picture_of_every_schedule(tmp_path: Path, schedule: str) -> None:
     assert f"title of {schedule}" in text
 
 
+def test_a_picture_needs_a_suffix(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"schedule cannot be written \(its name has no suffix\)"):
+        timeline_plot.draw(timeline("GPipe", 2, 2), tmp_path / "schedule", "")
+
+
 def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(RecipeError, match=r"pip install 'lit-ft\[plots\]'"):

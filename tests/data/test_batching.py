@@ -216,7 +216,7 @@ def test_other_samples_each_epoch_where_a_source_is_not_used_up() -> None:
 @pytest.mark.parametrize(
     ("weights", "strategy", "message"),
     [
-        ([1.0, None], "first_exhausted", "1 of 2 sources have a weight; give one to each, or to none"),
+        ([1.0, None], "first_exhausted", "1 of 2 sources with a weight; give one to each, or to none"),
         ([1.0, 0.0], "first_exhausted", "weight=0.0 must be above 0"),
         ([1.0, 2.0], "concatenate", "takes every sample once; set data.mixing to first_exhausted or all_exhausted"),
     ],

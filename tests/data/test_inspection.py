@@ -75,13 +75,13 @@ def test_lengths_are_those_before_truncation(write_rows: Any) -> None:
 def test_a_few_truncated_answers_are_no_problem() -> None:
     assert judge_truncation("a", prepared(3, [9] * 100), 8) == []
     (problem,) = judge_truncation("a", prepared(4, [9] * 100), 8)
-    assert problem.startswith("a: 4 of 100 answers are truncated (4.0%; up to 3% is fine): data.max_length=8 is too")
+    assert problem.startswith("a: 4 of 100 answers truncated (4.0%; up to 3% is fine): data.max_length=8 is too")
 
 
 def test_truncated_answers_are_a_problem(write_rows: Any) -> None:
     rows = [{"instruction": "a", "output": "red " * 60}] * 3 + make_rows(7)
     report = inspected(TextDataModule(write_rows(rows), max_length=64))
-    assert any("rows: 3 of 10 answers are truncated (30.0%" in line for line in report.problems)
+    assert any("rows: 3 of 10 answers truncated (30.0%" in line for line in report.problems)
     assert not any("truncated" in line for line in report.warnings)
     assert not inspected(TextDataModule(write_rows(rows), max_length=None)).problems
 
@@ -90,9 +90,9 @@ def test_truncated_answers_are_a_problem(write_rows: Any) -> None:
 def test_placeholders(write_rows: Any, filled: int, is_problem: bool) -> None:
     rows = [{"instruction": "a", "output": "I am {{name}}."}, *make_rows(filled)]
     report = inspected(TextDataModule(write_rows(rows)))
-    problem = f"rows: 1 of {filled + 1} rows hold placeholders that nobody filled in, e.g. {{{{name}}}} ("
+    problem = f"rows: 1 of {filled + 1} rows with placeholders that nobody filled in, e.g. {{{{name}}}} ("
     assert any(line.startswith(problem) for line in report.problems) == is_problem
-    assert any(f"1 of {filled + 1} rows hold placeholders" in line for line in report.warnings) != is_problem
+    assert any(f"1 of {filled + 1} rows: holds placeholders" in line for line in report.warnings) != is_problem
 
 
 def test_ends_are_the_last_supervised_tokens(write_rows: Any) -> None:
@@ -113,7 +113,7 @@ def test_repeated_rows_are_counted_within_and_across_sources(write_rows: Any) ->
         Source(write_rows([*rows[:2], *make_rows(3, 5)], name="two.json")),
     ]
     report = inspected(TextDataModule(sources=sources))
-    assert "one: 2 of 12 samples repeat another (16.7%; the most frequent is there 3 times)" in report.warnings
+    assert "one: 2 of 12 samples: repetition of another (16.7%; the most frequent is there 3 times)" in report.warnings
     assert "2 of 17 training samples repeat one of another source" in report.warnings
 
 

@@ -84,7 +84,7 @@ def test_rows_without_a_question_are_counted(
     tokenizer: PreTrainedTokenizerBase, write_rows: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert questions_of(Preparation(tokenizer), Source(write_rows([{"text": "a lamp"}]))) == []
-    assert "1 of 1 rows hold text or tokens and no question; they were left out" in caplog.text
+    assert "1 of 1 row without a question, text or tokens alone; left out" in caplog.text
     bad = write_rows([{"instruction": "a lamp"}, {"instruction": 3}], "bad.json")
     with pytest.raises(RecipeError, match="bad.json.*2.*'instruction'"):
         questions_of(Preparation(tokenizer), Source(bad))

@@ -603,7 +603,7 @@ def test_thinking_under_a_key_that_a_template_does_not_show_is_counted(key: str,
     encoded = encode(tokenizer, *rows, form=form)
     assert noted(encoded) == {"thinking left out": 1}
     assert Tokenization(tokenizer, form).describe(encoded.notes, 2) == [
-        "1 of the answers of 2 rows have thinking (reasoning_content, reasoning, thinking) that the chat template of "
+        "1 of the answers of 2 rows: has thinking (reasoning_content, reasoning, thinking) that the chat template of "
         "'' does not show, so it is not trained; write it into the content, or take it out"
     ]
 
@@ -629,9 +629,9 @@ def test_thinking_that_a_template_writes_in_no_turn_is_trained_as_it_follows_the
     assert [ids[: runs(labels)[0][0]] for ids, labels in samples(encoded)] == prompts(tokenizer, chat)
     assert noted(encoded) == {"thinking put back": 2, "split": 1}
     assert Tokenization(tokenizer, "messages", max_length=8).describe(Counter(truncated=2, split=1), 1) == [
-        "2 of the samples of 1 rows are longer than data.max_length=8 tokens and were truncated at the end "
+        "2 of the samples of 1 row: longer than data.max_length=8 tokens, truncated at the end "
         "(data.overlong=truncate)",
-        "1 of the answers of 1 rows became samples of their own, because the chat template of '' writes earlier turns "
+        "1 of the answers of 1 row: made a sample of its own, because the chat template of '' writes earlier turns "
         "otherwise than the last",
     ]
 
@@ -640,9 +640,9 @@ def test_answers_without_the_thinking_that_the_generation_prompt_opens_are_said_
     tokenizer = make(R1, R1_SPECIAL, "</s>")
     encoded = encode(tokenizer, {"messages": CHAT[1:3]})
     assert Tokenization(tokenizer, "messages").describe(encoded.notes, 1) == [
-        "1 of the answers of 1 rows begin in another way than the chat template of '' opens the assistant's turn at "
-        "inference ('<|Assistant|><think>\\n', written is '<|Assistant|>'); they are trained as the template writes "
-        "them"
+        "1 of the answers of 1 row: begins in another way than the chat template of '' opens the assistant's turn at "
+        "inference ('<|Assistant|><think>\\n', written is '<|Assistant|>'); trained as the template writes "
+        "it"
     ]
 
 

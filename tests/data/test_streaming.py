@@ -141,7 +141,7 @@ def test_bad_rows_stop_a_stream_or_are_counted(sources: list[Source]) -> None:
     skipping = loader(sources)
     skipping.preparation = Preparation(make_tokenizer(), max_length=64, on_bad_row="skip")
     list(skipping)
-    assert skipping.describe() == ["the stream: 1 of 86 rows cannot be used and were skipped"]
+    assert skipping.describe() == ["the stream: 1 of 86 rows cannot be used, skipped"]
 
 
 def _append(path: Path) -> None:
@@ -197,9 +197,7 @@ def test_a_checkpoint_names_the_files_of_the_start(sources: list[Source], make_t
 def test_a_stream_that_gives_nothing_to_learn_from_is_an_error(tmp_path: Path, buffer_rows: int) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text("".join(json.dumps({"prompt": "red " * 80, "completion": "a"}) + "\n" for _ in range(7)))
-    said = (
-        "not one of 7 rows has a supervised token within data.max_length=64; the stream: 7 of 7 rows are longer than "
-    )
+    said = "not one of 7 rows has a supervised token within data.max_length=64; the stream: 7 of 7 rows: longer than "
     with pytest.raises(RecipeError, match=f"^the stream: {said}"):
         list(loader([Source(str(path))], buffer_rows=buffer_rows))
 

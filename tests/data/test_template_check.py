@@ -43,7 +43,7 @@ def test_a_merge_across_the_border_of_prompt_and_answer_is_found() -> None:
         "tokens of apply_chat_template, a": "1 of 2 conversations; 2 follow the prompt of predict",
     }
     (line,) = found.warnings("a")
-    assert line.startswith("a: 1 of 2 conversations have other tokens than apply_chat_template gives for all turns thr")
+    assert line.startswith("a: 1 of 2 conversations: other tokens than apply_chat_template gives for all turns thr")
     assert line.endswith(place)
 
 

@@ -31,7 +31,7 @@ def contents(samples: Samples) -> list[bytes]:
 def test_too_long_rows_are_cut_and_counted(write_rows: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lightning.pytorch")
     rows = [{"instruction": "a", "output": "red " * n} for n in (1, 50, 2)]
-    line = "1 of 3 rows are longer than data.max_length=40 tokens and were truncated at the end"
+    line = "1 of 3 rows: longer than data.max_length=40 tokens, truncated at the end"
     for _ in range(2):  # the second time from the cache
         data = load(write_rows, rows, max_length=40)
         assert data.splits["train"].lengths.max() == 40
@@ -46,7 +46,7 @@ def test_a_row_whose_answer_is_cut_away_is_dropped_and_counted(
     rows = [{"instruction": "a " * n, "output": "red"} for n in (1, 80)]
     data = load(write_rows, rows, max_length=40)
     assert data.splits["train"].rows.tolist() == [0]
-    assert "1 of 2 rows had no supervised token left and were dropped" in caplog.text
+    assert "1 of 2 rows: no supervised token left, dropped" in caplog.text
 
 
 def test_all_answers_cut_away(write_rows: Any) -> None:
@@ -68,10 +68,10 @@ def test_bad_rows_stop_or_are_skipped_and_named(write_rows: Any, caplog: pytest.
     caplog.set_level("INFO", "lightning.pytorch")
     data = load(write_rows, rows, on_bad_row="skip")
     assert data.splits["train"].rows.tolist() == [0, 1, 2, 4, 5]
-    assert "2 of 7 rows cannot be used and were skipped" in caplog.text
+    assert "2 of 7 rows cannot be used, skipped" in caplog.text
     assert "row 4: 'output' is a int" in caplog.text
     assert "row 7: has no 'output'" in caplog.text
-    with pytest.raises(RecipeError, match=r"not one of 1 rows can be used, e.g. \S+, row 1: 'output' is a int"):
+    with pytest.raises(RecipeError, match=r"not one of 1 row can be used, e.g. \S+, row 1: 'output' is a int"):
         load(write_rows, rows[3:4], on_bad_row="skip")
     with pytest.raises(RecipeError, match=r"holds no row that can be read; .*; \S+, row 1: is a JSON int; each row"):
         load(write_rows, [3], on_bad_row="skip")
@@ -267,7 +267,7 @@ def test_conversations_that_begin_with_the_assistant_are_counted(
     rows = [{"messages": first}, {"messages": [{**say, "train": False}, ask, say]}, {"messages": [ask, say]}]
     data = load(write_rows, rows)
     assert len(data.splits["train"]) == 3
-    assert "1 of 3 conversations begin with the assistant, whose first turn then answers nothing" in caplog.text
+    assert "1 of 3 conversations: begins with the assistant, whose first turn then answers nothing" in caplog.text
 
 
 def test_data_that_is_trained_and_validated_on_is_named(

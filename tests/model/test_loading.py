@@ -62,7 +62,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights cut off": (cut, "model.safetensors"),
     "weights of noise": (written("model.safetensors", b"\x07" * 500), "model.safetensors"),
     "weights with a giant header": (written("model.safetensors", b"\xff" * 7 + b"\x3f{}"), "model.safetensors"),
-    "a shard is missing": (in_shards, "names 1 files that are not there (model-00002-of-00002.safetensors)"),
+    "a shard is missing": (in_shards, "names 1 missing file (model-00002-of-00002.safetensors)"),
     "weights that Git has elsewhere": (
         written("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n"),
         "model.safetensors is Git's pointer to the file, not the file; run `git lfs pull` in the folder, or download",

@@ -64,7 +64,7 @@ def test_the_text_part_is_the_same_function(
     }
     torch.testing.assert_close(logits(text), logits(whole), atol=1e-5, rtol=1e-5)
     count = {"qwen3_5": "24 of 51", "gemma3": "37 of 65"}[name]
-    assert caplog.text.count(f"{count} tensors are not used in training (") == 1
+    assert caplog.text.count(f"{count} tensors not used in training (") == 1
     assert "LOAD REPORT" not in capfd.readouterr().err
 
     config = json.loads((base / "config.json").read_text())
@@ -109,7 +109,7 @@ def test_lora_from_fit_to_a_merged_model_and_plain_peft(
 
     capsys.readouterr()
     lit_ft("check", *start[1:])
-    assert "base model: 37 of 65 tensors are not used in training" in capsys.readouterr().out
+    assert "base model: 37 of 65 tensors not used in training" in capsys.readouterr().out
 
 
 def test_a_hub_model_is_completed_from_its_snapshot(
@@ -124,7 +124,7 @@ def test_a_hub_model_is_completed_from_its_snapshot(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     spec = ModelSpec("someone/gemma3", "someone/gemma3", attn_implementation="sdpa")
     save_merged(spec.build(), tmp_path / "merged", spec.tokenizer)
-    assert "model.pretrained='someone/gemma3': 37 of 65 tensors are not used" in caplog.text
+    assert "model.pretrained='someone/gemma3': 37 of 65 tensors not used" in caplog.text
     assert all_tensors(tmp_path / "merged").keys() == all_tensors(gemma3).keys()
     assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
 

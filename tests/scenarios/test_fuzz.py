@@ -433,7 +433,7 @@ def test_mutated_rows(tmp_path: Path, form: Any, pytestconfig: pytest.Config) ->
         if want:
             assert (got, error) == ([want], ""), line[:2000]
         else:
-            where = r": not one of 1 rows has a supervised token" if want == [] else r"(:1|, row 1): |: is not JSON"
+            where = r": not one of 1 row has a supervised token" if want == [] else r"(:1|, row 1): |: is not JSON"
             assert re.match(re.escape(str(path)) + where, error), (line[:2000], got, error)
         if number % 10 == 0:
             got, error = attempt(load, path, [line], format="auto", on_bad_row="skip")

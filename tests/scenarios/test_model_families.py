@@ -234,9 +234,7 @@ def test_thinking_under_a_prompt_that_closes_it_is_said() -> None:
     row = CHATS["thinking"]
     assert made.encode([copy.deepcopy(row)]).notes["other opening"] == 2
     (line,) = compare_with_template(made, [("a.json, row 1", row)] * 3).warnings("a")
-    assert line.startswith(
-        "a: 3 of 3 conversations have an answer that does not follow the prompt of predict, e.g. a.js"
-    )
+    assert line.startswith("a: 3 of 3 conversations: an answer that does not follow the prompt of predict, e.g. a.js")
     assert "a.json, row 1, turn 2, token " in line
     assert "trained are 'red\\n" in line
     assert "the template has '\\n</th" in line

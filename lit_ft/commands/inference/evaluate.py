@@ -84,7 +84,7 @@ def _parser() -> RecipeParser:
     add("--url", type=str | None, help="run the tasks on a server with OpenAI's interface")
     add("--model", type=str | None, help="name of the model there")
     add("--base_model", type=str | None, help="name of the base there; by default `base`, if it has one")
-    add("--api", choices=("completions", "chat"), default="completions", help="interface that is asked there")
+    add("--api", choices=("completions", "chat"), help="interface that is asked there; completions by default")
     add("--api_key_file", type=str | None, help=f"file with the key that it asks for; or {API_KEY}")
     add("--api_key", type=str | None, help="the key itself")
     add("--data.path", type=str | None, help="data set whose loss and exact match are measured")
@@ -102,7 +102,7 @@ def _parser() -> RecipeParser:
 
 _IS_FOR = {
     "--tasks": ("limit", "num_fewshot", "apply_chat_template", "seed", "unsafe_code"),
-    "--url": ("model", "base_model", "api_key_file", "api_key"),
+    "--url": ("model", "base_model", "api", "api_key_file", "api_key"),
     "--data.path or --questions": ("data.format", "data.columns", "data.system"),
     "--questions": ("judge_model", "judge_api_key_file", "judge_api_key", "judge_prompt"),
 }
@@ -256,7 +256,7 @@ class Evaluation:
             if model is None:
                 continue
             client.chosen(model, option="--model" if side == "fine-tuned" else "--base_model")
-            lm = ServedLM(client, model, tokenizer, template, self.options.batch_size, options.api)
+            lm = ServedLM(client, model, tokenizer, template, self.options.batch_size, options.api or "completions")
             self._add(side, harness.run_harness(lm, self.tasks, self.options, template is not None))
             self.notes.append(f"{side}: {model} at {client.url}")
         if names["base"] is None:

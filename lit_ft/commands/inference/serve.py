@@ -1,10 +1,13 @@
 """The ``serve`` command: trained models behind OpenAI's HTTP interface."""
 
+import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from lit_callbacks.output.quantities import as_count
 
 from lit_ft.commands.inference.keys import API_KEY, given_key
 from lit_ft.commands.listening import LOOPBACK, address_of, listening
@@ -22,6 +25,7 @@ if TYPE_CHECKING:  # of the extra `serve`
 
 STOP_SECONDS = 5
 """Seconds that running answers get to end when the server is stopped."""
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 
 
 def run(arguments: list[str]) -> None:
@@ -39,6 +43,13 @@ def run(arguments: list[str]) -> None:
     )
     parser.add_argument("--api_key", type=str | None, help="the key itself, which other users of the machine see")
     parser.add_argument(
+        "--origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="origin whose web pages may use the server, e.g. http://localhost:3000; repeatable; * is any page",
+    )
+    parser.add_argument(
         "--max_model_len",
         type=int | None,
         help="tokens of a prompt and its answer; by default the model's positions, or what the cache holds",
@@ -47,7 +58,7 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--max_body_mib", type=float, default=4.0, help="size of a request's body")
     parser.add_argument("--cache_gib", type=float, default=1.0, help="KV cache of all models together")
     options = parser.parse_args(arguments[1:])
-    _check(options.max_requests, options.max_body_mib, options.cache_gib)
+    _check(options.max_requests, options.max_body_mib, options.cache_gib, options.origin)
     api_key = given_key("api_key", options.api_key, options.api_key_file, API_KEY)
     with listening(options.host, options.port) as listener:
         opened = open_together(options.paths, options.ckpt_path, options.base, options.chat_template)
@@ -55,7 +66,7 @@ def run(arguments: list[str]) -> None:
 
         from lit_ft.inference.openai.application import GracefulServer, Limits, application
 
-        limits = Limits(max_model_len, options.max_requests, int(options.max_body_mib * 2**20), api_key)
+        limits = Limits(max_model_len, options.max_requests, int(options.max_body_mib * 2**20), api_key, options.origin)
         # No more than all answers together can fill.
         most = (max_model_len + 64) * options.max_requests
         with _engines(opened, {name: min(most, size) for name, size in cache_tokens.items()}, limits) as engines:
@@ -66,7 +77,7 @@ def run(arguments: list[str]) -> None:
             GracefulServer(app, engines.values(), STOP_SECONDS).run(sockets=[listener])
 
 
-def _check(max_requests: int, max_body_mib: float, cache_gib: float) -> None:
+def _check(max_requests: int, max_body_mib: float, cache_gib: float, origins: Sequence[str]) -> None:
     for module in ("starlette", "uvicorn"):
         if find_spec(module) is None:
             raise RecipeError(f"serve needs the package {module}, which is not installed; pip install -e '.[serve]'")
@@ -75,6 +86,12 @@ def _check(max_requests: int, max_body_mib: float, cache_gib: float) -> None:
     for name, value in (("max_body_mib", max_body_mib), ("cache_gib", cache_gib)):
         if not 0 < value < float("inf"):
             raise RecipeError(f"{name}={value:g} must be over 0")
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise RecipeError(
+                f"origin={origin!r} must be as a browser's header Origin gives it: scheme://host, or with a :port, "
+                "in lower case and without a path; null is that of a file, * is any"
+            )
 
 
 def _lengths(
@@ -94,7 +111,7 @@ def _lengths(
     if max_model_len > held:
         raise RecipeError(
             f"max_model_len={max_model_len:,} does not fit in the KV cache, which holds sequences of {held:,} tokens "
-            f"for each of {len(opened)} models; set --cache_gib to more than {cache_gib:g}"
+            f"for each of {as_count(len(opened), 'model')}; set --cache_gib to more than {cache_gib:g}"
         )
     return caches, max_model_len
 
@@ -127,5 +144,10 @@ def _print_start(
     )
     if host not in LOOPBACK and limits.api_key is None:
         print(f"{host} can be reached from other machines, and there is no key: set {API_KEY}, or --api_key_file")
+    if "*" in limits.origins and limits.api_key is None:
+        print(
+            f"any web page that a browser here opens can use the server, and there is no key: set {API_KEY}, or "
+            "--api_key_file"
+        )
     print(f"for large loads: {vllm_command(opened, paths)}")
     print(f"listening on {address_of(host, listener)}/v1 (Ctrl-C stops)", flush=True)

@@ -68,7 +68,7 @@ def check_weights(weights: Sequence[float | None], strategy: Strategy, option: s
         return Mixing(strategy)
     if len(given) < len(weights):
         raise RecipeError(
-            f"{option}: {len(given)} of {len(weights)} sources have a weight; give one to each, or to none"
+            f"{option}: {len(given)} of {len(weights)} sources with a weight; give one to each, or to none"
         )
     if bad := [weight for weight in given if not 0 < weight < float("inf")]:
         raise RecipeError(f"{option}: weight={bad[0]} must be above 0; leave the source out instead")

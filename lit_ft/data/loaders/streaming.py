@@ -345,7 +345,7 @@ class StreamLoader:
         rows = self.notes["rows"]
         lines = self._tokenizations[0].describe(self.notes, rows)
         if self.notes["skipped"]:
-            lines.append(f"{self.notes['skipped']:,} of {rows:,} rows cannot be used and were skipped")
+            lines.append(f"{self.notes['skipped']:,} of {as_count(rows, 'row')} cannot be used, skipped")
         return [f"the stream: {line}" for line in lines]
 
 

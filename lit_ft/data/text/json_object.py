@@ -7,6 +7,8 @@ from gzip import GzipFile
 from pathlib import Path
 from typing import IO
 
+from lit_callbacks.output.quantities import as_count
+
 from lit_ft.data.text.json_list import LONGEST_ROW_BYTES
 from lit_ft.errors import RecipeError
 
@@ -62,7 +64,7 @@ def _refuse(file: Path, content: Mapping[str, object], is_over_lines: bool) -> N
                 f"--data.path {shlex.quote(str(file.with_name(str(names[0]))))}"
             )
         raise RecipeError(
-            f"{file}: is one object with {len(content):,} rows by name; a list of rows is needed: "
+            f"{file}: is one object with {as_count(len(content), 'row')} by name; a list of rows is needed: "
             f"{_by_jq(file, '[.[]]')}"
         )
     if is_over_lines:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from lit_callbacks.output.quantities import as_count
 from transformers import PreTrainedTokenizerBase
 
 from lit_ft import process
@@ -230,20 +231,19 @@ class Preparation:
             named = "; ".join(prepared.bad)
             more = ", ..." if prepared.bad_rows > len(prepared.bad) else ""
             lines.append(
-                f"{prepared.bad_rows:,} of {prepared.rows:,} rows cannot be used and were skipped "
+                f"{prepared.bad_rows:,} of {as_count(prepared.rows, 'row')} cannot be used, skipped "
                 f"(data.on_bad_row=skip): {named}{more}"
             )
         return [f"{prepared.source.path}: {line}" for line in lines]
 
     def _check_left(self, prepared: Prepared) -> None:
+        rows = as_count(prepared.rows, "row")
         if prepared.bad_rows == prepared.rows:
-            raise RecipeError(
-                f"{prepared.source.path}: not one of {prepared.rows:,} rows can be used, e.g. {prepared.bad[0]}"
-            )
+            raise RecipeError(f"{prepared.source.path}: not one of {rows} can be used, e.g. {prepared.bad[0]}")
         if len(prepared.arrays) == 0:
             reasons = "; ".join(prepared.lines) or "no row has anything to learn from"
             raise RecipeError(
-                f"{prepared.source.path}: not one of {prepared.rows:,} rows has a supervised token within "
+                f"{prepared.source.path}: not one of {rows} has a supervised token within "
                 f"data.max_length={self.max_length}; {reasons}"
             )
 
@@ -266,14 +266,15 @@ class Preparation:
         tokens = spans[:, 1] - spans[:, 0]
         if self.max_length is not None and (tokens > self.max_length).any():
             count = int((tokens > self.max_length).sum())
-            say = f"{count:,} of {len(tokens):,} documents are longer than data.max_length={self.max_length} tokens"
+            of = as_count(len(tokens), "document")
+            say = f"{count:,} of {of}: longer than data.max_length={self.max_length} tokens"
             if self.overlong == "error":
                 raise RecipeError(f"{source.path}: {say}; raise it, or set data.overlong to truncate (they are split)")
             if self.overlong == "drop":
                 rows, spans = rows[tokens <= self.max_length], spans[tokens <= self.max_length]
             else:
                 rows, spans = _in_pieces(spans, self.max_length)
-            deed = "were dropped" if self.overlong == "drop" else "go on in further samples"
+            deed = "dropped" if self.overlong == "drop" else "goes on in further samples"
             lines = [f"{source.path}: {say} and {deed}"]
         kept = spans[:, 1] - spans[:, 0] > 1  # one token predicts nothing
         spans, rows = spans[kept], rows[kept]

@@ -5,6 +5,7 @@ import time
 from types import TracebackType
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lit_callbacks.output.quantities import as_count
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -44,7 +45,7 @@ class RowCount:
     def add(self, rows: int) -> None:
         """Count rows that are done."""
         self.rows += rows
-        text = f"tokenizing {self.path}: {self.rows:,} rows"
+        text = f"tokenizing {self.path}: {as_count(self.rows, 'row')}"
         self._bar.update(self._task, description=text, refresh=True)
         if not self._is_shown and time.monotonic() - self._said_at >= SECONDS_BETWEEN_LINES:
             self._said_at = time.monotonic()

@@ -47,34 +47,34 @@ from lit_ft.model.render_limits import limited
 from lit_ft.packed_batch import IGNORE_INDEX
 
 NOTES = {
-    "truncated": "rows are longer than data.max_length={max_length} tokens and were truncated at the end "
+    "truncated": "row: longer than data.max_length={max_length} tokens, truncated at the end "
     "(data.overlong={overlong})",
-    "prompt truncated": "rows are longer than data.max_length={max_length} tokens and lost the beginning of their "
-    "prompt (data.overlong={overlong})",
-    "dropped": "rows are longer than data.max_length={max_length} tokens and were dropped (data.overlong={overlong})",
-    "continued": "rows of raw text are longer than data.max_length={max_length} tokens and go on in further samples",
-    "nothing supervised": "rows had no supervised token left and were dropped",
-    "split": "answers became samples of their own, because {template} writes earlier turns otherwise than the last",
-    "end of turn added": "answers were closed with {closing!r}, because {template} closes them with no special token",
-    "other opening": "answers begin in another way than {template} opens the assistant's turn at inference{openings}; "
-    "they are trained as the template writes them",
-    "thinking put back": "answers begin with thinking that {template} leaves out of finished turns; they are trained "
-    "with it, as they follow the prompt of inference, which opens it",
-    "answer left out in part": "answers lost part of what they say, because {template} leaves it out",
-    "thinking left out": f"answers have thinking ({', '.join(THINKING_KEYS)}) that {{template}} does not show, so it "
+    "prompt truncated": "row: longer than data.max_length={max_length} tokens, without the beginning of the "
+    "prompt now (data.overlong={overlong})",
+    "dropped": "row: longer than data.max_length={max_length} tokens, dropped (data.overlong={overlong})",
+    "continued": "row: raw text longer than data.max_length={max_length} tokens, goes on in further samples",
+    "nothing supervised": "row: no supervised token left, dropped",
+    "split": "answer: made a sample of its own, because {template} writes earlier turns otherwise than the last",
+    "end of turn added": "answer: closed with {closing!r}, because {template} closes them with no special token",
+    "other opening": "answer: begins in another way than {template} opens the assistant's turn at inference{openings}; "
+    "trained as the template writes it",
+    "thinking put back": "answer: begins with thinking that {template} leaves out of finished turns; trained with it, "
+    "as it follows the prompt of inference, which opens it",
+    "answer left out in part": "answer: without a part of what it says, because {template} leaves it out",
+    "thinking left out": f"answer: has thinking ({', '.join(THINKING_KEYS)}) that {{template}} does not show, so it "
     "is not trained; write it into the content, or take it out",
-    "ends without answer": "conversations end with a turn that is not the assistant's; it was left out",
-    "begins with answer": "conversations begin with the assistant, whose first turn then answers nothing; remove that "
+    "ends without answer": "conversation: ends with a turn that is not the assistant's; it was left out",
+    "begins with answer": "conversation: begins with the assistant, whose first turn then answers nothing; remove that "
     "turn, or set train: false on it",
-    "placeholders": "rows hold placeholders that nobody filled in, such as {{{{name}}}} or {{name}}; fill them in",
-    "tools spelled out": "conversations have functions, calls or results, which {template} does not show; they were "
+    "placeholders": "row: holds placeholders that nobody filled in, such as {{{{name}}}} or {{name}}; fill them in",
+    "tools spelled out": "conversation: has functions, calls or results, which {template} does not show; "
     "spelled out as text",
-    "dated": "conversations hold the date of the day when they are tokenized, which {template} writes; the same on "
+    "dated": "conversation: holds the date of the day when it is tokenized, which {template} writes; the same on "
     "every day with data.template_options={{strftime_now: {today}}}",
-    "options left out": f"rows have options in {OPTIONS_COLUMN!r} that {{template}} does not use; they were left out",
-    "special tokens in text": "rows spell special tokens in their text, which are read as such",
+    "options left out": f"row: has options in {OPTIONS_COLUMN!r} that {{template}} does not use; left out",
+    "special tokens in text": "row: spells special tokens in its text, which are read as such",
 }
-"""Message of each note, printed after a count; names in braces are replaced by settings of the run."""
+"""What is counted, and what is said of each; names in braces are replaced by settings of the run."""
 _OF_SAMPLES = ("truncated", "prompt truncated", "dropped", "nothing supervised")
 """Notes that count samples, of which a row gives one unless a template writes earlier turns otherwise."""
 _COLUMN, _KEY = "column ", "key "
@@ -139,11 +139,12 @@ class Tokenization:
         words["openings"] = _openings(self.template) if notes["other opening"] else ""
         lines = []
         for name in filter(notes.__getitem__, NOTES):
-            subject, rest = NOTES[name].format(**words).split(" ", 1)
-            subject = "samples" if notes["split"] and name in _OF_SAMPLES else subject
+            subject, rest = NOTES[name].format(**words).split(": ", 1)
+            subject = "sample" if notes["split"] and name in _OF_SAMPLES else subject
             # A row may have several answers or samples.
-            of = f"the {subject} of {rows:,} rows" if subject in ("answers", "samples") else f"{rows:,} {subject}"
-            lines.append(f"{notes[name]:,} of {of} {rest}")
+            is_of_rows = subject in ("answer", "sample")
+            of = f"the {subject}s of {as_count(rows, 'row')}" if is_of_rows else as_count(rows, subject)
+            lines.append(f"{notes[name]:,} of {of}: {rest}")
         for kind, what in (
             (_COLUMN, "columns that are not read"),
             (_KEY, f"keys of turns that {words['template']} does not use"),

@@ -14,6 +14,8 @@ from typing import TypeVar
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -49,6 +51,8 @@ class Limits:
     max_body_bytes: int = 4 * 2**20
     api_key: str | None = None
     """Key that requests must carry; None takes all."""
+    origins: Sequence[str] = ()
+    """Origins whose pages a browser lets use the server; ``*`` is all."""
 
 
 class Service:
@@ -271,7 +275,15 @@ def application(engines: Mapping[str, Engine], limits: Limits, roots: Mapping[st
         ("/v1/completions", "POST", guarded(service.completion)),
         ("/tokenize", "POST", guarded(service.tokenize)),
     )
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=limits.origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        allow_private_network=True,
+    )
     return Starlette(
+        middleware=[cors],
         routes=[Route(path, handler, methods=[method]) for path, method, handler in routes],
         exception_handlers={
             RequestError: _refused,

@@ -45,7 +45,7 @@ class LegacySource:
         self._folder, ranks = folder, self.layout.ranks()
         if missing := [file for rank in ranks if not (file := self._file(rank)).is_file()]:
             raise RecipeError(
-                f"{len(missing)} of {len(ranks)} rank files are missing, the first of them {missing[0]}; copy the "
+                f"{len(missing)} of {len(ranks)} rank files missing, the first of them {missing[0]}; copy the "
                 "files of all ranks"
             )
         self._mapped = 0

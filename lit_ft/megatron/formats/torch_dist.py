@@ -103,7 +103,7 @@ class TorchDistSource:
         files = sorted({info.relative_path for info in metadata.storage_data.values()})
         if missing := [name for name in files if not (folder / name).is_file()]:
             raise RecipeError(
-                f"{len(missing)} of {len(files)} files are missing, the first of them {folder / missing[0]}; copy the "
+                f"{len(missing)} of {len(files)} files missing, the first of them {folder / missing[0]}; copy the "
                 "files of all ranks"
             )
         common = folder / "common.pt"

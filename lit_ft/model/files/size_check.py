@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from lit_callbacks.internals.transformers_internals import names_in_model
+from lit_callbacks.output.quantities import as_count
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -98,7 +99,7 @@ def weight_files(folder: Path, where: str) -> list[Path]:
         files = [folder / name for name in names]
     if missing := [file.name for file in files if not file.is_file()]:
         raise RecipeError(
-            f"{where}: {index.name} names {len(missing)} files that are not there ({', '.join(missing[:3])}); "
+            f"{where}: {index.name} names {as_count(len(missing), 'missing file')} ({', '.join(missing[:3])}); "
             "download the model again"
         )
     return files

@@ -43,6 +43,6 @@ def describe_unused(files: BaseFiles | None, model: PreTrainedModel) -> str:
     if files is None or not (unused := files.unused_parts(model)):
         return ""
     return (
-        f"{len(unused):,} of {len(files.tensors):,} tensors are not used in training{files.summary(unused)}; a merged "
+        f"{len(unused):,} of {len(files.tensors):,} tensors not used in training{files.summary(unused)}; a merged "
         "model takes them over as they are"
     )

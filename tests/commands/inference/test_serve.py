@@ -43,7 +43,7 @@ def test_a_server_stops_gracefully_while_it_answers(
 ) -> None:
     monkeypatch.setattr(serve, "STOP_SECONDS", 100)  # on a machine under load, 400 tokens take longer than its seconds
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-        server = ForkedCommand(("serve", adapter, "--port", "0"), stdout=out, stderr=err)
+        server = ForkedCommand(("serve", adapter, "--port", "0", "--origin", "*"), stdout=out, stderr=err)
         try:
             deadline, port = time.monotonic() + 120, None
             while port is None:
@@ -63,7 +63,8 @@ def test_a_server_stops_gracefully_while_it_answers(
     lines = (tmp_path / "out").read_text().splitlines()
     assert lines[0].startswith("base: ")
     assert lines[1] == f"run-a: {adapter}, requests batched together"
-    assert lines[3].startswith("for large loads: vllm serve ")
+    assert lines[3].startswith("any web page that a browser here opens can use the server, and there is no key")
+    assert lines[4].startswith("for large loads: vllm serve ")
     assert (tmp_path / "err").read_text().splitlines()[-1] == "lit_ft: stopped by SIGTERM"
 
 
@@ -79,6 +80,7 @@ def test_a_port_in_use_and_wrong_options_are_one_line(adapter: str, capsys: Any)
         ("--port", "0", "--max_model_len", "500", "--cache_gib", "0.0003"): "does not fit in the KV cache",
         ("--port", "0", "--cache_gib", "0.000001"): "does not fit in the KV cache",
         ("--port", "0", "--base", "no/model"): "no/model",
+        ("--port", "0", "--origin", "*", "--origin", "http://x/"): "origin='http://x/' must be as a browser's header",
     }.items():
         said = run(capsys, "serve", adapter, *options, code=2)
         assert message in said

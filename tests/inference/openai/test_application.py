@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -30,6 +31,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=Fa
 PROMPTS = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
 ASKED = [{"role": "user", "content": "the green lamp"}]
 KEY = "secret"
+ORIGIN = "http://localhost:3000"
 NAMES = ("base", "run-a", "run-b", "prompted")
 
 
@@ -48,7 +50,7 @@ class Served:
 
     def __init__(self, folders: dict[str, str], base: str) -> None:
         self.alone = {"base": open_model(base)} | {name: open_model(path) for name, path in folders.items()}
-        limits = Limits(max_model_len=512, max_requests=21, max_body_bytes=50_000, api_key=KEY)
+        limits = Limits(max_model_len=512, max_requests=21, max_body_bytes=50_000, api_key=KEY, origins=[ORIGIN])
         opened = open_together(list(folders.values()))
         self.engines = {name: start_engine(model, 16_000, 20) for name, model in opened.items()}
         app = application(self.engines, limits, dict.fromkeys(opened, base))
@@ -336,6 +338,22 @@ def test_a_key_is_needed_for_all_but_health(served: Served) -> None:
         served.client.get("/../tokenize", cast_to=object)
     assert (refused.value.status_code, refused.value.response.headers["allow"]) == (405, "POST")
     assert exchange(served.port, b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")[0] == 404
+
+
+@pytest.mark.parametrize(("origin", "granted"), [(ORIGIN, ORIGIN), ("https://other.example", None)])
+def test_pages_of_given_origins_alone_may_use_the_server(served: Served, origin: str, granted: str | None) -> None:
+    url, page = f"http://127.0.0.1:{served.port}/v1/chat/completions", {"Origin": origin}
+    wanted = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization, x-stainless-os",
+    }
+    asked = httpx.options(url, headers=page | wanted)
+    assert asked.status_code == (200 if granted else 400)
+    with served.ask(stream=True, extra_headers=page) as stream:
+        answers = [asked, stream.response, httpx.post(url, headers=page)]  # the last has no key: pages see errors too
+    assert [answer.headers.get("access-control-allow-origin") for answer in answers] == [granted] * 3
+    if granted:
+        assert asked.headers["access-control-allow-headers"] == wanted["Access-Control-Request-Headers"]
 
 
 @pytest.mark.parametrize("model", ["run-a", "prompted"])
