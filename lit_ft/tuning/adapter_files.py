@@ -40,7 +40,9 @@ def save(
     if state_dict is not None and not state_dict.keys() <= dict(model.named_parameters()).keys():
         whole = skeleton()  # some layers are on other ranks, and PEFT looks at layers
     if state_dict is not None and model.active_peft_config.is_prompt_learning:
-        whole = _with_prompts(skeleton(), model, state_dict)
+        whole = skeleton()
+        assert isinstance(whole, PeftModel)
+        _give_prompts(whole, model, state_dict)
     if start is not None and start["taken"]:
         lora_init.save_as_plain_lora(whole, start, folder, state_dict)
     else:
@@ -50,11 +52,10 @@ def save(
         )
 
 
-def _with_prompts(whole: nn.Module, model: PeftModel, state_dict: dict[str, Tensor]) -> nn.Module:
+def _give_prompts(whole: PeftModel, model: PeftModel, state_dict: dict[str, Tensor]) -> None:
     """Give a model without weights those of its virtual tokens, which PEFT computes anew to save them."""
     for name, encoder in whole.prompt_encoder.items():
         start = f"prompt_encoder.{name}."
         own = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
         encoder.load_state_dict(own, assign=True)
         whole.prompt_tokens[name] = model.prompt_tokens[name]
-    return whole
