@@ -215,7 +215,7 @@ def test_conversations_to_parquet_keep_their_masks(
     for i in range(8):
         for a, b in zip(one.splits["train"][i], other.splits["train"][i], strict=True):
             assert a.tolist() == b.tolist()
-    assert "tokens are not supervised; indexed data holds no labels" in run(*said, "--to", "indexed")
+    assert "tokens not supervised; indexed data holds no labels" in run(*said, "--to", "indexed")
     (tmp_path / "bad.jsonl").write_text('{"instruction": "a lamp"}\n')
     said[3], said[-1] = str(tmp_path / "bad.jsonl"), str(tmp_path / "bad")
     assert "(columns here: 'instruction'); correct the row, or remove it" in run(*said, code=2)
