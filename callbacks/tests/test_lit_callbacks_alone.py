@@ -18,20 +18,22 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 IMPORT = """
-import time, sys, lightning.pytorch, torch
+import time, sys
+begin = time.process_time()
+import lightning.pytorch, torch
 before, start = set(sys.modules), time.process_time()
 import lit_callbacks
-print(time.process_time() - start, *set(sys.modules) - before)
+print((time.process_time() - start) / (start - begin), *set(sys.modules) - before)
 """
 
 
-def test_importing_costs_under_a_fifth_of_a_second_and_brings_no_other_package(tmp_path: Path) -> None:
-    """Beyond lightning and torch; seconds of CPU time, because other work runs on the machine."""
+def test_importing_costs_a_twentieth_of_lightning_and_brings_no_other_package(tmp_path: Path) -> None:
+    """Beyond lightning and torch; CPU time in parts of theirs, because machines differ and other work runs there."""
     cost, *modules = python(sys.executable, "-c", IMPORT, folder=tmp_path).split()
     assert "lit_callbacks" in modules
     extras = {"peft", "transformers", "matplotlib", "pyarrow", "pandas", "jinja2", "plotly", "bokeh", "lit_ft"}
     assert not extras & set(modules)
-    assert float(cost) < 0.2
+    assert float(cost) < 0.05
 
 
 def link(names: list[str], site: Path) -> None:
