@@ -68,6 +68,9 @@ def bytes_per_weight(make_optimizer: OptimizerCallable, lora: bool) -> float:
     optimizer: Any = configure_optimizers(module, make_optimizer)
     if hasattr(optimizer, "train"):
         optimizer.train()
+    for group in optimizer.param_groups:
+        if "ns_steps" in group:
+            group["ns_steps"] = 1  # Muon's state does not depend on it, and bfloat16 products are slow on many CPUs
     optimizer.step()
     return state_bytes(optimizer) / sum(p.numel() for p in module.parameters() if p.requires_grad)
 
