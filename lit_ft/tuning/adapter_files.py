@@ -36,13 +36,13 @@ def save(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if (bad := next(not_finite(trained if state_dict is None else state_dict), None)) is not None:
         raise NotFinite(f"{bad} is not finite: the adapter is not written to {folder}")
-    whole = model
-    if state_dict is not None and not state_dict.keys() <= dict(model.named_parameters()).keys():
-        whole = skeleton()  # some layers are on other ranks, and PEFT looks at layers
-    if state_dict is not None and model.active_peft_config.is_prompt_learning:
+    whole, has_prompts = model, model.active_peft_config.is_prompt_learning
+    if state_dict is not None and (has_prompts or not state_dict.keys() <= dict(model.named_parameters()).keys()):
+        # PEFT looks at layers, some of which may be on other ranks, and computes virtual tokens from what a rank holds.
         whole = skeleton()
-        assert isinstance(whole, PeftModel)
-        _give_prompts(whole, model, state_dict)
+        if has_prompts:
+            assert isinstance(whole, PeftModel)
+            _give_prompts(whole, model, state_dict)
     if start is not None and start["taken"]:
         lora_init.save_as_plain_lora(whole, start, folder, state_dict)
     else:
