@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.compare import Run, environment, loss_difference, run_contestant, run_peak
 from benchmarks.contestants import Contestant, contestants
-from benchmarks.peers.job import ALL_LINEAR, LORA, Job
+from benchmarks.peers.job import LORA, LORA_ALL_LINEAR, Job
 from benchmarks.workload import SHAPES, head_weights, layer_weights, prepare, texts_of, write_model, write_random_rows
 
 NF4 = json.dumps(
@@ -73,20 +73,21 @@ class Measurement(NamedTuple):
     rows: int
     samples: int
     """Samples per optimizer step."""
-    lora_targets: list[str]
+    lora: dict[str, Any]
+    """Arguments of ``peft.LoraConfig``."""
     keys: list[str]
     """Keys of the contestants."""
 
 
 MEASUREMENTS = {
     "7b": Measurement(
-        "Qwen2.5-7B shape, LoRA on all linears, rows of 4,096 tokens",
+        "Qwen2.5-7B shape, LoRA r=16 on all linears, rows of 4,096 tokens",
         "500 TFLOP/s (4N), 1.5x transformers.Trainer + PEFT, 1.25x TRL + Liger",
         "qwen2.5-7b",
         4096,
         12,
         1,
-        ALL_LINEAR,
+        LORA_ALL_LINEAR,
         ["lit_ft", "lit_ft_compiled", "lit_ft_liger", "trainer_bf16", "trl_best"],
     ),
     "small": Measurement(
@@ -96,7 +97,7 @@ MEASUREMENTS = {
         None,
         640,
         16,
-        LORA["target_modules"],
+        LORA,
         ["lit_ft", "lit_ft_compiled", "lit_ft_graphs", "trainer", "trainer_best", "trl_best"],
     ),
     "long": Measurement(
@@ -106,7 +107,7 @@ MEASUREMENTS = {
         16_384,
         6,
         1,
-        LORA["target_modules"],
+        LORA,
         ["lit_ft", "trainer_bf16"],
     ),
     "nf4": Measurement(
@@ -116,7 +117,7 @@ MEASUREMENTS = {
         4096,
         8,
         1,
-        ALL_LINEAR,
+        LORA_ALL_LINEAR,
         ["lit_ft", "lit_ft_nf4"],
     ),
 }
@@ -187,7 +188,7 @@ class Benchmark:
             accumulate=1,
             device=options.device,
             max_length=max(tokens for tokens, _ in lengths),
-            lora={**LORA, "target_modules": measurement.lora_targets},
+            lora=measurement.lora,
         )
         self.runs: dict[str, list[Run]] = {one.key: [] for one in self.chosen}
 
@@ -197,7 +198,7 @@ class Benchmark:
         if measurement.row_tokens is None:
             work = prepare(options.folder, measurement.shape, options.data, measurement.rows, options.device)
             return work.model, work.rows, work.lengths
-        model = options.folder / f"{measurement.shape}-random-rows"
+        model = options.folder / f"{measurement.shape}-{Path(options.data).stem}"  # that of benchmarks.workload.prepare
         texts = texts_of(json.loads(Path(options.data).read_text(encoding="utf-8")))
         write_model(model, self.shape, texts, options.device)
         lengths = [(measurement.row_tokens, measurement.row_tokens - 1)] * measurement.rows

@@ -27,8 +27,12 @@ LORA: dict[str, Any] = {
 }
 """LoRA of recipes/qwen.yaml without dropout, which would make losses incomparable."""
 
-ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""LoRA's targets: all linear layers of a decoder layer."""
+LORA_ALL_LINEAR: dict[str, Any] = {
+    **LORA,
+    "r": 16,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+"""LoRA on all linear layers of a decoder layer."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.compare import environment
 from benchmarks.peers.bare_loop import windows
-from benchmarks.peers.job import ALL_LINEAR, LORA, Job
+from benchmarks.peers.job import LORA, LORA_ALL_LINEAR, Job
 from benchmarks.workload import MAX_LENGTH, SHAPES, prepare, write_random_rows
 from lit_ft import CausalLM
 from lit_ft.packed_batch import PackedBatch
@@ -193,7 +193,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
     parser.add_argument("--rows", type=int, default=64, help="rows of the file, or random rows: one epoch")
     parser.add_argument("--row-tokens", type=int, help="tokens of random rows, one a step, in place of the file's")
-    parser.add_argument("--all-linear", action="store_true", help="LoRA on all linear layers, not on q and v alone")
+    parser.add_argument("--all-linear", action="store_true", help="LoRA with r=16 on all linear layers, not r=8 on q and v")
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--top", type=int, default=25, help="operators that get a row")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "lit_ft_benchmarks")
@@ -206,7 +206,7 @@ def job_of(options: argparse.Namespace) -> Job:
     # A model is always written with the tokenizer of the data, of which random rows take one row.
     work = prepare(options.folder, options.shape, options.data, 1 if random_rows else options.rows, options.device)
     rows = write_random_rows(work.model, options.rows, options.row_tokens) if random_rows else work.rows
-    lora = {**LORA, "target_modules": ALL_LINEAR} if options.all_linear else LORA
+    lora = LORA_ALL_LINEAR if options.all_linear else LORA
     length = options.row_tokens or MAX_LENGTH
     return Job(str(work.model), str(rows), 1 if random_rows else 16, 1, options.device, length, lora=lora)
 
