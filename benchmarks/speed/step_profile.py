@@ -193,7 +193,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
     parser.add_argument("--rows", type=int, default=64, help="rows of the file, or random rows: one epoch")
     parser.add_argument("--row-tokens", type=int, help="tokens of random rows, one a step, in place of the file's")
-    parser.add_argument("--all-linear", action="store_true", help="LoRA with r=16 on all linear layers, not r=8 on q and v")
+    parser.add_argument(
+        "--all-linear", action="store_true", help="LoRA, r=16, on all linear layers, not r=8 on q and v"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--top", type=int, default=25, help="operators that get a row")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "lit_ft_benchmarks")

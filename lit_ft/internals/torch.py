@@ -148,11 +148,16 @@ def graph_breaks() -> tuple[type[Exception], ...]:
     return exc.Unsupported, exc.UncapturedHigherOrderOpError, exc.UserError, exc.FailOnRecompileLimitHit
 
 
-def raise_recompile_limit(graphs: int) -> None:
-    """Let torch.compile make at least so many graphs of one function, which all layers of a model share."""
+def prepare_to_compile(graphs: int) -> None:
+    """Let torch.compile make at least so many graphs of one function, and take floats for constants of a graph.
+
+    Otherwise a float, such as the scaling of LoRA, is a tensor on the CPU that each backward pass copies to the device,
+    and that a CUDA graph reads after it is gone (a crash with torch 2.11).
+    """
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, graphs)
+    config.specialize_float = True
 
 
 # --- process groups and device meshes -----------------------------------------------------------------

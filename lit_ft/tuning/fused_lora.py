@@ -7,14 +7,19 @@ pass keeps the inputs as they are and ``x A^T``, which has only the rank's colum
 
 Modules, parameters, saving and merging stay PEFT's: a layer changes its class, which overrides ``forward`` alone.
 
+bitsandbytes' 4-bit weights are dequantized in the forward and again in the backward pass, as bitsandbytes does.
+
 Legend: T tokens, I inputs and O outputs of a layer, R rank.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from peft.import_utils import is_bnb_4bit_available
 from peft.tuners import lora
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -26,8 +31,8 @@ from lit_ft.tuning import expert_lora
 def fuse(model: nn.Module, keeps_products: bool = False) -> None:
     """Let plain LoRA linear layers of a model compute their products in one autograd function, and LoRA on experts too.
 
-    Layers with another base layer than ``nn.Linear`` (quantized bases), embeddings and variants of LoRA (DoRA, ...)
-    keep PEFT's ``forward``; a notice gives their number.
+    Layers with another base layer than ``nn.Linear`` or bitsandbytes' in 4 bits, embeddings and variants of LoRA
+    (DoRA, ...) keep PEFT's ``forward``; a notice gives their number.
 
     Args:
         model: model with any tuning method, or none; changed in place.
@@ -41,7 +46,7 @@ def fuse(model: nn.Module, keeps_products: bool = False) -> None:
         if reason := _unlike_plain_lora(layer):
             left[reason] += 1
             continue
-        layer.__class__ = FusedLinear
+        layer.__class__ = _fused_classes()[type(layer)]
         layer.keeps_products, layer.reported = keeps_products, reported
     for experts in expert_lora.outer_wrappers(model):
         if reason := expert_lora.obstacle(experts):
@@ -53,18 +58,26 @@ def fuse(model: nn.Module, keeps_products: bool = False) -> None:
 
 
 def _unlike_plain_lora(layer: lora.LoraLayer) -> str | None:
-    if type(layer) is not lora.Linear:
+    if (fused := _fused_classes().get(type(layer))) is None:
         return type(layer).__name__
     if layer.lora_variant:
         return " and ".join(sorted({type(variant).__name__ for variant in layer.lora_variant.values()}))
-    if type(base := layer.get_base_layer()) is not nn.Linear or base is not layer.base_layer:
+    if type(base := layer.get_base_layer()) is not fused.base_class or base is not layer.base_layer:
         return f"a layer on {type(layer.base_layer).__name__}"
     return None
 
 
-class FusedLinear(lora.Linear):
-    """PEFT's LoRA linear layer with a fused ``forward``; where that does not apply, PEFT's own computes the layer."""
+class Fused(nn.Module, lora.LoraLayer):
+    """Fused ``forward`` of the layer of PEFT that a class also inherits; where it does not apply, PEFT's is called."""
 
+    base_class: type[nn.Linear] = nn.Linear
+    weight_classes: tuple[type[Tensor], ...] = (nn.Parameter, Tensor)
+    base_layer: Any
+    lora_A: Any
+    lora_B: Any
+    lora_dropout: Any
+    scaling: Any
+    active_adapters: Any
     keeps_products: bool
     reported: set[str]
     """Reasons that a notice was printed for; all layers of a model share it."""
@@ -82,17 +95,27 @@ class FusedLinear(lora.Linear):
 
     def _obstacle(self, x: Tensor, adapter: str) -> str | None:
         """Reason why weights cannot be multiplied directly at this call; None if they can."""
-        for part in (self.base_layer, self.lora_A[adapter], self.lora_B[adapter]):
-            if type(part) is not nn.Linear:
+        base, plain = (self.base_class, self.weight_classes), (Fused.base_class, Fused.weight_classes)
+        parts = (self.base_layer, base), (self.lora_A[adapter], plain), (self.lora_B[adapter], plain)
+        for part, (layer_class, weight_classes) in parts:
+            if type(part) is not layer_class:
                 return f"a part of them is a {type(part).__name__}"
-            if type(part.weight) not in (nn.Parameter, Tensor):
+            if type(part.weight) not in weight_classes:
                 return f"a weight of theirs is a {type(part.weight).__name__}"
             if any(forward_hooks(part)) or "forward" in vars(part):
                 return "their parts have hooks, or a forward pass of their own"  # ZeRO-3 gathers weights there
         if self.base_layer.weight.requires_grad:
             return "their base weights train"
-        if not torch.is_autocast_enabled(x.device.type) and x.dtype != self.base_layer.weight.dtype:
-            return f"inputs are {x.dtype} and base weights {self.base_layer.weight.dtype}"
+        return self._unlike_weight(_dtype_of(x))
+
+    def _unlike_weight(self, dtype: torch.dtype) -> str | None:
+        """Reason why inputs of a dtype, cast by autocast, are not multiplied by the base weights in that dtype."""
+        if dtype != self.base_layer.weight.dtype and not torch.is_autocast_enabled(self.base_layer.weight.device.type):
+            return f"inputs are {dtype} and base weights {self.base_layer.weight.dtype}"
+        return None
+
+    def _dequantize(self) -> Callable[[Tensor], Tensor] | None:
+        """Function that gives the dense form of the base weight; None if it is dense."""
         return None
 
     def _report(self, reason: str) -> None:
@@ -105,11 +128,53 @@ class FusedLinear(lora.Linear):
         dropout, scaling, bias = self.lora_dropout[adapter], self.scaling[adapter], base.bias
         if up.bias is not None:
             bias = scaling * up.bias + (0 if bias is None else bias)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = x.to(_dtype_of(x))
         dropped = dropout(x) if dropout.training and isinstance(dropout, nn.Dropout) else None
         inputs = x, dropped, base.weight, bias, down.weight, up.weight
-        return _LoraProducts.apply(*inputs, scaling, self.keeps_products)
+        return _LoraProducts.apply(*inputs, scaling, self.keeps_products, self._dequantize())
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class FusedLinear(Fused, lora.Linear):
+    """Fused LoRA linear layer on dense weights."""
+
+
+@cache
+def _fused_classes() -> dict[type[lora.LoraLayer], type[Fused]]:
+    """Classes that PEFT's classes become; that for 4-bit weights needs bitsandbytes, which PEFT has imported then."""
+    classes: dict[type[lora.LoraLayer], type[Fused]] = {lora.Linear: FusedLinear}
+    if is_bnb_4bit_available():
+        from bitsandbytes.functional import dequantize_4bit
+        from bitsandbytes.nn import Linear4bit as Base
+        from bitsandbytes.nn import Params4bit
+        from peft.tuners.lora.bnb import Linear4bit
+
+        class FusedLinear4bit(Fused, Linear4bit):
+            """Fused LoRA linear layer on 4-bit weights."""
+
+            base_class, weight_classes = Base, (Params4bit,)
+
+            def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+                """Apply layer and adapter, ``(..., I) -> (..., O)``, in the dtype of ``x`` or of autocast."""
+                if not self.training:  # bitsandbytes multiplies few rows, as in answers, without a dense weight
+                    return Linear4bit.forward(self, x, *args, **kwargs)
+                return super().forward(x, *args, **kwargs)
+
+            def _unlike_weight(self, dtype: torch.dtype) -> str | None:
+                computed = self.base_layer.compute_dtype
+                if computed not in (None, dtype):
+                    return f"inputs are {dtype} and bnb_4bit_compute_dtype is {computed}"
+                return None
+
+            def _dequantize(self) -> Callable[[Tensor], Tensor]:
+                return partial(dequantize_4bit, quant_state=self.base_layer.weight.quant_state)
+
+        classes[Linear4bit] = FusedLinear4bit
+    return classes
 
 
 class _LoraProducts(torch.autograd.Function):
@@ -120,20 +185,22 @@ class _LoraProducts(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         dropped: Tensor | None,
-        weight_OI: Tensor,
+        weight: Tensor,
         bias_O: Tensor | None,
         a_RI: Tensor,
         b_OR: Tensor,
         scaling: float,
         keeps_products: bool,
+        dequantize: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         source = x if dropped is None else dropped
-        weight_OI, a_RI, scaled_b_OR = weight_OI.to(x.dtype), a_RI.to(x.dtype), (b_OR * scaling).to(x.dtype)
+        weight_OI = (weight if dequantize is None else dequantize(weight)).to(x.dtype)
+        a_RI, scaled_b_OR = a_RI.to(x.dtype), (b_OR * scaling).to(x.dtype)
         outputs, inputs = weight_OI.shape
         x_TI = x.reshape(-1, inputs)
         h_TR = source.reshape(-1, inputs) @ a_RI.T
-        ctx.save_for_backward(source, h_TR, weight_OI, a_RI, scaled_b_OR)
-        ctx.scaling = scaling
+        ctx.save_for_backward(source, h_TR, weight_OI if dequantize is None else weight, a_RI, scaled_b_OR)
+        ctx.scaling, ctx.dequantize = scaling, dequantize
 
         # The small product first: it is rounded to bfloat16 once more, and a rounding of the sum would cost more.
         # With `out`, selective checkpointing does not keep it, but the sum alone.
@@ -152,7 +219,8 @@ class _LoraProducts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, h_TR, weight_OI, a_RI, scaled_b_OR = ctx.saved_tensors
+        source, h_TR, weight, a_RI, scaled_b_OR = ctx.saved_tensors
+        weight_OI = weight if ctx.dequantize is None else ctx.dequantize(weight).to(source.dtype)
         for_x, for_dropped, _, for_bias, for_a, for_b, *_ = ctx.needs_input_grad
         grad_TO = grad.reshape(-1, grad.shape[-1])
         grad_h_TR = grad_TO @ scaled_b_OR
@@ -168,7 +236,7 @@ class _LoraProducts(torch.autograd.Function):
             grad_a = _product_in_float32(grad_h_TR.T, source.reshape(-1, source.shape[-1]))
         if for_b:
             grad_b = _product_in_float32(grad_TO.T, h_TR) * ctx.scaling
-        return grad_x, grad_dropped, None, grad_bias, grad_a, grad_b, None, None
+        return grad_x, grad_dropped, None, grad_bias, grad_a, grad_b, None, None, None
 
 
 def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:

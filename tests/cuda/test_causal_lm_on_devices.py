@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import here
 from devices import CUDA, DEVICES, TINY, Calls, accelerator_of, on, relative_distance, synchronizations_are_errors
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -321,12 +322,10 @@ def test_float8_products_are_near_those_in_fp32(device: str, scaling: Any) -> No
 @pytest.mark.parametrize("device", [CUDA])
 def test_the_quickstart_learns_its_facts(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/commands runs it on a CPU."""
-    from lit_ft.cli import main
-
     monkeypatch.chdir(Path(TINY).parents[1])
     run = tmp_path / "run"
     recipe = ["--config", "recipes/quickstart.yaml", "--run_dir", str(run)]
-    assert main(["fit", *recipe, "--trainer.accelerator", accelerator_of(device)]) == 0
+    here(monkeypatch, "fit", *recipe, "--trainer.accelerator", accelerator_of(device))
     scores = [line for line in (run / "metrics.csv").read_text().splitlines() if line]
     column = scores[0].split(",").index("val/exact_match")
     assert float([cells for line in scores[1:] if (cells := line.split(",")[column])][-1]) >= 0.9

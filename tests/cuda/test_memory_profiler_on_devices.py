@@ -33,7 +33,7 @@ def test_peak_memory_is_that_of_the_allocator(device: str, make_trainer: Any, wr
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     fit_tiny(device, make_trainer, data, STEPS, [peak])
-    largest = max(phase.get("peak_allocated", 0.0) for phase in profiler.peaks.values()) * 2**20
+    largest = max(phase["peak_allocated_mib"] for phase in profiler.peaks.values()) * 2**20
     assert largest == pytest.approx(peak.bytes, rel=0.02)
 
 

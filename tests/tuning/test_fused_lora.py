@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -19,6 +20,7 @@ from turns import EVERY_CASE
 
 from lit_ft import CausalLM, TextDataModule
 from lit_ft.model.activations import checkpointing
+from lit_ft.packed_batch import pack_samples
 from lit_ft.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lit_ft.tuning.fused_lora import FusedLinear, fuse
 
@@ -250,7 +252,16 @@ def test_peft_computes_other_calls_and_one_notice_gives_the_reason(
         assert distance(found[name], tensor) < 1e-6, name
 
 
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+def nf4(compute: torch.dtype = torch.float32, nested: bool = False) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_use_double_quant=nested,
+    )
+
+
+INT8 = BitsAndBytesConfig(load_in_8bit=True)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +270,7 @@ NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_
         ({"peft": LoraConfig(target_modules="all-linear")}, None),
         ({"peft": LoraConfig(target_modules="all-linear"), "fused_lora": False}, None),
         ({"peft": LoraConfig(target_modules=["q_proj"], use_dora=True)}, "2 LoRA layers itself (DoraLinearVariant)"),
-        ({"peft": LoraConfig(target_modules=["q_proj"]), "quantization": NF4}, "2 LoRA layers itself (Linear4bit)"),
+        ({"peft": LoraConfig(target_modules=["q_proj"]), "quantization": INT8}, "2 LoRA layers itself (Linear8bitLt)"),
         ({"peft": LoraConfig(target_modules=["q_proj", "embed_tokens"])}, "1 LoRA layers itself (Embedding)"),
         ({"peft": None}, None),
     ],
@@ -301,6 +312,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "selective checkpointing": {"gradient_checkpointing": "selective"},
     "NEFTune, LoRA+": {"neftune_alpha": 5, "lr_factors": {"lora_B": 16}},
     "added tokens": {"added_tokens": ["<a>", "<b>"]},
+    "NF4": {"quantization": nf4(), "gradient_checkpointing": True},
+    "NF4, nested, dropout": {
+        "quantization": nf4(nested=True),
+        "peft": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2),
+    },
     "modules_to_save": {"peft": LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"])},
 }
 
@@ -318,6 +334,26 @@ def test_runs_are_those_with_peft(make_trainer: Any, model_folder: str, write_ro
     assert len(found[True].losses) == 6
     for tensor, wanted in zip(found[True].gradients, found[False].gradients, strict=True):
         torch.testing.assert_close(tensor, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_four_bit_weights_are_computed_in_their_dtype_and_in_training(
+    model_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = pack_samples([(np.arange(3, 20), np.arange(3, 20))])
+    for compute, notice in ((torch.float32, []), (torch.bfloat16, ["float32 and bnb_4bit_compute_dtype is torch.bf"])):
+        peft = LoraConfig(r=4, target_modules=["q_proj"])
+        module = CausalLM(model_folder, peft=peft, quantization=nf4(compute), dtype="float32")
+        module.configure_model()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "lightning.pytorch"):
+            for trains in (True, False):
+                module.train(trains)
+                with Products() as computed:
+                    module(row)
+                dense = computed.calls["bitsandbytes.dequantize_4bit.default"]
+                assert dense == (2 if trains and not notice else 0)  # layers with an adapter
+        said = [message for message in caplog.messages if "fused_lora" in message]
+        assert [notice[0] in message for message in said] == [True] * len(notice)
 
 
 HOOKS = "their parts have hooks, or a forward pass of their own"

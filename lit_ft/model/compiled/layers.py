@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lit_ft.errors import RecipeError
-from lit_ft.internals.torch import compile_modes, graph_breaks, raise_recompile_limit
+from lit_ft.internals.torch import compile_modes, graph_breaks, prepare_to_compile
 from lit_ft.internals.transformers import set_checkpointing
 from lit_ft.model.activations.checkpointing import Checkpointing
 from lit_ft.model.activations.checkpointing import options as checkpoint_options
@@ -68,7 +68,7 @@ def compile_layers(layers: Iterable[nn.Module], compiled: bool | str, checkpoint
     A layer whose code cannot be one graph becomes several when it is first called, with activation checkpointing none,
     and a notice gives the reason.
     """
-    raise_recompile_limit(VARIANTS)
+    prepare_to_compile(VARIANTS)
     options: dict[str, Any] = {"dynamic": True}
     if isinstance(compiled, str):
         options["mode" if compiled in compile_modes() else "backend"] = compiled

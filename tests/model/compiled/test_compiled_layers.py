@@ -115,6 +115,7 @@ def test_rows_of_few_lengths_give_the_same_numbers_in_few_shapes(tiny_qwen2: str
     """Of the shapes that CUDA graphs are recorded for: tokens, numbers of samples, and the longest of them."""
     rows = rows_of((*ROWS, (9, 9, 9, 9), (50, 13), (40, 2, 2), (1,) * 20))
     shapes: set[tuple[int, ...]] = set()
+    numbers: list[Any] = []
     plain = passes(tiny_qwen2, rows)
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Any:
@@ -122,6 +123,7 @@ def test_rows_of_few_lengths_give_the_same_numbers_in_few_shapes(tiny_qwen2: str
             ends = [x.numel() for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.int32]
             hidden = {x.shape[1] for x in inputs if isinstance(x, torch.Tensor) and x.ndim == 3}
             shapes.add((*hidden, *ends))
+            numbers.extend(x for x in inputs if isinstance(x, float) or (isinstance(x, torch.Tensor) and not x.ndim))
             return graph(*inputs)
 
         return run
@@ -129,6 +131,7 @@ def test_rows_of_few_lengths_give_the_same_numbers_in_few_shapes(tiny_qwen2: str
     torch._dynamo.register_backend(backend, name="counts_shapes")
     padded = passes(tiny_qwen2, rows, compile="counts_shapes", pad_rows_to=32)
     assert_same(padded, plain)
+    assert not numbers  # a number in host memory, e.g. the scaling of LoRA, would be copied in each pass
     assert (padded.graphs, padded.breaks) == (2, 0)  # one sample and several are alike, for there is padding
     tokens = [sum(row["segment_lengths"]) for row in rows]
     computed = [-(-count // 32) * 32 for count in tokens]
