@@ -115,6 +115,7 @@ class PackedForward:
             batch["targets"],
             chunk_tokens=tokens_per_chunk(head.weight.shape[0], hidden.device.type),
             head_parameters=loading.head_parameters(self.base),
+            is_compiled=self.is_compiled,
         )
 
     def take_router_loss(self, tokens: int, metrics: StageMetrics) -> Tensor | float:

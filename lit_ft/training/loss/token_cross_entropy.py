@@ -6,6 +6,7 @@ Legend: n supervised tokens, H hidden size, V vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def token_cross_entropy(
     targets: Tensor,
     chunk_tokens: int,
     head_parameters: Sequence[Tensor] = (),
+    is_compiled: bool = False,
 ) -> TokenLoss:
     """Sum of the cross-entropy over supervised tokens, chunk by chunk.
 
@@ -62,6 +64,7 @@ def token_cross_entropy(
         targets: token ids, ``(n,)``, int64.
         chunk_tokens: number of supervised tokens whose logits are in memory at once.
         head_parameters: parameters of the head; trainable ones get their gradients through the result.
+        is_compiled: whether torch.compile fuses what follows the head on CUDA.
 
     Raises:
         ValueError: ``hidden`` and ``targets`` disagree in length.
@@ -69,12 +72,17 @@ def token_cross_entropy(
     if len(hidden) != len(targets):
         raise ValueError(f"{len(hidden)} hidden states for {len(targets)} targets; one each is needed")
     trains = [p for p in head_parameters if p.requires_grad and torch.is_grad_enabled()]
-    return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, *trains))
+    from_logits = _compiled() if is_compiled and hidden.is_cuda else _from_logits
+    return TokenLoss(*_ChunkedCrossEntropy.apply(hidden, head, targets, chunk_tokens, from_logits, *trains))
 
 
 def tokens_per_chunk(vocabulary: int, device: str) -> int:
     """Number of supervised tokens whose logits are in memory at once, on a type of device."""
     return max(1, (LOGITS_PER_CHUNK_ON_CUDA if device == "cuda" else LOGITS_PER_CHUNK) // vocabulary)
+
+
+FromLogits = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
+"""Loss of each token, number of right predictions and, if it is asked for, the gradient of logits ``(m, V)``."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -85,6 +93,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         head: Callable[[Tensor], Tensor],
         targets: Tensor,
         chunk_tokens: int,
+        from_logits: FromLogits,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         of_hidden = torch.zeros_like(hidden) if hidden.requires_grad else None
@@ -95,7 +104,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + chunk_tokens)
             part = hidden[chunk].detach().requires_grad_(hidden.requires_grad)
             inputs = [part, *parameters] if hidden.requires_grad else [*parameters]
-            losses, right, grads = _chunk_loss(head, part, targets[chunk], inputs)
+            losses, right, grads = _chunk_loss(head, part, targets[chunk], inputs, from_logits)
             per_token[chunk] = losses
             correct += right
             if of_hidden is not None:
@@ -116,11 +125,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # In place: a head's gradient is as large as the head. A second backward raises (saved tensor changed).
         scale = torch.mul if ctx.is_repeatable else Tensor.mul_
         hidden, *parameters = (g if g is None else scale(g, grad_loss) for g in ctx.saved_tensors)
-        return hidden, None, None, None, *parameters
+        return hidden, None, None, None, None, *parameters
 
 
 def _chunk_loss(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, inputs: Sequence[Tensor]
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    inputs: Sequence[Tensor],
+    from_logits: FromLogits,
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """Loss of each token, number of correct predictions, and gradients of the summed loss; logits are then freed.
 
@@ -133,13 +146,13 @@ def _chunk_loss(
     # The edge is taken first, and detached logits are overwritten: autograd forbids in-place changes of a view that a
     # custom function returned.
     made_by = get_gradient_edge(logits) if inputs else None
-    losses, right, of_logits = _from_logits(logits.detach(), targets, bool(inputs))
+    losses, right, of_logits = from_logits(logits.detach(), targets, bool(inputs))
     grads = () if made_by is None else torch.autograd.grad(made_by, inputs, of_logits, allow_unused=True)
     return losses, right, grads
 
 
 def _from_logits(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``_chunk_loss`` of logits ``(m, V)``, with their gradient, which overwrites them in memory.
+    """``FromLogits`` whose gradient overwrites the logits in memory.
 
     A CPU computes a few tokens at a time, which fit in its cache: a fifth of the time of all tokens at once.
     """
@@ -154,6 +167,22 @@ def _from_logits(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[T
         if has_gradient:
             logits[part] = log_p.exp_().scatter_add_(1, target, torch.full_like(log_p[:, :1], -1.0))
     return losses, right, logits if has_gradient else None
+
+
+def _in_one_expression(logits: Tensor, targets: Tensor, has_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``FromLogits`` for torch.compile: the kernels that it makes on CUDA write no logits in fp32."""
+    log_p = logits.log_softmax(-1, dtype=torch.float32)
+    losses = -log_p.gather(1, targets[:, None])[:, 0]
+    right = (logits.argmax(-1) == targets).sum()
+    if not has_gradient:
+        return losses, right, None
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return losses, right, (log_p.exp() - is_target.float()).to(logits.dtype)
+
+
+@cache
+def _compiled() -> FromLogits:
+    return torch.compile(_in_one_expression, dynamic=True, fullgraph=True)
 
 
 def _split_loss(

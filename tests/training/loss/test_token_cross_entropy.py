@@ -49,6 +49,28 @@ def test_rows_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torc
     torch.testing.assert_close(got, torch.autograd.grad(plain.sum(), logits)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_expression_for_compilers_is_the_same(dtype: torch.dtype) -> None:
+    """One graph for any number of tokens; tests/cuda compiles it to kernels."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(losses._in_one_expression, dynamic=True, fullgraph=True, backend=backend)
+    for tokens in (11, 7, 2):
+        logits, targets = torch.randn(tokens, 13).to(dtype), torch.randint(0, 13, (tokens,))
+        logits[1] = 1.0  # all the same: the first counts as the model's choice
+        for has_gradient in (False, True):
+            found = compiled(logits, targets, has_gradient)
+            wanted = losses._from_logits(logits.clone(), targets, has_gradient)
+            assert (found[2] is None) == (not has_gradient)
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other)
+    assert len(graphs) == 2
+
+
 def test_a_frozen_head_gets_no_gradient() -> None:
     head = nn.Linear(8, 13).requires_grad_(False)
     hidden = torch.randn(3, 8, requires_grad=True)
