@@ -14,7 +14,8 @@ Weights are random. Rows of a given length are random tokens, all supervised, ea
 contestant does the same work. TFLOP/s by 4N: 4 FLOPs per frozen weight and token, for the head per supervised token
 only; those with attention add 6 x layers x width x length^2 for each row (two causal products forward, four backward).
 Adapters are not counted. The peak is that of the model's own products, with weights from memory, measured in the same
-run. ``--shape tiny`` uses a tiny model and short rows in all measurements, to try the script.
+run. Loss differences are those of all steps, timed or not. ``--shape tiny`` uses a tiny model and short rows in all
+measurements, to try the script.
 """
 
 import argparse
@@ -51,6 +52,13 @@ OWN = [
         {"arguments": [f"--model.quantization={NF4}"]},
     ),
     Contestant(
+        "lit_ft_nf4_checkpointing",
+        "lit_ft, NF4 base, activation checkpointing",
+        "lit_ft_command",
+        None,
+        {"arguments": [f"--model.quantization={NF4}", "--model.gradient_checkpointing=true"]},
+    ),
+    Contestant(
         "lit_ft_graphs",
         "lit_ft, CUDA graphs, rows padded to multiples of 256 tokens",
         "lit_ft_command",
@@ -71,32 +79,47 @@ class Measurement(NamedTuple):
     row_tokens: int | None
     """Tokens of each random row; None takes the rows of the data."""
     rows: int
-    samples: int
-    """Samples per optimizer step."""
+    micro_batch_size: int
+    accumulate: int
+    """Micro-batches per optimizer step."""
+    warm_up: int
+    """Optimizer steps that are not timed."""
     lora: dict[str, Any]
     """Arguments of ``peft.LoraConfig``."""
     keys: list[str]
     """Keys of the contestants."""
+    has_peak: bool = False
+    """Whether the peak of the model's products is measured too."""
+
+    @property
+    def samples(self) -> int:
+        """Samples per optimizer step."""
+        return self.micro_batch_size * self.accumulate
 
 
 MEASUREMENTS = {
     "7b": Measurement(
-        "Qwen2.5-7B shape, LoRA r=16 on all linears, rows of 4,096 tokens",
-        "500 TFLOP/s (4N), 1.5x transformers.Trainer + PEFT, 1.25x TRL + Liger",
+        "Qwen2.5-7B shape, LoRA r=16 on all linears, 4 rows of 4,096 tokens a step",
+        "17,700 tokens/s, 500 TFLOP/s (4N), 1.5x transformers.Trainer + PEFT, 1.25x TRL + Liger",
         "qwen2.5-7b",
         4096,
         12,
         1,
+        4,
+        1,
         LORA_ALL_LINEAR,
         ["lit_ft", "lit_ft_compiled", "lit_ft_liger", "trainer_bf16", "trl_best"],
+        has_peak=True,
     ),
     "small": Measurement(
         "Qwen2.5-0.5B shape on the data, 16 samples a step",
-        "4x transformers.Trainer's default",
+        "40,000 tokens/s, 4x transformers.Trainer's default",
         "qwen2.5-0.5b",
         None,
-        640,
+        960,
         16,
+        1,
+        30,  # CUDA graphs are recorded in them
         LORA,
         ["lit_ft", "lit_ft_compiled", "lit_ft_graphs", "trainer", "trainer_best", "trl_best"],
     ),
@@ -107,24 +130,28 @@ MEASUREMENTS = {
         16_384,
         6,
         1,
+        1,
+        1,
         LORA,
         ["lit_ft", "trainer_bf16"],
     ),
     "nf4": Measurement(
         "Qwen2.5-7B shape, NF4 base beside a bf16 one, rows of 4,096 tokens",
-        "NF4 within 1.3x of bf16's step time",
+        "NF4 within 1.3x of bf16's step time; 12 GiB",
         "qwen2.5-7b",
         4096,
         8,
         1,
+        4,
+        1,
         LORA_ALL_LINEAR,
-        ["lit_ft", "lit_ft_nf4"],
+        ["lit_ft", "lit_ft_nf4", "lit_ft_nf4_checkpointing"],
     ),
 }
 
 
 class Steps(NamedTuple):
-    """Tokens and model FLOPs of all optimizer steps but the first, and how many they are."""
+    """Tokens and model FLOPs of the optimizer steps that are timed, and how many they are."""
 
     steps: int
     tokens: int
@@ -134,15 +161,16 @@ class Steps(NamedTuple):
     attention_flops: int
 
 
-def steps_of(shape: dict[str, int], lengths: Sequence[tuple[int, int]], samples: int) -> Steps:
+def steps_of(shape: dict[str, int], lengths: Sequence[tuple[int, int]], samples: int, warm_up: int) -> Steps:
     """Work of the steps that are timed.
 
     Args:
         shape: config values of the model.
         lengths: tokens and supervised tokens of each row.
         samples: rows of an optimizer step.
+        warm_up: steps that are not timed.
     """
-    timed = lengths[samples:]
+    timed = lengths[samples * warm_up :]
     tokens, supervised = (sum(numbers) for numbers in zip(*timed, strict=True))
     weights = layer_weights(shape) * tokens + head_weights(shape) * supervised
     squares = sum(length**2 for length, _ in timed)
@@ -167,6 +195,7 @@ class Benchmark:
                 shape=options.shape,
                 row_tokens=measurement.row_tokens and 64,
                 rows=min(measurement.rows, 6 * measurement.samples),
+                warm_up=1,
             )
         if options.rows is not None:
             measurement = measurement._replace(rows=options.rows)
@@ -174,7 +203,7 @@ class Benchmark:
         self.shape = SHAPES[measurement.shape]
         model, rows, lengths = self._files()
         self.lengths = lengths
-        self.steps = steps_of(self.shape, lengths, measurement.samples)
+        self.steps = steps_of(self.shape, lengths, measurement.samples, measurement.warm_up)
         everyone = [
             *contestants(options.device, row_tokens=measurement.row_tokens or 0, attention=options.attention),
             *OWN,
@@ -184,8 +213,8 @@ class Benchmark:
         self.job = Job(
             model=str(model),
             rows=str(rows),
-            micro_batch_size=measurement.samples,
-            accumulate=1,
+            micro_batch_size=measurement.micro_batch_size,
+            accumulate=measurement.accumulate,
             device=options.device,
             max_length=max(tokens for tokens, _ in lengths),
             lora=measurement.lora,
@@ -206,7 +235,9 @@ class Benchmark:
 
     def run(self) -> None:
         """Measure, and print the peak and each contestant's row as soon as it is known."""
-        print(f"{self.measurement.title} (target: {self.measurement.target})\n\n{self.peak()}\n")
+        print(f"{self.measurement.title} (target: {self.measurement.target})\n")
+        if self.measurement.has_peak:
+            print(f"{self.peak()}\n")
         print(HEADER, flush=True)
         for number in reversed(range(self.options.rounds)):
             # The last round is in order, so that the first contestant, which others are compared with, is complete.
@@ -224,10 +255,10 @@ class Benchmark:
         return run_contestant(one, self.job, self.options.environments, log, seconds)
 
     def peak(self) -> str:
-        """Sustained rate of the model's products, at the tokens of a step."""
-        steps = self.steps
+        """Sustained rate of the model's products, at the tokens of a micro-batch."""
+        steps, passes = self.steps, self.steps.steps * self.measurement.accumulate
         asked: dict[str, Any] = {"shape": self.measurement.shape, "device": self.options.device, "seconds": 0.05}
-        asked |= {"tokens": steps.tokens // steps.steps, "supervised": max(steps.supervised // steps.steps, 1)}
+        asked |= {"tokens": steps.tokens // passes, "supervised": max(steps.supervised // passes, 1)}
         seconds = max(self.deadline - time.monotonic(), 1)
         result = run_peak(asked, self.options.folder / "matrix_peak.txt", seconds)
         if "error" in result:
@@ -239,9 +270,9 @@ class Benchmark:
         """Markdown row of medians; the ratios are relative to the first contestant that ran."""
         if failed := [run["error"] for run in self.runs[one.key] if "error" in run]:
             return f"| {one.name} | did not run: {failed[0]} | | | | | | | |"
-        runs, steps = self.runs[one.key], self.steps
+        runs, steps, before = self.runs[one.key], self.steps, self.measurement.warm_up - 1
         first = next(of for of in self.runs.values() if of and not any("error" in run for run in of))
-        seconds, own = (statistics.median(run["ends"][-1] - run["ends"][0] for run in of) for of in (runs, first))
+        seconds, own = (statistics.median(run["ends"][-1] - run["ends"][before] for run in of) for of in (runs, first))
         memory, least = (statistics.median(run["peak_memory_bytes"] for run in of) for of in (runs, first))
         return (
             f"| {one.name} | {seconds / steps.steps * 1e3:.1f} | {steps.tokens / seconds:.0f} "

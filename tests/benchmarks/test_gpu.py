@@ -19,7 +19,7 @@ def cells(line: str) -> list[str]:
 
 def test_work_of_the_timed_steps() -> None:
     shape = {**SHAPES["tiny"], "vocab_size": 10}
-    steps = gpu.steps_of(shape, [(9, 9), (3, 1), (5, 2)], samples=1)
+    steps = gpu.steps_of(shape, [(9, 9), (3, 1), (5, 2)], samples=1, warm_up=1)
     weights = layer_weights(shape) * 8 + 10 * 64 * 3
     assert steps == (2, 8, 3, 4 * weights, 6 * 2 * 64 * (9 + 25))
 
@@ -49,17 +49,19 @@ def test_a_measurement_on_a_tiny_shape(
     gpu.main(options)
     lines = capfd.readouterr().out.splitlines()
     assert lines[2].startswith("With a tiny model and short rows: Qwen2.5-7B shape, NF4 base beside a bf16 one")
-    assert lines[4].startswith("Peak of the products: ")
-    bf16, nf4 = map(cells, lines[8:10])
+    bf16, nf4, checkpointed = map(cells, lines[6:9])
     assert (bf16[1], nf4[1]) == ("lit_ft", "lit_ft, NF4 base")
     assert float(bf16[3]) > 0
     assert bf16[9] == "0.0000"
     assert 0 < float(nf4[9]) < 0.1  # four bits are not sixteen, and not noise either
+    assert checkpointed[9] == nf4[9]
 
 
 @pytest.mark.slow
 def test_what_there_is_no_time_for_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--shape", "tiny", "--device", "cpu", "--measure", "long", "--data", DATA, "--folder", str(tmp_path)]
+    options = ["--shape", "tiny", "--device", "cpu", "--measure", "7b", "--data", DATA, "--folder", str(tmp_path)]
     gpu.main([*options, "--minutes", "0", "--only", "lit_ft,trl_best"])
-    rows = [cells(line) for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4] == "Peak of the products: took more than 1 s"
+    rows = [cells(line) for line in lines if line.startswith("| ")][1:]
     assert [row[2] for row in rows] == ["did not run: no time left (--minutes 0)"] * 2
