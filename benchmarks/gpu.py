@@ -236,7 +236,7 @@ class Benchmark:
     def run(self) -> None:
         """Measure, and print the peak and each contestant's row as soon as it is known."""
         print(f"{self.measurement.title} (target: {self.measurement.target})\n")
-        if self.measurement.has_peak:
+        if self.measurement.has_peak and not self.options.only:
             print(f"{self.peak()}\n")
         print(HEADER, flush=True)
         for number in reversed(range(self.options.rounds)):
@@ -293,7 +293,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", choices=MEASUREMENTS, help="one of them; by default all")
-    parser.add_argument("--only", help="contestants, by key, with commas; by default those of each measurement")
+    parser.add_argument(
+        "--only", help="keys of contestants, with commas, and no peak; by default all of a measurement"
+    )
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
     parser.add_argument("--shape", choices=SHAPES, help="in place of each measurement's own")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
