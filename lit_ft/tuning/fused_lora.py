@@ -213,7 +213,7 @@ class _LoraProducts(torch.autograd.Function):
             torch.addmm(bias_O.to(x.dtype), h_TR, scaled_b_OR.T, out=out_TO)
         if keeps_products:
             return torch.addmm(out_TO, x_TI, weight_OI.T).view(*x.shape[:-1], outputs)
-        out_TO.addmm_(x_TI, weight_OI.T)
+        _add_product(out_TO, x_TI, weight_OI.T)
         return out
 
     @staticmethod
@@ -229,7 +229,7 @@ class _LoraProducts(torch.autograd.Function):
             grad_dropped = (grad_h_TR @ a_RI).view(source.shape)
             grad_x = (grad_TO @ weight_OI).view(source.shape)
         elif for_x:
-            grad_x = (grad_h_TR @ a_RI).addmm_(grad_TO, weight_OI).view(source.shape)
+            grad_x = _add_product(grad_h_TR @ a_RI, grad_TO, weight_OI).view(source.shape)
         if for_bias:
             grad_bias = grad_TO.sum(0, dtype=torch.float32)
         if for_a:
@@ -237,6 +237,27 @@ class _LoraProducts(torch.autograd.Function):
         if for_b:
             grad_b = _product_in_float32(grad_TO.T, h_TR) * ctx.scaling
         return grad_x, grad_dropped, None, grad_bias, grad_a, grad_b, None, None, None
+
+
+torch.library.define("lit_ft::add_product", "(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+
+
+@torch.library.impl("lit_ft::add_product", "CompositeExplicitAutograd")
+def _add_in_graph(total: Tensor, a: Tensor, b: Tensor) -> None:
+    total.addmm_(a, b)
+
+
+@torch.library.register_fake("lit_ft::add_product")
+def _(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """What the product changes in a traced graph: nothing but values."""
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``total.addmm_(a, b)``, which Inductor would make a product that starts from a copy of ``total`` (torch 2.13)."""
+    if torch.compiler.is_compiling():
+        torch.ops.lit_ft.add_product(total, a, b)
+        return total
+    return total.addmm_(a, b)
 
 
 def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:

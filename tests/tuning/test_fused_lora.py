@@ -12,6 +12,7 @@ from lightning.pytorch import Callback
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import LiveRanks
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -178,9 +179,11 @@ def test_compiles_as_one_graph(options: str, backend: str) -> None:
     model = fused(lora_net(**OPTIONS[options]))
     torch._dynamo.reset()
     compiled = torch.compile(copy.deepcopy(model), backend=backend, fullgraph=True, dynamic=True)
-    wanted, found = numbers(model, inputs()), numbers(compiled, inputs())
+    wanted = numbers(model, inputs())
+    found, graphs = run_and_get_code(numbers, compiled, inputs())
     for tensor, other in zip(wanted.values(), found.values(), strict=True):
         assert distance(other, tensor) < 1e-6
+    assert all(graph.count("ops.lit_ft.add_product.default(") == 2 for graph in graphs)  # in place, not from a copy
 
 
 def test_merging_switching_off_and_parameters_are_those_of_peft() -> None:
