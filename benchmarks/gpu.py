@@ -293,9 +293,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", choices=MEASUREMENTS, help="one of them; by default all")
-    parser.add_argument(
-        "--only", help="keys of contestants, with commas, and no peak; by default all of a measurement"
-    )
+    parser.add_argument("--only", help="keys of contestants, with commas, and no peak; by default all of a measurement")
     parser.add_argument("--data", default="recipes/data/quickstart_train.json", help="alpaca-style JSON file")
     parser.add_argument("--shape", choices=SHAPES, help="in place of each measurement's own")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")

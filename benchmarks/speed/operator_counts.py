@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners import lora
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.speed.fused_lora import let_compute
 from lit_ft import CausalLM
 from lit_ft.model.loading import decoder_layers, decoder_of
 from lit_ft.packed_batch import PackedBatch, pack_samples
-from lit_ft.tuning.fused_lora import FusedLinear
 
 WITHOUT_KERNEL = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
 """Operators that are no view and launch nothing."""
@@ -78,7 +76,7 @@ def counts(pretrained: str, way: str, targets: str | list[str]) -> Counter[str]:
         for layer in decoder_layers(module):
             layer.requires_grad_(False)
     else:
-        let_compute(module, {"PEFT": lora.Linear, "fused_lora": FusedLinear}[way])
+        let_compute(module, way)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 200, (300,), generator=draw).numpy()  # longer than what a CPU computes in fp32
     return operators_of_a_layer(module, pack_samples([(ids, ids)]))

@@ -46,7 +46,7 @@ def fuse(model: nn.Module, keeps_products: bool = False) -> None:
         if reason := _unlike_plain_lora(layer):
             left[reason] += 1
             continue
-        layer.__class__ = _fused_classes()[type(layer)]
+        layer.__class__ = fused_classes()[type(layer)]
         layer.keeps_products, layer.reported = keeps_products, reported
     for experts in expert_lora.outer_wrappers(model):
         if reason := expert_lora.obstacle(experts):
@@ -58,7 +58,7 @@ def fuse(model: nn.Module, keeps_products: bool = False) -> None:
 
 
 def _unlike_plain_lora(layer: lora.LoraLayer) -> str | None:
-    if (fused := _fused_classes().get(type(layer))) is None:
+    if (fused := fused_classes().get(type(layer))) is None:
         return type(layer).__name__
     if layer.lora_variant:
         return " and ".join(sorted({type(variant).__name__ for variant in layer.lora_variant.values()}))
@@ -144,7 +144,7 @@ class FusedLinear(Fused, lora.Linear):
 
 
 @cache
-def _fused_classes() -> dict[type[lora.LoraLayer], type[Fused]]:
+def fused_classes() -> dict[type[lora.LoraLayer], type[Fused]]:
     """Classes that PEFT's classes become; that for 4-bit weights needs bitsandbytes, which PEFT has imported then."""
     classes: dict[type[lora.LoraLayer], type[Fused]] = {lora.Linear: FusedLinear}
     if is_bnb_4bit_available():
