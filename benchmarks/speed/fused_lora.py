@@ -3,9 +3,9 @@
     python -m benchmarks.speed.fused_lora --data huanhuan.json
     python -m benchmarks.speed.fused_lora --data huanhuan.json --nf4
 
-Packed batches of benchmarks.compare's workload, bf16 or NF4 base, adapter in fp32. Both ways take turns on every batch, with
-the same weights. Times are processor time of the process, which other work on the machine changes less. Kept are the
-tensors that autograd saves for the backward pass, each storage once, without the model's weights.
+Packed batches of benchmarks.compare's workload, bf16 or NF4 base, adapter in fp32. Both ways take turns on every batch,
+with the same weights. Times are processor time of the process, which other work on the machine changes less. Kept are
+the tensors that autograd saves for the backward pass, each storage once, without the model's weights.
 """
 
 import argparse
