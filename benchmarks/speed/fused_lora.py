@@ -90,6 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
             spread = f"{statistics.median(speeds):.2f}x ({min(speeds):.2f} to {max(speeds):.2f})"
             name = targets if isinstance(targets, str) else ", ".join(targets)
             print(f"| {name} | {way} | {mean * 1e3:,.0f} | {tokens / mean:,.0f} | {spread} | {kept:.3f} |")
+    base = f"{options.dtype} base" + ", NF4" * options.nf4
     print(f"\n{environment()}; {torch.get_num_threads()} threads, {base}, r={job.lora['r']}")
 
 
