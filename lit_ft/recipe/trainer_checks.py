@@ -43,6 +43,11 @@ def check_strategy(strategy: object) -> None:
     """
     if not isinstance(strategy, str):
         return
+    if strategy.startswith("{"):
+        raise RecipeError(
+            f"trainer.strategy={shortened(strategy, 200)} is read as a name of Lightning's, not as a class with "
+            "options; write --trainer.strategy.class_path CLASS --trainer.strategy.OPTION VALUE, or both in a recipe"
+        )
     if "." in strategy:
         raise RecipeError(
             f"trainer.strategy={strategy} is read as a name of Lightning's, not as a class; "
