@@ -45,8 +45,8 @@ def check_strategy(strategy: object) -> None:
         return
     if strategy.startswith("{"):
         raise RecipeError(
-            f"trainer.strategy={shortened(strategy, 200)} is read as a name of Lightning's, not as a class with "
-            "options; write --trainer.strategy.class_path CLASS --trainer.strategy.OPTION VALUE, or both in a recipe"
+            f"trainer.strategy={shortened(strategy, 200)} is no class of a strategy with options of its own; write "
+            "--trainer.strategy.class_path CLASS --trainer.strategy.OPTION VALUE, and the error is about one of them"
         )
     if "." in strategy:
         raise RecipeError(

@@ -77,9 +77,9 @@ CASES: dict[str, tuple[str, str]] = {
         "trainer: {strategy: lit_ft.strategies.FSDPStrategy}",
         "write --trainer.strategy.class_path lit_ft.strategies.FSDPStrategy, in a recipe strategy: {class_path: ",
     ),
-    "a strategy's class and options as a text": (
-        "trainer: {strategy: '{class_path: lit_ft.strategies.FSDPStrategy}'}",
-        "not as a class with options; write --trainer.strategy.class_path CLASS --trainer.strategy.OPTION VALUE",
+    "a strategy's class that is none, as a text": (
+        "trainer: {strategy: '{class_path: lit_ft.FSDPStrategy}'}",
+        "is no class of a strategy with options of its own; write --trainer.strategy.class_path CLASS",
     ),
     "an empty path": ("data: {path: ''}", "data.path='' names nothing; give a file, a folder, a glob, or a data set"),
     "a class of another kind": ("model: {peft: {class_path: torch.nn.Linear}}", "model.peft: "),
