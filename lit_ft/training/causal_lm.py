@@ -24,6 +24,7 @@ from lit_ft import process
 from lit_ft.accumulation import accumulation, optimizer_steps, warn_of_least_steps
 from lit_ft.checkpointing.resume import number_logged_steps
 from lit_ft.checkpointing.storage.checkpoint_io import WeightCount
+from lit_ft.internals.lightning import place_logged_values
 from lit_ft.model.architecture import Decoder
 from lit_ft.model.compiled import layers as compiled_layers
 from lit_ft.model.files.fingerprint import Fingerprint, write_fingerprint
@@ -260,6 +261,7 @@ class CausalLM(AnsweringModule, EvaluationStepsModule, Fp32BuffersModule, Guarde
         """Number the logged step; validate again where a resumed run has trained again what it had trained before."""
         super().on_train_batch_start(batch, batch_idx)
         number_logged_steps(self.trainer)
+        place_logged_values(self.trainer)
         self._state.end_replay(self.trainer, batch_idx)
 
     def optimizer_step(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from peft import LoraConfig, PeftModel, PrefixTuningConfig
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -40,6 +41,20 @@ def test_frozen_weights_get_neither_gradient_nor_optimizer_state(
     assert all("lora_" in name for name in trained)
     assert len(trainer.optimizers[0].state) == len(trained) == 8
     assert all(p.grad is None for name, p in module.named_parameters() if name not in trained)
+
+
+def test_logged_values_are_moved_once(
+    make_trainer: Any, model_folder: str, write_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning would search each one for tensors at each ``log``."""
+    moved: list[str] = []
+    monkeypatch.setattr(_ResultMetric, "to", lambda metric, *_: moved.append(metric.meta.name))
+    trainer = make_trainer(max_steps=3)
+    trainer.fit(CausalLM(model_folder, peft=lora()), TextDataModule(write_rows()))
+    assert len(moved) == len(set(moved)) == 5
+    (loss,) = (value for value in trainer.fit_loop.epoch_loop._results.values() if value.meta.name == "train/loss")
+    loss.to(torch.device("meta"))
+    assert moved[5:] == ["train/loss"]
 
 
 def test_dtypes(model_folder: str) -> None:
