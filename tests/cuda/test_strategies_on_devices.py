@@ -51,6 +51,8 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def test_a_world_of_one_has_the_losses_of_one_device(
     device: str, options: list[str], fitted: Callable[..., Path]
 ) -> None:
+    if any("deepspeed" in option for option in options):
+        pytest.importorskip("deepspeed")
     one, run = fitted(device), fitted(device, *options)
     assert len(losses(one)) == 3
     assert losses(run) == pytest.approx(losses(one), rel=1e-4)
