@@ -219,12 +219,13 @@ class _LoraProducts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, h_TR, weight, a_RI, scaled_b_OR = ctx.saved_tensors
-        weight_OI = weight if ctx.dequantize is None else ctx.dequantize(weight).to(source.dtype)
+        source, h_TR, weight_OI, a_RI, scaled_b_OR = ctx.saved_tensors
         for_x, for_dropped, _, for_bias, for_a, for_b, *_ = ctx.needs_input_grad
         grad_TO = grad.reshape(-1, grad.shape[-1])
         grad_h_TR = grad_TO @ scaled_b_OR
         grad_x = grad_dropped = grad_bias = grad_a = grad_b = None
+        if for_x and ctx.dequantize is not None:
+            weight_OI = ctx.dequantize(weight_OI).to(source.dtype)
         if for_dropped:
             grad_dropped = (grad_h_TR @ a_RI).view(source.shape)
             grad_x = (grad_TO @ weight_OI).view(source.shape)
